@@ -1,0 +1,223 @@
+#include "shim.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/_fused_adamw.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/headeronly/version.h>
+
+// c10::Allocator is CPU- and CUDA-neutral; the device rides along, for a taken storage no longer knows its own.
+struct Block {
+  c10::DataPtr data;
+  c10::Allocator *allocator;
+  size_t bytes;
+};
+
+namespace {
+
+Message message(const std::string &text) { return sw_message_new(text.data(), text.size()); }
+
+template <typename Body> Message guarded(Body body) {
+  try {
+    body();
+    return nullptr;
+  } catch (const c10::Error &error) {
+    return message(error.what_without_backtrace());
+  } catch (const std::exception &error) {
+    return message(error.what());
+  } catch (...) {
+    return message("an exception that is not a std::exception");
+  }
+}
+
+std::vector<at::Tensor> list(at::Tensor *const *tensors, size_t count) {
+  std::vector<at::Tensor> result;
+  result.reserve(count);
+  for (size_t i = 0; i < count; i++)
+    result.push_back(tensors[i] ? *tensors[i] : at::Tensor());
+  return result;
+}
+
+at::Tensor *owned(const at::Tensor &tensor) { return tensor.defined() ? new at::Tensor(tensor) : nullptr; }
+
+std::vector<at::Tensor *> owned(const std::vector<at::Tensor> &tensors) {
+  std::vector<at::Tensor *> result;
+  result.reserve(tensors.size());
+  for (const auto &tensor : tensors)
+    result.push_back(owned(tensor));
+  return result;
+}
+
+c10::StorageImpl &storage_of(const at::Tensor &tensor) {
+  TORCH_CHECK(tensor.defined() && tensor.has_storage(), "the tensor has no storage");
+  return *tensor.storage().unsafeGetStorageImpl();
+}
+
+// A storage without memory keeps its size in bytes, so that views of it stay well-formed, and throws on access.
+bool is_taken(c10::StorageImpl &storage) {
+  return storage.nbytes() > 0 && storage._mutable_data_ptr_no_checks().get() == nullptr;
+}
+
+struct Closure : torch::CustomClassHolder {
+  Closure(void *data, Backward backward, Drop drop) : data(data), backward(backward), drop(drop) {}
+  ~Closure() override { drop(data); }
+  void *data;
+  Backward backward;
+  Drop drop;
+};
+
+// What `RustFunction::forward` needs besides its inputs, behind a pointer so that autograd does not see tensors in it.
+struct Tied {
+  std::vector<at::Tensor> outputs, saved;
+  c10::intrusive_ptr<Closure> closure;
+};
+
+struct RustFunction : torch::autograd::Function<RustFunction> {
+  static torch::autograd::variable_list forward(torch::autograd::AutogradContext *context, at::TensorList inputs,
+                                                Tied *tied) {
+    context->set_materialize_grads(false);
+    context->saved_data["closure"] = c10::IValue::make_capsule(tied->closure);
+    context->saved_data["inputs"] = static_cast<int64_t>(inputs.size());
+    context->save_for_backward(tied->saved);
+    return tied->outputs;
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext *context,
+                                                 torch::autograd::variable_list grads) {
+    auto closure = c10::static_intrusive_pointer_cast<Closure>(context->saved_data["closure"].toCapsule());
+    auto given = owned(grads);
+    auto saved = owned(context->get_saved_variables());
+    std::vector<at::Tensor *> raw(context->saved_data["inputs"].toInt(), nullptr);
+    Message failure = closure->backward(closure->data, given.data(), given.size(), saved.data(), saved.size(),
+                                        raw.data(), raw.size());
+    torch::autograd::variable_list results;
+    for (at::Tensor *tensor : raw) {
+      results.push_back(tensor ? std::move(*tensor) : at::Tensor());
+      delete tensor;
+    }
+    results.emplace_back(); // for `tied`, which is no tensor
+    if (failure) {
+      std::string text(failure);
+      sw_message_free(failure);
+      TORCH_CHECK(false, text);
+    }
+    return results;
+  }
+};
+
+} // namespace
+
+extern "C" {
+
+Message sw_message_new(const char *text, size_t length) {
+  char *copy = static_cast<char *>(std::malloc(length + 1));
+  if (copy == nullptr)
+    std::abort();
+  std::memcpy(copy, text, length);
+  copy[length] = 0;
+  return copy;
+}
+
+void sw_message_free(Message message) { std::free(message); }
+
+const char *sw_torch_version() { return TORCH_VERSION; }
+
+Message sw_block_new(int8_t device_type, int8_t device_index, size_t bytes, Block **out) {
+  return guarded([&] {
+    c10::Device device(static_cast<c10::DeviceType>(device_type), device_index);
+    c10::DeviceGuard guard(device);
+    c10::Allocator *allocator = c10::GetAllocator(device.type());
+    *out = new Block{allocator->allocate(bytes), allocator, bytes};
+  });
+}
+
+void sw_block_free(Block *block) { delete block; }
+void *sw_block_data(Block *block) { return block->data.get(); }
+size_t sw_block_bytes(const Block *block) { return block->bytes; }
+int8_t sw_block_device_type(const Block *block) { return static_cast<int8_t>(block->data.device().type()); }
+int8_t sw_block_device_index(const Block *block) { return block->data.device().index(); }
+
+Message sw_storage_take(at::Tensor *tensor, const char *reason, Block **out) {
+  return guarded([&] {
+    c10::StorageImpl &storage = storage_of(*tensor);
+    TORCH_CHECK(!is_taken(storage), "the storage's memory has been taken already");
+    TORCH_CHECK(storage.allocator() != nullptr, "the storage's memory was not made by a libtorch allocator");
+    c10::Device device = storage.device();
+    *out = new Block{storage.set_data_ptr(c10::DataPtr(nullptr, device)), storage.allocator(), storage.nbytes()};
+    storage.release_data_and_set_meta_custom_data_ptr_error_msg_(std::string(reason));
+  });
+}
+
+Message sw_storage_put(at::Tensor *tensor, Block *block) {
+  return guarded([&] {
+    c10::StorageImpl &storage = storage_of(*tensor);
+    TORCH_CHECK(is_taken(storage), "the storage has memory; take it before putting other memory in");
+    TORCH_CHECK(block->bytes == storage.nbytes(), "the storage needs ", storage.nbytes(), " bytes, and the block has ",
+                block->bytes);
+    TORCH_CHECK(block->data.device() == storage.device(), "the storage is on ", storage.device().str(),
+                ", and the block is on ", block->data.device().str());
+    storage.clear_data_ptr_access_error_msg_();
+    storage.set_data_ptr_noswap(std::move(block->data));
+    storage.set_allocator(block->allocator);
+    delete block;
+  });
+}
+
+Message sw_storage_is_taken(const at::Tensor *tensor, bool *out) {
+  return guarded([&] { *out = is_taken(storage_of(*tensor)); });
+}
+
+Message sw_storage_bytes(const at::Tensor *tensor, size_t *out) {
+  return guarded([&] { *out = storage_of(*tensor).nbytes(); });
+}
+
+Message sw_tensor_access(at::Tensor *tensor, Access *out) {
+  return guarded([&] {
+    storage_of(*tensor);
+    *out = Access{tensor->mutable_data_ptr(), tensor->use_count(), tensor->storage().use_count(),
+                  tensor->is_contiguous(), tensor->is_cpu()};
+  });
+}
+
+Message sw_function(at::Tensor **inputs, size_t input_count, at::Tensor **outputs, size_t output_count,
+                    at::Tensor **saved, size_t saved_count, void *data, Backward backward, Drop drop) {
+  // First of all: from here on the closure is dropped with its last owner, whatever happens.
+  auto closure = c10::make_intrusive<Closure>(data, backward, drop);
+  return guarded([&] {
+    Tied tied{list(outputs, output_count), list(saved, saved_count), std::move(closure)};
+    auto variables = list(inputs, input_count);
+    auto results = RustFunction::apply(at::TensorList(variables), &tied);
+    for (size_t i = 0; i < output_count; i++)
+      *outputs[i] = results[i];
+  });
+}
+
+Message sw_grad(at::Tensor **outputs, at::Tensor **grad_outputs, size_t output_count, at::Tensor **inputs,
+                size_t input_count, bool retain_graph, at::Tensor **results) {
+  return guarded([&] {
+    auto grads = torch::autograd::grad(list(outputs, output_count), list(inputs, input_count),
+                                       list(grad_outputs, output_count), retain_graph, /*create_graph=*/false,
+                                       /*allow_unused=*/true);
+    for (size_t i = 0; i < input_count; i++)
+      results[i] = owned(grads[i]);
+  });
+}
+
+Message sw_fused_adamw(at::Tensor **parameters, at::Tensor **grads, at::Tensor **first_moments,
+                       at::Tensor **second_moments, at::Tensor **steps, size_t count, double rate, double beta1,
+                       double beta2, double weight_decay, double epsilon) {
+  return guarded([&] {
+    c10::AutoGradMode no_grad(false);
+    at::_fused_adamw_(list(parameters, count), list(grads, count), list(first_moments, count),
+                      list(second_moments, count), {}, list(steps, count), rate, beta1, beta2, weight_decay, epsilon,
+                      /*amsgrad=*/false, /*maximize=*/false);
+  });
+}
+}

@@ -1,0 +1,61 @@
+// The C face of the shim. Everything that can fail returns a message, or null where it succeeded; the receiver frees
+// the message with `sw_message_free`. No C++ exception and no Rust panic crosses this line.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace at {
+class Tensor;
+}
+struct Block;
+
+extern "C" {
+typedef char *Message;
+
+Message sw_message_new(const char *text, size_t length);
+void sw_message_free(Message message);
+const char *sw_torch_version();
+
+// ---- memory -----------------------------------------------------------------------------------------------------
+Message sw_block_new(int8_t device_type, int8_t device_index, size_t bytes, Block **out);
+void sw_block_free(Block *block);
+void *sw_block_data(Block *block);
+size_t sw_block_bytes(const Block *block);
+int8_t sw_block_device_type(const Block *block);
+int8_t sw_block_device_index(const Block *block);
+
+Message sw_storage_take(at::Tensor *tensor, const char *reason, Block **out);
+Message sw_storage_put(at::Tensor *tensor, Block *block); // takes the block, but not where it fails
+Message sw_storage_is_taken(const at::Tensor *tensor, bool *out);
+Message sw_storage_bytes(const at::Tensor *tensor, size_t *out);
+
+struct Access {
+  void *data;
+  size_t tensor_owners;
+  size_t storage_owners;
+  bool contiguous;
+  bool cpu;
+};
+Message sw_tensor_access(at::Tensor *tensor, Access *out);
+
+// ---- autograd ---------------------------------------------------------------------------------------------------
+// `grads`: one tensor per output, null where none flowed back. `saved`: as given to `sw_function`. Both lists are the
+// callee's. It fills `results`, one owned tensor per input or null.
+typedef Message (*Backward)(void *closure, at::Tensor **grads, size_t grad_count, at::Tensor **saved,
+                            size_t saved_count, at::Tensor **results, size_t result_count);
+typedef void (*Drop)(void *closure);
+
+// Ties `outputs` (computed without autograd) to `inputs`, with `closure` as the way back, and replaces them by the tied
+// tensors. The closure belongs to the graph from here on, also where this fails: `drop` is called exactly once.
+Message sw_function(at::Tensor **inputs, size_t input_count, at::Tensor **outputs, size_t output_count,
+                    at::Tensor **saved, size_t saved_count, void *closure, Backward backward, Drop drop);
+
+// `grad_outputs` entries and `results` entries may be null.
+Message sw_grad(at::Tensor **outputs, at::Tensor **grad_outputs, size_t output_count, at::Tensor **inputs,
+                size_t input_count, bool retain_graph, at::Tensor **results);
+
+// ---- optimizer --------------------------------------------------------------------------------------------------
+Message sw_fused_adamw(at::Tensor **parameters, at::Tensor **grads, at::Tensor **first_moments,
+                       at::Tensor **second_moments, at::Tensor **steps, size_t count, double rate, double beta1,
+                       double beta2, double weight_decay, double epsilon);
+}

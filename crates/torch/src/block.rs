@@ -1,0 +1,146 @@
+//! Memory of a device, owned by one value.
+
+use std::fmt;
+use std::ptr::NonNull;
+
+use shardwise_plan::Dtype;
+use tch::{Device, Tensor};
+
+use crate::error::check;
+use crate::{Element, Error, Result, ffi, kind_of};
+
+/// A run of elements in a device's memory that nobody else can see.
+///
+/// Tensors share their memory freely, so a tensor cannot promise that it is left alone while a collective writes into
+/// it. A block can: it is not a tensor, it cannot be cloned, and it moves. Memory becomes a block by being taken out
+/// of a storage ([`crate::storage::take`]) or fresh from the device's allocator, and becomes tensors again by being
+/// put back into a storage or by [`Block::into_tensor`].
+pub struct Block {
+    raw: NonNull<ffi::Block>,
+    dtype: Dtype,
+    len: usize,
+}
+
+// SAFETY: a block is the only owner of its memory, and libtorch's allocators may free from any thread.
+unsafe impl Send for Block {}
+// SAFETY: through a shared reference the memory can only be read.
+unsafe impl Sync for Block {}
+
+impl Block {
+    /// `len` elements from the allocator of `device`, with arbitrary contents.
+    pub fn new(dtype: Dtype, len: usize, device: Device) -> Result<Self> {
+        let (device_type, device_index) = match device {
+            Device::Cuda(index) => (1, i8::try_from(index).unwrap_or(i8::MAX)),
+            _ => (0, -1),
+        };
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: `raw` is written where the call succeeds.
+        check(unsafe { ffi::sw_block_new(device_type, device_index, len * dtype.bytes(), &mut raw) })?;
+        Ok(Block { raw: NonNull::new(raw).expect("the shim made a block"), dtype, len })
+    }
+
+    /// A copy of `elements` on the CPU.
+    pub fn from_slice<T: Element>(elements: &[T]) -> Result<Self> {
+        let mut block = Block::new(T::DTYPE, elements.len(), Device::Cpu)?;
+        block.as_mut_slice()?.copy_from_slice(elements);
+        Ok(block)
+    }
+
+    /// Takes over a block that the shim made.
+    pub(crate) fn from_raw(raw: *mut ffi::Block, dtype: Dtype) -> Self {
+        let raw = NonNull::new(raw).expect("the shim made a block");
+        // SAFETY: a block of the shim's.
+        let len = unsafe { ffi::sw_block_bytes(raw.as_ptr()) } / dtype.bytes();
+        Block { raw, dtype, len }
+    }
+
+    pub(crate) fn raw(&self) -> *mut ffi::Block {
+        self.raw.as_ptr()
+    }
+
+    /// Leaves the memory to someone who has taken over `self.raw()`.
+    pub(crate) fn forget(self) {
+        std::mem::forget(self);
+    }
+
+    /// The element type.
+    pub fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    /// The number of elements.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Where the memory is.
+    pub fn device(&self) -> Device {
+        // SAFETY: a live block of the shim's.
+        let (kind, index) = unsafe { (ffi::sw_block_device_type(self.raw()), ffi::sw_block_device_index(self.raw())) };
+        match kind {
+            1 => Device::Cuda(usize::try_from(index).unwrap_or(0)),
+            _ => Device::Cpu,
+        }
+    }
+
+    /// The address of the first element; dangling where there are none.
+    pub fn as_ptr(&self) -> *mut u8 {
+        // SAFETY: a live block of the shim's.
+        unsafe { ffi::sw_block_data(self.raw()).cast() }
+    }
+
+    /// The elements, where the CPU can read them.
+    pub fn as_slice<T: Element>(&self) -> Result<&[T]> {
+        let data = self.checked::<T>()?;
+        // SAFETY: `checked`: the memory is the CPU's, aligned by its allocator, and has `len` elements of type T; it
+        // comes from beyond the language border, so its bits are some bits, and any bits are a T.
+        Ok(unsafe { std::slice::from_raw_parts(data.as_ptr(), self.len) })
+    }
+
+    /// The elements for writing, where the CPU can reach them.
+    pub fn as_mut_slice<T: Element>(&mut self) -> Result<&mut [T]> {
+        let data = self.checked::<T>()?;
+        // SAFETY: as in `as_slice`, and `&mut self` is the only way to this memory.
+        Ok(unsafe { std::slice::from_raw_parts_mut(data.as_ptr(), self.len) })
+    }
+
+    /// A one-dimensional tensor that owns the memory.
+    pub fn into_tensor(self) -> Result<Tensor> {
+        // A tensor of no elements has a storage of no bytes, out of which nothing can be taken.
+        if self.is_empty() {
+            return Ok(Tensor::f_empty([0], (kind_of(self.dtype), self.device()))?);
+        }
+        let tensor = Tensor::f_empty([self.len as i64], (kind_of(self.dtype), self.device()))?;
+        drop(crate::storage::take(&tensor, "the tensor is being made")?);
+        crate::storage::put(&tensor, self).map_err(|refused| refused.error)?;
+        Ok(tensor)
+    }
+
+    fn checked<T: Element>(&self) -> Result<NonNull<T>> {
+        if T::DTYPE != self.dtype {
+            return Err(Error::WrongDtype { expected: T::DTYPE, found: self.dtype });
+        }
+        if self.device() != Device::Cpu {
+            return Err(Error::NotOnCpu(self.device()));
+        }
+        Ok(NonNull::new(self.as_ptr().cast()).unwrap_or(NonNull::dangling()))
+    }
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        // SAFETY: a live block of the shim's, which nobody else owns.
+        unsafe { ffi::sw_block_free(self.raw.as_ptr()) }
+    }
+}
+
+impl fmt::Debug for Block {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Block({} × {} on {:?})", self.len, self.dtype, self.device())
+    }
+}

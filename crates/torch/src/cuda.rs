@@ -1,0 +1,20 @@
+//! libtorch's CUDA streams (cargo feature `cuda`; needs a GPU to run).
+
+use std::ffi::c_void;
+
+use crate::error::check;
+use crate::{Result, ffi};
+
+/// The `cudaStream_t` on which libtorch queues work of this thread for a device.
+pub fn current_stream(device_index: usize) -> Result<*mut c_void> {
+    let mut stream = std::ptr::null_mut();
+    // SAFETY: `stream` is written where the call succeeds.
+    check(unsafe { ffi::sw_cuda_current_stream(i8::try_from(device_index).unwrap_or(i8::MAX), &mut stream) })?;
+    Ok(stream)
+}
+
+/// The number of threads of a warp of the current device, or 0 where there is no device.
+pub fn warp_size() -> i32 {
+    // SAFETY: no arguments, and the shim catches what libtorch throws.
+    unsafe { ffi::sw_cuda_warp_size() }
+}

@@ -1,0 +1,53 @@
+//! Rust's types, Shardwise's [`Dtype`]s and libtorch's kinds.
+
+use half::{bf16, f16};
+use shardwise_plan::Dtype;
+use tch::Kind;
+
+use crate::{Error, Result};
+
+/// A Rust type that is the element of a buffer.
+///
+/// # Safety
+/// The type has the size of `DTYPE`, no padding, and every bit pattern is a value of it.
+pub unsafe trait Element: Copy + Default + PartialEq + std::fmt::Debug + Send + Sync + 'static {
+    /// What it is called elsewhere.
+    const DTYPE: Dtype;
+}
+
+// SAFETY: plain numbers of the sizes that `Dtype::bytes` says; any bits are a number.
+unsafe impl Element for f32 {
+    const DTYPE: Dtype = Dtype::F32;
+}
+// SAFETY: as above; a transparent u16.
+unsafe impl Element for bf16 {
+    const DTYPE: Dtype = Dtype::Bf16;
+}
+// SAFETY: as above; a transparent u16.
+unsafe impl Element for f16 {
+    const DTYPE: Dtype = Dtype::F16;
+}
+// SAFETY: as above.
+unsafe impl Element for i64 {
+    const DTYPE: Dtype = Dtype::I64;
+}
+// SAFETY: as above.
+unsafe impl Element for u8 {
+    const DTYPE: Dtype = Dtype::U8;
+}
+
+/// libtorch's name of an element type.
+pub fn kind_of(dtype: Dtype) -> Kind {
+    match dtype {
+        Dtype::F32 => Kind::Float,
+        Dtype::Bf16 => Kind::BFloat16,
+        Dtype::F16 => Kind::Half,
+        Dtype::I64 => Kind::Int64,
+        Dtype::U8 => Kind::Uint8,
+    }
+}
+
+/// The element type of a libtorch kind.
+pub fn dtype_of(kind: Kind) -> Result<Dtype> {
+    Dtype::ALL.into_iter().find(|&dtype| kind_of(dtype) == kind).ok_or(Error::UnsupportedKind(kind))
+}

@@ -1,0 +1,97 @@
+//! The shim's C face, as `shim/shim.h` declares it.
+
+use std::ffi::{c_char, c_void};
+
+pub(crate) type Message = *mut c_char;
+
+/// An `at::Tensor`, as `tch` points to it.
+pub(crate) type Tensor = torch_sys::C_tensor;
+
+#[repr(C)]
+pub(crate) struct Block {
+    _opaque: [u8; 0],
+}
+
+#[repr(C)]
+pub(crate) struct Access {
+    pub(crate) data: *mut c_void,
+    pub(crate) tensor_owners: usize,
+    pub(crate) storage_owners: usize,
+    pub(crate) contiguous: bool,
+    pub(crate) cpu: bool,
+}
+
+pub(crate) type Backward = unsafe extern "C" fn(
+    closure: *mut c_void,
+    grads: *mut *mut Tensor,
+    grad_count: usize,
+    saved: *mut *mut Tensor,
+    saved_count: usize,
+    results: *mut *mut Tensor,
+    result_count: usize,
+) -> Message;
+pub(crate) type Drop = unsafe extern "C" fn(closure: *mut c_void);
+
+unsafe extern "C" {
+    pub(crate) fn sw_message_new(text: *const c_char, length: usize) -> Message;
+    pub(crate) fn sw_message_free(message: Message);
+    pub(crate) fn sw_torch_version() -> *const c_char;
+
+    pub(crate) fn sw_block_new(device_type: i8, device_index: i8, bytes: usize, out: *mut *mut Block) -> Message;
+    pub(crate) fn sw_block_free(block: *mut Block);
+    pub(crate) fn sw_block_data(block: *mut Block) -> *mut c_void;
+    pub(crate) fn sw_block_bytes(block: *const Block) -> usize;
+    pub(crate) fn sw_block_device_type(block: *const Block) -> i8;
+    pub(crate) fn sw_block_device_index(block: *const Block) -> i8;
+
+    pub(crate) fn sw_storage_take(tensor: *mut Tensor, reason: *const c_char, out: *mut *mut Block) -> Message;
+    pub(crate) fn sw_storage_put(tensor: *mut Tensor, block: *mut Block) -> Message;
+    pub(crate) fn sw_storage_is_taken(tensor: *const Tensor, out: *mut bool) -> Message;
+    pub(crate) fn sw_storage_bytes(tensor: *const Tensor, out: *mut usize) -> Message;
+    pub(crate) fn sw_tensor_access(tensor: *mut Tensor, out: *mut Access) -> Message;
+
+    pub(crate) fn sw_function(
+        inputs: *mut *mut Tensor,
+        input_count: usize,
+        outputs: *mut *mut Tensor,
+        output_count: usize,
+        saved: *mut *mut Tensor,
+        saved_count: usize,
+        closure: *mut c_void,
+        backward: Backward,
+        drop: Drop,
+    ) -> Message;
+    pub(crate) fn sw_grad(
+        outputs: *mut *mut Tensor,
+        grad_outputs: *mut *mut Tensor,
+        output_count: usize,
+        inputs: *mut *mut Tensor,
+        input_count: usize,
+        retain_graph: bool,
+        results: *mut *mut Tensor,
+    ) -> Message;
+
+    pub(crate) fn sw_fused_adamw(
+        parameters: *mut *mut Tensor,
+        grads: *mut *mut Tensor,
+        first_moments: *mut *mut Tensor,
+        second_moments: *mut *mut Tensor,
+        steps: *mut *mut Tensor,
+        count: usize,
+        rate: f64,
+        beta1: f64,
+        beta2: f64,
+        weight_decay: f64,
+        epsilon: f64,
+    ) -> Message;
+
+    #[cfg(feature = "cuda")]
+    pub(crate) fn sw_cuda_warp_size() -> i32;
+    #[cfg(feature = "cuda")]
+    pub(crate) fn sw_cuda_current_stream(device_index: i8, out: *mut *mut c_void) -> Message;
+}
+
+/// The pointers of a list of tensors, for a call that lasts no longer than they do.
+pub(crate) fn pointers<'a>(tensors: impl IntoIterator<Item = &'a tch::Tensor>) -> Vec<*mut Tensor> {
+    tensors.into_iter().map(|tensor| tensor.as_ptr().cast_mut()).collect()
+}
