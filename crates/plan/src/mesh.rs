@@ -44,7 +44,7 @@ impl fmt::Display for Axis {
 }
 
 /// Why a mesh cannot be made.
-#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MeshError {
     /// An axis of length zero has no ranks.
     #[error("the {axis} axis has size 0; an axis that is not used has size 1")]

@@ -1,23 +1,26 @@
-// libtorch's CUDA streams. Compiled with the cargo feature `cuda` only.
+// libtorch's CUDA streams. Compiled with the cargo feature `cuda` only; needs no CUDA headers.
 #include "shim.h"
 
-#include <ATen/cuda/CUDAContext.h>
-#include <c10/cuda/CUDAStream.h>
+#include <cstring>
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+// Of libtorch_cuda, whose header would want CUDA's.
+namespace at::cuda {
+int warp_size();
+}
+
+// Naming a function of libtorch_cuda, where the linker cannot see that it is not called, keeps that library linked; without
+// it CUDA would silently be unavailable.
+static int (*volatile keep_libtorch_cuda)() = at::cuda::warp_size;
 
 extern "C" {
 
-// Naming a function of libtorch_cuda keeps that library linked; without it CUDA would silently be unavailable.
-int sw_cuda_warp_size() {
-  try {
-    return at::cuda::warp_size();
-  } catch (...) {
-    return 0;
-  }
-}
-
 Message sw_cuda_current_stream(int8_t device_index, void **out) {
   try {
-    *out = c10::cuda::getCurrentCUDAStream(device_index).stream();
+    TORCH_CHECK(keep_libtorch_cuda != nullptr, "libtorch_cuda is not linked");
+    c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
+    *out = guard.getStream(c10::Device(c10::DeviceType::CUDA, device_index)).native_handle();
     return nullptr;
   } catch (const std::exception &error) {
     return sw_message_new(error.what(), std::strlen(error.what()));

@@ -12,9 +12,3 @@ pub fn current_stream(device_index: usize) -> Result<*mut c_void> {
     check(unsafe { ffi::sw_cuda_current_stream(i8::try_from(device_index).unwrap_or(i8::MAX), &mut stream) })?;
     Ok(stream)
 }
-
-/// The number of threads of a warp of the current device, or 0 where there is no device.
-pub fn warp_size() -> i32 {
-    // SAFETY: no arguments, and the shim catches what libtorch throws.
-    unsafe { ffi::sw_cuda_warp_size() }
-}

@@ -86,8 +86,6 @@ unsafe extern "C" {
     ) -> Message;
 
     #[cfg(feature = "cuda")]
-    pub(crate) fn sw_cuda_warp_size() -> i32;
-    #[cfg(feature = "cuda")]
     pub(crate) fn sw_cuda_current_stream(device_index: i8, out: *mut *mut c_void) -> Message;
 }
 

@@ -1,0 +1,325 @@
+//! The communication thread: an ordered queue of jobs per group, and a loop that lets those at the front go on.
+//!
+//! The collectives of one group run one after the other, in the order in which they were asked for. Different groups, and
+//! messages between two ranks, go on beside each other, so ranks may interleave groups differently, and two ranks that
+//! both send before they receive do not wait for each other.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, TryRecvError};
+use std::time::{Duration, Instant};
+
+use shardwise_plan::RankSet;
+
+use super::Options;
+use super::exchange::{Machine, Progress, machine};
+use super::sys::{Communicator, Universe};
+use crate::pending::Luggage;
+use crate::transport::{Job, Work};
+use crate::{Error, Result};
+
+/// A group, as the communication thread knows it.
+pub(super) type GroupId = usize;
+
+/// The group of all ranks.
+pub(super) const WORLD: GroupId = 0;
+
+/// How long the thread asks again at once when nothing moves, before it rests between questions. Longer than the gaps
+/// between the messages of a call, shorter than the steps that a rank may be late by: a rank that computes needs its core.
+const ATTENTIVE: Duration = Duration::from_micros(200);
+const REST: Duration = Duration::from_micros(50);
+
+/// Tags repeat after this many calls. MPI grants at least 32,767.
+const TAGS: i32 = 32_000;
+
+/// What other threads ask for.
+pub(super) enum Message {
+    Start { group: GroupId, job: Job, reply: Sender<Result<Luggage>> },
+    Split { parent: GroupId, ranks: RankSet, name: Arc<str>, reply: Sender<Result<GroupId>> },
+    Stop { finalize: bool },
+}
+
+pub(super) struct Engine {
+    universe: Universe,
+    options: Options,
+    groups: BTreeMap<GroupId, Members>,
+}
+
+/// A group with its calls.
+struct Members {
+    /// The ranks' numbers in the world, for messages to people.
+    ranks: RankSet,
+    collectives: Lane,
+    messages: Lane,
+    /// The first failure; after it, ranks no longer agree about what comes next.
+    broken: Option<String>,
+}
+
+/// Calls that go over one communicator.
+struct Lane {
+    comm: Communicator,
+    queue: VecDeque<Waiting>,
+    running: Vec<Running>,
+    /// How many may run beside each other.
+    running_max: usize,
+    /// How many calls went before: of all ranks together, or to or from one of them. Both sides count alike, and a call's
+    /// number is its tag, so that a rank that is ahead is not misunderstood.
+    started: BTreeMap<Peer, i32>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Peer {
+    All,
+    To(usize),
+    From(usize),
+}
+
+struct Waiting {
+    job: Job,
+    reply: Sender<Result<Luggage>>,
+}
+
+struct Running {
+    // Declared before the job: a machine goes before the memory that it points to.
+    machine: Box<dyn Machine>,
+    waiting: Waiting,
+    moved_at: Instant,
+}
+
+impl Engine {
+    pub(super) fn start(options: Options) -> Result<Self> {
+        let universe = Universe::start().map_err(Error::Setup)?;
+        let world = universe.world().and_then(|world| world.duplicate()).map_err(Error::Setup)?;
+        let members = Members::new(world, RankSet::world(world.size())).map_err(Error::Setup)?;
+        Ok(Engine { universe, options, groups: BTreeMap::from([(WORLD, members)]) })
+    }
+
+    /// This rank and the number of ranks.
+    pub(super) fn place(&self) -> (usize, usize) {
+        let comm = self.groups[&WORLD].collectives.comm;
+        (comm.rank(), comm.size())
+    }
+
+    /// Runs until it is told to stop or everyone who could tell it is gone.
+    pub(super) fn run(&mut self, messages: &Receiver<Message>) {
+        let mut moved_at = Instant::now();
+        loop {
+            let message = match self.is_idle() {
+                true => messages.recv().map_err(|_| TryRecvError::Disconnected),
+                false => messages.try_recv(),
+            };
+            let moved = match message {
+                Ok(Message::Start { group, job, reply }) => {
+                    self.members(group).enqueue(Waiting { job, reply });
+                    true
+                }
+                Ok(Message::Split { parent, ranks, name, reply }) => {
+                    self.finish();
+                    // Whoever asked may have gone; the group is then made in vain.
+                    drop(reply.send(self.split(parent, ranks, name)));
+                    true
+                }
+                Ok(Message::Stop { finalize }) => return self.stop(finalize),
+                Err(TryRecvError::Disconnected) => return self.stop(false),
+                Err(TryRecvError::Empty) => false,
+            };
+            if self.turn() || moved {
+                moved_at = Instant::now();
+            } else if moved_at.elapsed() < ATTENTIVE {
+                std::thread::yield_now();
+            } else {
+                std::thread::sleep(REST);
+            }
+        }
+    }
+
+    fn members(&mut self, group: GroupId) -> &mut Members {
+        self.groups.get_mut(&group).expect("groups are never removed")
+    }
+
+    fn is_idle(&self) -> bool {
+        self.groups.values().all(|members| members.collectives.is_idle() && members.messages.is_idle())
+    }
+
+    /// Lets every call at the front go on once. Returns whether any has.
+    fn turn(&mut self) -> bool {
+        let limit = self.options.time_limit;
+        let mut moved = false;
+        for members in self.groups.values_mut() {
+            moved |= members.turn(limit);
+        }
+        moved
+    }
+
+    fn finish(&mut self) {
+        while !self.is_idle() {
+            if !self.turn() {
+                std::thread::yield_now();
+            }
+        }
+    }
+
+    fn split(&mut self, parent: GroupId, ranks: RankSet, name: Arc<str>) -> Result<GroupId> {
+        let parent = &self.groups[&parent].collectives.comm;
+        let members = parent
+            .sub(&ranks)
+            .and_then(|comm| Members::new(comm, ranks))
+            .map_err(|message| Error::Setup(format!("the group '{name}' could not be made: {message}")))?;
+        let id = self.groups.len();
+        self.groups.insert(id, members);
+        Ok(id)
+    }
+
+    fn stop(&mut self, finalize: bool) {
+        if finalize {
+            self.finish();
+        }
+        // Finalizing waits for all ranks, and after a failure some may never come. The process then ends without it, which
+        // the launcher takes for the failure that it is.
+        let whole = self.groups.values().all(|members| members.broken.is_none());
+        if !finalize || !whole {
+            self.groups
+                .values_mut()
+                .for_each(|members| std::mem::forget(std::mem::take(&mut members.collectives.running)));
+            self.groups
+                .values_mut()
+                .for_each(|members| std::mem::forget(std::mem::take(&mut members.messages.running)));
+            self.universe.abandon();
+        }
+    }
+}
+
+impl Members {
+    fn new(comm: Communicator, ranks: RankSet) -> std::result::Result<Self, String> {
+        let messages = Lane::new(comm.duplicate()?, usize::MAX);
+        Ok(Members { ranks, collectives: Lane::new(comm, 1), messages, broken: None })
+    }
+
+    fn enqueue(&mut self, waiting: Waiting) {
+        match waiting.job.call.verb.is_collective() {
+            true => self.collectives.queue.push_back(waiting),
+            false => self.messages.queue.push_back(waiting),
+        }
+    }
+
+    fn turn(&mut self, limit: Duration) -> bool {
+        let mut moved = false;
+        for lane in [&mut self.collectives, &mut self.messages] {
+            moved |= lane.turn(limit, self.ranks, &mut self.broken);
+        }
+        moved
+    }
+}
+
+impl Lane {
+    fn new(comm: Communicator, running_max: usize) -> Self {
+        Lane { comm, queue: VecDeque::new(), running: Vec::new(), running_max, started: BTreeMap::new() }
+    }
+
+    fn is_idle(&self) -> bool {
+        self.queue.is_empty() && self.running.is_empty()
+    }
+
+    fn turn(&mut self, limit: Duration, ranks: RankSet, broken: &mut Option<String>) -> bool {
+        let mut moved = false;
+        while self.running.len() < self.running_max
+            && let Some(waiting) = self.queue.pop_front()
+        {
+            moved = true;
+            self.begin(waiting, broken);
+        }
+        let mut index = 0;
+        while let Some(running) = self.running.get_mut(index) {
+            let failure = match running.machine.poll() {
+                Ok(Progress::Done) => {
+                    let Running { machine, waiting, .. } = self.running.remove(index);
+                    drop(machine);
+                    waiting.succeed();
+                    moved = true;
+                    continue;
+                }
+                Ok(Progress::Moved) => {
+                    running.moved_at = Instant::now();
+                    moved = true;
+                    index += 1;
+                    continue;
+                }
+                Ok(Progress::Still) if running.moved_at.elapsed() <= limit => {
+                    index += 1;
+                    continue;
+                }
+                Ok(Progress::Still) => Error::TimedOut {
+                    call: Box::new(running.waiting.job.call.clone()),
+                    limit,
+                    waiting_for: waiting_for(running.machine.as_ref(), ranks),
+                },
+                Err(message) => Error::Transport { call: Box::new(running.waiting.job.call.clone()), message },
+            };
+            broken.get_or_insert_with(|| failure.to_string());
+            let Running { machine, waiting, .. } = self.running.remove(index);
+            // MPI may still read and write the machine's staging memory and the call's buffers.
+            std::mem::forget(machine);
+            waiting.fail_and_leak(failure);
+            moved = true;
+        }
+        moved
+    }
+
+    fn begin(&mut self, waiting: Waiting, broken: &mut Option<String>) {
+        let call = &waiting.job.call;
+        if let Some(cause) = broken {
+            let error = Error::Broken { call: Box::new(call.clone()), cause: cause.clone() };
+            return waiting.fail(error);
+        }
+        waiting.job.ticket.started();
+        let peer = match &waiting.job.work {
+            Work::Send { to, .. } => Peer::To(*to),
+            Work::Receive { from, .. } => Peer::From(*from),
+            _ => Peer::All,
+        };
+        let started = self.started.entry(peer).or_insert(0);
+        let tag = *started;
+        *started = (*started + 1) % TAGS;
+        match machine(self.comm, tag, call.dtype, &waiting.job.work) {
+            Ok(machine) => self.running.push(Running { machine, waiting, moved_at: Instant::now() }),
+            Err(message) => {
+                let error = Error::Transport { call: Box::new(call.clone()), message };
+                broken.get_or_insert_with(|| error.to_string());
+                waiting.fail_and_leak(error);
+            }
+        }
+    }
+}
+
+impl Waiting {
+    fn succeed(self) {
+        self.job.ticket.ended(&Ok(()));
+        // A `Pending` that was dropped does not want its buffers back.
+        drop(self.reply.send(Ok(self.job.luggage)));
+    }
+
+    fn fail(self, error: Error) {
+        self.job.ticket.ended::<()>(&Err(error.clone()));
+        drop(self.reply.send(Err(error)));
+    }
+
+    /// Fails while MPI may still read and write the buffers.
+    fn fail_and_leak(mut self, error: Error) {
+        std::mem::forget(std::mem::replace(&mut self.job.luggage, Box::new(())));
+        self.fail(error);
+    }
+}
+
+/// Who is missing, by their numbers in the world.
+fn waiting_for(machine: &dyn Machine, ranks: RankSet) -> String {
+    let mut missing: Vec<usize> = machine.waits_for().into_iter().map(|rank| ranks.rank_at(rank)).collect();
+    missing.sort_unstable();
+    missing.dedup();
+    let shown: Vec<String> = missing.iter().take(8).map(usize::to_string).collect();
+    match (missing.len(), shown.join(", ")) {
+        (0, _) => String::new(),
+        (1, one) => format!(", waiting for rank {one}"),
+        (2..=8, few) => format!(", waiting for ranks {few}"),
+        (many, first) => format!(", waiting for {many} ranks ({first}, …)"),
+    }
+}

@@ -1,0 +1,494 @@
+//! Collectives made of messages between two ranks, as machines that are polled.
+//!
+//! # Note: no deadlock, and no hot spot
+//! All ranks go through the same sequence of steps: in step k a rank sends to the rank k places up and receives from the
+//! rank k places down, so at any time everyone sends to someone else. A rank posts its messages in that order, at most
+//! [`MESSAGES_MAX`] at once each way. The earliest message of the sequence that is not complete is posted on both its
+//! sides, because everything before it is complete; so some message can always complete.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+
+use shardwise_plan::{Dtype, Partition};
+
+use super::sys::{Communicator, Outcome, Request, Requests};
+use crate::Reduce;
+use crate::reduce::reduce;
+use crate::transport::{Cuts, Work};
+
+/// The longest message. A few milliseconds of a slow link, so that a call that moves is seen to move.
+pub(super) const PIECE_BYTES_MAX: usize = 4 << 20;
+
+/// Messages that one call has under way at once, each way.
+const MESSAGES_MAX: usize = 32;
+
+/// The staging memory of a reduction is two rounds of one piece per rank; a piece is as large as this allows, between the
+/// two bounds. 256 KiB was the fastest of 64, 256 and 1024 KiB for 2, 4 and 8 ranks on one host.
+const STAGING_BYTES: usize = 4 << 20;
+const ROUND_BYTES: Range<usize> = 16 << 10..256 << 10;
+
+/// Up to this many bytes from all ranks together, an all-reduce gathers all contributions.
+const SMALL_BYTES_MAX: usize = 64 << 10;
+
+/// A call as a machine.
+pub(super) trait Machine {
+    /// Lets it go on without waiting.
+    fn poll(&mut self) -> Outcome<Progress>;
+
+    /// The ranks of the group from which or to which something is missing, where that is known.
+    fn waits_for(&self) -> Vec<usize>;
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Progress {
+    Still,
+    Moved,
+    Done,
+}
+
+/// The machine for a call.
+pub(super) fn machine(comm: Communicator, tag: i32, dtype: Dtype, work: &Work) -> Outcome<Box<dyn Machine>> {
+    let size = comm.size();
+    Ok(match work {
+        Work::AllGather { part, whole, partition } => {
+            Box::new(gather(Wire { comm, tag }, dtype, *part, *whole, *partition))
+        }
+        Work::ReduceScatter { whole, part, partition, reduce } => {
+            Box::new(Reduction::new(Wire { comm, tag }, dtype, *whole, *part, *partition, *reduce))
+        }
+        Work::AllReduce { buffer, partition, reduce }
+            if size > 1 && partition.len() * dtype.bytes() * size <= SMALL_BYTES_MAX =>
+        {
+            Box::new(SmallReduction::new(comm, dtype, *buffer, partition.len(), *reduce)?)
+        }
+        Work::AllReduce { buffer, partition, reduce } => {
+            let part = buffer.wrapping_add(partition.range(comm.rank()).start * dtype.bytes());
+            let wire = Wire { comm, tag };
+            Box::new(Sequence {
+                first: Some(Reduction::new(wire, dtype, *buffer, part, *partition, *reduce)),
+                then: gather(wire, dtype, part, *buffer, *partition),
+            })
+        }
+        Work::AllToAll { send, sends, receive, receives } => {
+            Box::new(exchange(Wire { comm, tag }, dtype, *send, sends, *receive, receives))
+        }
+        Work::Broadcast { buffer, len, root } => Box::new(Broadcast {
+            comm,
+            root: *root,
+            rest: pieces(*buffer, len * dtype.bytes()).collect(),
+            under_way: Requests::new(),
+        }),
+        Work::Send { buffer, len, to } => {
+            let mut flow = Flow::new(Wire { comm, tag });
+            flow.sends.extend(pieces(buffer.cast_mut(), len * dtype.bytes()).map(|piece| (*to, piece)));
+            Box::new(flow)
+        }
+        Work::Receive { buffer, len, from } => {
+            let mut flow = Flow::new(Wire { comm, tag });
+            flow.receives.extend(pieces(*buffer, len * dtype.bytes()).map(|piece| (*from, piece)));
+            Box::new(flow)
+        }
+        Work::Barrier => {
+            let mut requests = Requests::new();
+            requests.push(comm.barrier()?, ());
+            Box::new(Native { requests })
+        }
+    })
+}
+
+/// A run of bytes to send or to receive into.
+#[derive(Clone, Copy)]
+struct Piece {
+    data: *mut u8,
+    bytes: usize,
+}
+
+fn pieces(data: *mut u8, bytes: usize) -> impl Iterator<Item = Piece> {
+    (0..bytes)
+        .step_by(PIECE_BYTES_MAX)
+        .map(move |start| Piece { data: data.wrapping_add(start), bytes: PIECE_BYTES_MAX.min(bytes - start) })
+}
+
+/// Where the messages of one call travel.
+#[derive(Clone, Copy)]
+struct Wire {
+    comm: Communicator,
+    tag: i32,
+}
+
+impl Wire {
+    fn send(&self, to: usize, piece: Piece) -> Outcome<Request> {
+        // SAFETY: the engine keeps the call's buffers until its machine is done, or forever.
+        unsafe { self.comm.send(piece.data, piece.bytes, to, self.tag) }
+    }
+
+    fn receive(&self, from: usize, piece: Piece) -> Outcome<Request> {
+        // SAFETY: as above.
+        unsafe { self.comm.receive(piece.data, piece.bytes, from, self.tag) }
+    }
+
+    /// The other ranks in the order of the steps, as seen by a sender.
+    fn upwards(&self) -> impl Iterator<Item = usize> + use<> {
+        let (rank, size) = (self.comm.rank(), self.comm.size());
+        (1..size).map(move |step| (rank + step) % size)
+    }
+
+    /// The same as seen by a receiver.
+    fn downwards(&self) -> impl Iterator<Item = usize> + use<> {
+        let (rank, size) = (self.comm.rank(), self.comm.size());
+        (1..size).map(move |step| (rank + size - step) % size)
+    }
+}
+
+/// A message that was received must have the length that was expected: MPI itself accepts a shorter one in silence.
+fn whole_message(from: usize, expected: usize, found: usize) -> Outcome<()> {
+    match expected == found {
+        true => Ok(()),
+        false => Err(format!(
+            "rank {from} of the group sent a message of {found} bytes where {expected} were expected; the ranks disagree \
+             about what this call is"
+        )),
+    }
+}
+
+/// Messages to and from other ranks, posted in order with a bound on those under way.
+struct Flow {
+    wire: Wire,
+    sends: VecDeque<(usize, Piece)>,
+    receives: VecDeque<(usize, Piece)>,
+    sending: Requests<usize>,
+    receiving: Requests<(usize, usize)>,
+}
+
+impl Flow {
+    fn new(wire: Wire) -> Self {
+        Flow {
+            wire,
+            sends: VecDeque::new(),
+            receives: VecDeque::new(),
+            sending: Requests::new(),
+            receiving: Requests::new(),
+        }
+    }
+}
+
+impl Machine for Flow {
+    fn poll(&mut self) -> Outcome<Progress> {
+        while self.receiving.len() < MESSAGES_MAX
+            && let Some((from, piece)) = self.receives.pop_front()
+        {
+            self.receiving.push(self.wire.receive(from, piece)?, (from, piece.bytes));
+        }
+        while self.sending.len() < MESSAGES_MAX
+            && let Some((to, piece)) = self.sends.pop_front()
+        {
+            self.sending.push(self.wire.send(to, piece)?, to);
+        }
+        let received = self.receiving.poll(|(from, expected), found| whole_message(from, expected, found))?;
+        let sent = self.sending.poll(|_, _| Ok(()))?;
+        let posted_all = self.sends.is_empty() && self.receives.is_empty();
+        Ok(match posted_all && self.sending.len() + self.receiving.len() == 0 {
+            true => Progress::Done,
+            false if received || sent => Progress::Moved,
+            false => Progress::Still,
+        })
+    }
+
+    fn waits_for(&self) -> Vec<usize> {
+        let from =
+            self.receiving.about().iter().map(|&(from, _)| from).chain(self.receives.iter().map(|&(from, _)| from));
+        let to = self.sending.about().iter().copied().chain(self.sends.iter().map(|&(to, _)| to));
+        from.chain(to).collect()
+    }
+}
+
+/// Everyone's part to everyone's whole. The part may already stand in its place.
+fn gather(wire: Wire, dtype: Dtype, part: *const u8, whole: *mut u8, partition: Partition) -> Flow {
+    let place = |rank: usize| {
+        let range = partition.range(rank);
+        (whole.wrapping_add(range.start * dtype.bytes()), range.len() * dtype.bytes())
+    };
+    let (own, own_bytes) = place(wire.comm.rank());
+    if part != own.cast_const() {
+        // SAFETY: `Group` has checked the lengths; buffers of one call do not overlap, for they are owned.
+        unsafe { std::ptr::copy_nonoverlapping(part, own, own_bytes) };
+    }
+    let mut flow = Flow::new(wire);
+    for from in wire.downwards() {
+        let (data, bytes) = place(from);
+        flow.receives.extend(pieces(data, bytes).map(|piece| (from, piece)));
+    }
+    for to in wire.upwards() {
+        flow.sends.extend(pieces(part.cast_mut(), own_bytes).map(|piece| (to, piece)));
+    }
+    flow
+}
+
+/// Everyone's parts to everyone.
+fn exchange(wire: Wire, dtype: Dtype, send: *const u8, sends: &Cuts, receive: *mut u8, receives: &Cuts) -> Flow {
+    let cut = |data: *mut u8, cuts: &Cuts, rank: usize| {
+        let range = cuts.range(rank);
+        (data.wrapping_add(range.start * dtype.bytes()), range.len() * dtype.bytes())
+    };
+    let rank = wire.comm.rank();
+    let ((from, _), (to, bytes)) = (cut(send.cast_mut(), sends, rank), cut(receive, receives, rank));
+    // SAFETY: `Group` has checked that both have the same length; buffers of one call do not overlap.
+    unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) };
+    let mut flow = Flow::new(wire);
+    for from in wire.downwards() {
+        let (data, bytes) = cut(receive, receives, from);
+        flow.receives.extend(pieces(data, bytes).map(|piece| (from, piece)));
+    }
+    for to in wire.upwards() {
+        let (data, bytes) = cut(send.cast_mut(), sends, to);
+        flow.sends.extend(pieces(data, bytes).map(|piece| (to, piece)));
+    }
+    flow
+}
+
+/// Exchange-then-sum in rounds: in each round everyone sends everyone a piece of their part, and sums what it received with
+/// its own, in rank order. Two rounds are under way at once, each with its half of the staging memory.
+///
+/// `part` may stand in its place in `whole`: no other rank reads it there, and this one reads a piece before it writes it.
+struct Reduction {
+    wire: Wire,
+    dtype: Dtype,
+    how: Reduce,
+    whole: *const u8,
+    part: *mut u8,
+    partition: Partition,
+    /// Elements of a part that are summed in one round.
+    round_len: usize,
+    rounds: usize,
+    /// The first round that is not summed.
+    next: usize,
+    /// The first round that is not posted.
+    posted: usize,
+    staging: Vec<u64>,
+    receiving: [Requests<(usize, usize)>; 2],
+    sending: Requests<usize>,
+    /// Where this round's contributions are, in rank order.
+    contributions: Vec<*const u8>,
+}
+
+impl Reduction {
+    fn new(wire: Wire, dtype: Dtype, whole: *const u8, part: *mut u8, partition: Partition, how: Reduce) -> Self {
+        let size = wire.comm.size();
+        let round_bytes = (STAGING_BYTES / 2 / size).clamp(ROUND_BYTES.start, ROUND_BYTES.end);
+        let round_len = round_bytes / dtype.bytes();
+        // All ranks count rounds alike, by the longest part.
+        let longest = partition.part_len(0);
+        let rounds = longest.div_ceil(round_len);
+        let staged_bytes = 2 * size * round_bytes.min(longest * dtype.bytes()).next_multiple_of(size_of::<u64>());
+        let staging = if size > 1 { vec![0u64; staged_bytes / size_of::<u64>()] } else { Vec::new() };
+        Reduction {
+            wire,
+            dtype,
+            how,
+            whole,
+            part,
+            partition,
+            round_len,
+            rounds,
+            next: 0,
+            posted: 0,
+            staging,
+            receiving: [Requests::new(), Requests::new()],
+            sending: Requests::new(),
+            contributions: Vec::with_capacity(size),
+        }
+    }
+
+    /// The elements of rank `owner`'s part that are summed in `round`, as a range of the whole.
+    fn range(&self, owner: usize, round: usize) -> Range<usize> {
+        let part = self.partition.range(owner);
+        let start = (part.start + round * self.round_len).min(part.end);
+        start..(start + self.round_len).min(part.end)
+    }
+
+    /// Where what `from` contributes to `round` is received.
+    fn staged(&mut self, from: usize, round: usize) -> *mut u8 {
+        let size = self.wire.comm.size();
+        let words = self.staging.len() / (2 * size);
+        self.staging.as_mut_ptr().wrapping_add((round % 2 * size + from) * words).cast()
+    }
+
+    fn post(&mut self, round: usize) -> Outcome<()> {
+        let own_bytes = self.range(self.wire.comm.rank(), round).len() * self.dtype.bytes();
+        if own_bytes > 0 {
+            for from in self.wire.downwards() {
+                let piece = Piece { data: self.staged(from, round), bytes: own_bytes };
+                self.receiving[round % 2].push(self.wire.receive(from, piece)?, (from, own_bytes));
+            }
+        }
+        for to in self.wire.upwards() {
+            let range = self.range(to, round);
+            if !range.is_empty() {
+                let data = self.whole.wrapping_add(range.start * self.dtype.bytes()).cast_mut();
+                let piece = Piece { data, bytes: range.len() * self.dtype.bytes() };
+                self.sending.push(self.wire.send(to, piece)?, to);
+            }
+        }
+        Ok(())
+    }
+
+    fn sum(&mut self, round: usize) {
+        let rank = self.wire.comm.rank();
+        let range = self.range(rank, round);
+        self.contributions.clear();
+        for from in 0..self.wire.comm.size() {
+            let contribution = match from == rank {
+                true => self.whole.wrapping_add(range.start * self.dtype.bytes()),
+                false => self.staged(from, round).cast_const(),
+            };
+            self.contributions.push(contribution);
+        }
+        let output = self.part.wrapping_add(round * self.round_len * self.dtype.bytes());
+        // SAFETY: every contribution has been received whole; the part is as long as `Group` has checked.
+        unsafe { reduce(self.dtype, self.how, &self.contributions, output, range.len()) };
+    }
+}
+
+impl Machine for Reduction {
+    fn poll(&mut self) -> Outcome<Progress> {
+        let mut moved = false;
+        while self.posted < self.rounds.min(self.next + 2) {
+            self.post(self.posted)?;
+            self.posted += 1;
+            moved = true;
+        }
+        if self.next < self.rounds {
+            let receiving = &mut self.receiving[self.next % 2];
+            moved |= receiving.poll(|(from, expected), found| whole_message(from, expected, found))?;
+            if receiving.len() == 0 {
+                self.sum(self.next);
+                self.next += 1;
+                moved = true;
+            }
+        }
+        moved |= self.sending.poll(|_, _| Ok(()))?;
+        Ok(match self.next == self.rounds && self.sending.len() == 0 {
+            true => Progress::Done,
+            false if moved => Progress::Moved,
+            false => Progress::Still,
+        })
+    }
+
+    fn waits_for(&self) -> Vec<usize> {
+        let from = self.receiving[self.next % 2].about().iter().map(|&(from, _)| from);
+        from.chain(self.sending.about().iter().copied()).collect()
+    }
+}
+
+/// A reduction, then a gather of its results. The gather's first message is posted when the reduction's last is complete, so
+/// nothing is received over what is still to be sent.
+struct Sequence {
+    first: Option<Reduction>,
+    then: Flow,
+}
+
+impl Machine for Sequence {
+    fn poll(&mut self) -> Outcome<Progress> {
+        if let Some(first) = &mut self.first {
+            let progress = first.poll()?;
+            if progress != Progress::Done {
+                return Ok(progress);
+            }
+            self.first = None;
+        }
+        self.then.poll()
+    }
+
+    fn waits_for(&self) -> Vec<usize> {
+        self.first.as_ref().map_or_else(|| self.then.waits_for(), Machine::waits_for)
+    }
+}
+
+/// An all-reduce of few elements: all contributions are gathered by MPI, then summed by everyone in rank order.
+struct SmallReduction {
+    gathering: Requests<()>,
+    contributions: Vec<u64>,
+    addresses: Vec<*const u8>,
+    dtype: Dtype,
+    how: Reduce,
+    buffer: *mut u8,
+    len: usize,
+}
+
+impl SmallReduction {
+    fn new(comm: Communicator, dtype: Dtype, buffer: *mut u8, len: usize, how: Reduce) -> Outcome<Self> {
+        let bytes = len * dtype.bytes();
+        let mut contributions = vec![0u64; (bytes * comm.size()).div_ceil(size_of::<u64>())];
+        let whole = contributions.as_mut_ptr().cast::<u8>();
+        let addresses = (0..comm.size()).map(|rank| whole.wrapping_add(rank * bytes).cast_const()).collect();
+        let mut gathering = Requests::new();
+        // SAFETY: the engine keeps buffer and machine, and so the contributions, until the machine is done, or forever.
+        gathering.push(unsafe { comm.all_gather(buffer, bytes, whole)? }, ());
+        Ok(SmallReduction { gathering, contributions, addresses, dtype, how, buffer, len })
+    }
+}
+
+impl Machine for SmallReduction {
+    fn poll(&mut self) -> Outcome<Progress> {
+        self.gathering.poll(|(), _| Ok(()))?;
+        if self.gathering.len() > 0 {
+            return Ok(Progress::Still);
+        }
+        debug_assert!(
+            self.contributions.len() * size_of::<u64>() >= self.len * self.dtype.bytes() * self.addresses.len()
+        );
+        // SAFETY: `addresses` point into `contributions`, one run of `len` elements per rank.
+        unsafe { reduce(self.dtype, self.how, &self.addresses, self.buffer, self.len) };
+        Ok(Progress::Done)
+    }
+
+    fn waits_for(&self) -> Vec<usize> {
+        Vec::new()
+    }
+}
+
+/// MPI's own broadcast, a few pieces at a time.
+struct Broadcast {
+    comm: Communicator,
+    root: usize,
+    rest: VecDeque<Piece>,
+    under_way: Requests<()>,
+}
+
+impl Machine for Broadcast {
+    fn poll(&mut self) -> Outcome<Progress> {
+        while self.under_way.len() < 2
+            && let Some(piece) = self.rest.pop_front()
+        {
+            // SAFETY: the engine keeps the call's buffer until its machine is done, or forever.
+            let request = unsafe { self.comm.broadcast(piece.data, piece.bytes, self.root)? };
+            self.under_way.push(request, ());
+        }
+        let moved = self.under_way.poll(|(), _| Ok(()))?;
+        Ok(match self.rest.is_empty() && self.under_way.len() == 0 {
+            true => Progress::Done,
+            false if moved => Progress::Moved,
+            false => Progress::Still,
+        })
+    }
+
+    fn waits_for(&self) -> Vec<usize> {
+        Vec::new()
+    }
+}
+
+/// One request of MPI's own.
+struct Native {
+    requests: Requests<()>,
+}
+
+impl Machine for Native {
+    fn poll(&mut self) -> Outcome<Progress> {
+        self.requests.poll(|(), _| Ok(()))?;
+        Ok(if self.requests.len() == 0 { Progress::Done } else { Progress::Still })
+    }
+
+    fn waits_for(&self) -> Vec<usize> {
+        Vec::new()
+    }
+}

@@ -1,0 +1,142 @@
+//! Groups of CPU ranks over MPI.
+//!
+//! One thread per rank, started by [`world`], makes every MPI call of the process, start-up and shut-down included, so
+//! `MPI_THREAD_FUNNELED` is enough and MPI sees no second thread. The other threads hand it jobs through a queue
+//! ([`engine`]). It uses of MPI the start-up, the sub-groups and messages between two ranks; the collectives are made of
+//! such messages here ([`exchange`]), because MPI's own were measured to be slower and cannot be interrupted:
+//!
+//! - reduce-scatter is exchange-then-sum in rounds: while one round's pieces are summed, out of the cache they were just
+//!   received into, the next round's are on their way. MPI's own sums in an order of its choice, and not in bf16.
+//! - all-gather is direct: everyone sends to everyone else, straight into place.
+//! - a small all-reduce (a loss, a norm) is one gather of all contributions and a sum, for latency.
+//! - barrier and broadcast are MPI's own non-blocking ones.
+//!
+//! Messages are at most [`exchange::PIECE_BYTES_MAX`] long, so lengths are never near MPI's 32-bit counts, and a call that
+//! moves is seen to move. A call that does not move for [`Options::time_limit`] fails with the names of those it waits
+//! for; its buffers stay with MPI forever, for MPI may still write to them.
+
+mod engine;
+mod exchange;
+mod sys;
+
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use shardwise_plan::RankSet;
+use shardwise_torch::tch::Device;
+
+use crate::instruments::Instruments;
+use crate::pending::Completion;
+use crate::transport::{Job, Transport};
+use crate::{Error, Group, Result};
+use engine::{Engine, Message};
+
+/// How to communicate.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// How long a call may stand still, with not one piece arriving, before it fails. It must be longer than ranks may
+    /// legitimately wait for each other.
+    pub time_limit: Duration,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Options { time_limit: Duration::from_secs(300) }
+    }
+}
+
+/// Starts MPI, and returns the group of all ranks that the launcher (`mpirun`, `srun`) has started; just this one where
+/// there was no launcher. A process can do this once. MPI is shut down when the last group is dropped.
+pub fn world(options: Options) -> Result<Group> {
+    let time_limit = options.time_limit;
+    let (sender, receiver) = channel();
+    let (report, reported) = channel();
+    let (alive, ended) = channel();
+    std::thread::Builder::new()
+        .name("shardwise-comm".to_string())
+        .spawn(move || {
+            let _alive: Sender<()> = alive;
+            match Engine::start(options) {
+                Ok(mut engine) => {
+                    // The starter is gone only if it panicked, and then there is nothing to run for.
+                    if report.send(Ok(engine.place())).is_ok() {
+                        engine.run(&receiver);
+                    }
+                }
+                Err(error) => drop(report.send(Err(error))),
+            }
+        })
+        .map_err(|error| Error::Setup(format!("the communication thread could not be started: {error}")))?;
+    let thread = Arc::new(Thread { sender, ended: Mutex::new(ended), time_limit });
+    let (rank, size) = reported.recv().map_err(|_| Error::Stopped)??;
+    let transport = Arc::new(MpiGroup { thread, id: engine::WORLD });
+    Ok(Group::new("world", RankSet::world(size), rank, transport, Instruments::new()))
+}
+
+/// What MPI library this is, in its own words.
+pub fn library_version() -> String {
+    sys::library_version()
+}
+
+/// The communication thread; dropping the last handle shuts MPI down.
+struct Thread {
+    sender: Sender<Message>,
+    /// Disconnected when the thread has ended.
+    ended: Mutex<Receiver<()>>,
+    time_limit: Duration,
+}
+
+impl Thread {
+    fn tell(&self, message: Message) -> Result<()> {
+        self.sender.send(message).map_err(|_| Error::Stopped)
+    }
+}
+
+impl Drop for Thread {
+    fn drop(&mut self) {
+        // MPI_Finalize waits for all ranks. One that dies of a panic must not wait for others that wait for it: it leaves
+        // without a word, and the launcher sees it go.
+        let finalize = !std::thread::panicking();
+        if self.tell(Message::Stop { finalize }).is_ok() {
+            // A thread that is stuck inside MPI is left behind; it ends with the process.
+            let ended = self.ended.get_mut().unwrap_or_else(PoisonError::into_inner);
+            let _ = ended.recv_timeout(self.time_limit);
+        }
+    }
+}
+
+struct MpiGroup {
+    thread: Arc<Thread>,
+    id: engine::GroupId,
+}
+
+impl Transport for MpiGroup {
+    fn device(&self) -> Device {
+        Device::Cpu
+    }
+
+    fn start(&self, job: Job) -> Completion {
+        let (reply, result) = channel();
+        if let Err(error) = self.thread.tell(Message::Start { group: self.id, job, reply }) {
+            return Box::new(move || Err(error));
+        }
+        Box::new(move || result.recv().unwrap_or(Err(Error::Stopped)))
+    }
+
+    fn split(&self, ranks: RankSet, name: &Arc<str>) -> Result<Arc<dyn Transport>> {
+        let (reply, result) = channel();
+        self.thread.tell(Message::Split { parent: self.id, ranks, name: name.clone(), reply })?;
+        let id = match result.recv_timeout(self.thread.time_limit) {
+            Ok(id) => id?,
+            Err(RecvTimeoutError::Disconnected) => return Err(Error::Stopped),
+            Err(RecvTimeoutError::Timeout) => {
+                let limit = self.thread.time_limit;
+                return Err(Error::Setup(format!(
+                    "the group '{name}' was not made within {limit:?}: not all of its ranks have asked for it"
+                )));
+            }
+        };
+        Ok(Arc::new(MpiGroup { thread: self.thread.clone(), id }))
+    }
+}

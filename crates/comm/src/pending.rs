@@ -1,0 +1,42 @@
+//! A call under way.
+
+use std::any::Any;
+use std::marker::PhantomData;
+
+use crate::{Error, Result};
+
+/// The buffers of a call, with their type erased while they are under way.
+pub(crate) type Luggage = Box<dyn Any + Send>;
+
+/// How a back end says that a call is done: called once, it blocks until then.
+pub(crate) type Completion = Box<dyn FnOnce() -> Result<Luggage> + Send>;
+
+/// A call under way that will give back its buffers.
+///
+/// Dropping it does not stop the call; the buffers are then dropped when it is done.
+#[must_use = "the call is under way; wait() gives the buffers back and says whether it succeeded"]
+pub struct Pending<T> {
+    completion: Completion,
+    buffers: PhantomData<fn() -> T>,
+}
+
+impl<T: 'static> Pending<T> {
+    /// # Panics
+    /// In `wait`, if the completion's luggage is not a `T`.
+    pub(crate) fn new(completion: Completion) -> Self {
+        Pending { completion, buffers: PhantomData }
+    }
+
+    /// A call that failed before it started.
+    pub(crate) fn failed(error: Error) -> Self {
+        Pending::new(Box::new(move || Err(error)))
+    }
+
+    /// Blocks until the call is done, and gives the buffers back.
+    ///
+    /// After an error the buffers are gone: the network may still write to them.
+    pub fn wait(self) -> Result<T> {
+        let luggage = (self.completion)()?;
+        Ok(*luggage.downcast::<T>().expect("a call gives back the buffers that it was given"))
+    }
+}

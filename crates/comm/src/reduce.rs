@@ -1,0 +1,200 @@
+//! Reductions in rank order, in f32.
+
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+use shardwise_plan::Dtype;
+use shardwise_torch::Element;
+
+/// How contributions become one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Reduce {
+    /// Their sum.
+    Sum,
+    /// Their sum divided by their number, before the result is rounded to the payload's type.
+    Mean,
+    /// The largest; not-a-number if any is.
+    Max,
+}
+
+impl Reduce {
+    /// Why elements of this type cannot be reduced in this way, if they cannot.
+    pub(crate) fn refusal(self, dtype: Dtype) -> Option<&'static str> {
+        match (dtype, self) {
+            (Dtype::U8, _) => {
+                Some("u8 payloads are bytes and have no reduction; exchange them and reduce what they mean")
+            }
+            (Dtype::I64, Reduce::Mean) => Some("the mean of integers is not an integer; ask for the sum, and divide"),
+            _ => None,
+        }
+    }
+}
+
+/// Elements that are summed at once: small enough for the first-level cache with a few contributions.
+const TILE: usize = 1024;
+
+/// Reduces `inputs`, in their order, to `output`. Each address has `len` elements of type `dtype`; one of the inputs may be
+/// the output.
+///
+/// # Safety
+/// The addresses are good for that, and nobody else writes to them.
+pub(crate) unsafe fn reduce(dtype: Dtype, reduce: Reduce, inputs: &[*const u8], output: *mut u8, len: usize) {
+    // SAFETY: passed on.
+    unsafe {
+        match dtype {
+            Dtype::F32 => reduce_typed::<f32>(reduce, inputs, output, len),
+            Dtype::Bf16 => reduce_typed::<bf16>(reduce, inputs, output, len),
+            Dtype::F16 => reduce_typed::<f16>(reduce, inputs, output, len),
+            Dtype::I64 => reduce_typed::<i64>(reduce, inputs, output, len),
+            Dtype::U8 => unreachable!("Group refuses reductions of bytes"),
+        }
+    }
+}
+
+unsafe fn reduce_typed<T: Reducible>(reduce: Reduce, inputs: &[*const u8], output: *mut u8, len: usize) {
+    let mut sums = [T::Wide::default(); TILE];
+    let mut wide = [T::Wide::default(); TILE];
+    let output = output.cast::<T>();
+    for start in (0..len).step_by(TILE) {
+        let count = TILE.min(len - start);
+        let (sums, wide) = (&mut sums[..count], &mut wide[..count]);
+        for (index, input) in inputs.iter().enumerate() {
+            // SAFETY: inside the input; the output's tile is written after all inputs' tiles were read.
+            let tile = unsafe { std::slice::from_raw_parts(input.cast::<T>().add(start), count) };
+            if index == 0 {
+                T::widen(tile, sums);
+                continue;
+            }
+            T::widen(tile, wide);
+            match reduce {
+                Reduce::Sum | Reduce::Mean => sums.iter_mut().zip(&*wide).for_each(|(sum, &x)| *sum = T::add(*sum, x)),
+                Reduce::Max => sums.iter_mut().zip(&*wide).for_each(|(sum, &x)| *sum = T::max(*sum, x)),
+            }
+        }
+        if reduce == Reduce::Mean {
+            sums.iter_mut().for_each(|sum| *sum = T::divide(*sum, inputs.len()));
+        }
+        // SAFETY: inside the output, and no reference to a tile is alive.
+        T::narrow(sums, unsafe { std::slice::from_raw_parts_mut(output.add(start), count) });
+    }
+}
+
+/// An element with the type in which it is summed.
+trait Reducible: Element {
+    type Wide: Copy + Default;
+    fn widen(from: &[Self], to: &mut [Self::Wide]);
+    fn narrow(from: &[Self::Wide], to: &mut [Self]);
+    fn add(a: Self::Wide, b: Self::Wide) -> Self::Wide;
+    fn max(a: Self::Wide, b: Self::Wide) -> Self::Wide;
+    fn divide(sum: Self::Wide, count: usize) -> Self::Wide;
+}
+
+fn max_or_nan(a: f32, b: f32) -> f32 {
+    if a.is_nan() || a > b { a } else { b }
+}
+
+impl Reducible for f32 {
+    type Wide = f32;
+    fn widen(from: &[f32], to: &mut [f32]) {
+        to.copy_from_slice(from);
+    }
+    fn narrow(from: &[f32], to: &mut [f32]) {
+        to.copy_from_slice(from);
+    }
+    fn add(a: f32, b: f32) -> f32 {
+        a + b
+    }
+    fn max(a: f32, b: f32) -> f32 {
+        max_or_nan(a, b)
+    }
+    fn divide(sum: f32, count: usize) -> f32 {
+        sum / count as f32
+    }
+}
+
+macro_rules! reducible_half {
+    ($half:ty) => {
+        impl Reducible for $half {
+            type Wide = f32;
+            fn widen(from: &[$half], to: &mut [f32]) {
+                from.convert_to_f32_slice(to);
+            }
+            fn narrow(from: &[f32], to: &mut [$half]) {
+                to.convert_from_f32_slice(from);
+            }
+            fn add(a: f32, b: f32) -> f32 {
+                a + b
+            }
+            fn max(a: f32, b: f32) -> f32 {
+                max_or_nan(a, b)
+            }
+            fn divide(sum: f32, count: usize) -> f32 {
+                sum / count as f32
+            }
+        }
+    };
+}
+reducible_half!(bf16);
+reducible_half!(f16);
+
+impl Reducible for i64 {
+    type Wide = i64;
+    fn widen(from: &[i64], to: &mut [i64]) {
+        to.copy_from_slice(from);
+    }
+    fn narrow(from: &[i64], to: &mut [i64]) {
+        to.copy_from_slice(from);
+    }
+    fn add(a: i64, b: i64) -> i64 {
+        a.wrapping_add(b)
+    }
+    fn max(a: i64, b: i64) -> i64 {
+        Ord::max(a, b)
+    }
+    fn divide(_: i64, _: usize) -> i64 {
+        unreachable!("Group refuses means of integers")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn reduced<T: Element>(how: Reduce, inputs: &[Vec<T>]) -> Vec<T> {
+        let mut output = vec![T::default(); inputs[0].len()];
+        let addresses: Vec<*const u8> = inputs.iter().map(|input| input.as_ptr().cast()).collect();
+        // SAFETY: vectors of one length.
+        unsafe { reduce(T::DTYPE, how, &addresses, output.as_mut_ptr().cast(), output.len()) };
+        output
+    }
+
+    #[test]
+    fn sums_of_bf16_are_exact_to_f32() {
+        // Summed in bf16, each small contribution would be lost against the large one.
+        let mut inputs = vec![vec![bf16::from_f32(256.); 3000]];
+        inputs.extend((0..8).map(|_| vec![bf16::from_f32(0.5); 3000]));
+        assert!(reduced(Reduce::Sum, &inputs).iter().all(|x| x.to_f32() == 260.));
+    }
+
+    #[test]
+    fn a_mean_is_divided_before_it_is_rounded() {
+        let inputs = vec![vec![f16::from_f32(60000.)]; 4];
+        assert_eq!(reduced(Reduce::Mean, &inputs)[0].to_f32(), f16::from_f32(60000.).to_f32());
+        assert!(reduced(Reduce::Sum, &inputs)[0].is_infinite());
+    }
+
+    #[test]
+    fn the_order_of_a_sum_is_the_order_of_the_ranks() {
+        let inputs = [1e8f32, -1e8, 1.].map(|x| vec![x]);
+        assert_eq!(reduced(Reduce::Sum, &inputs), [1.]);
+        let inputs = [1f32, 1e8, -1e8].map(|x| vec![x]);
+        assert_eq!(reduced(Reduce::Sum, &inputs), [0.]);
+    }
+
+    #[test]
+    fn a_maximum_does_not_lose_what_is_not_a_number() {
+        for inputs in [[f32::NAN, 1., 2.], [1., f32::NAN, 2.], [1., 2., f32::NAN]] {
+            assert!(reduced(Reduce::Max, &inputs.map(|x| vec![x]))[0].is_nan());
+        }
+        assert_eq!(reduced(Reduce::Max, &[vec![-3i64], vec![-7]]), [-3]);
+    }
+}

@@ -1,0 +1,247 @@
+//! The promises for bad days: the same bits under load, and an error with a name where a rank dies, lags, disagrees or is
+//! cut off.
+
+#![allow(clippy::unwrap_used, reason = "a test may fail")]
+
+mod support;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use half::bf16;
+use shardwise_comm::{Error, Reduce};
+use shardwise_harness::{Exit, Hosts, Launch, ranks, try_ranks};
+use support::{Value, assert_same, input, run_random_calls, world, world_with_limit};
+
+#[test]
+fn reduce_scatter_gives_the_same_bits_in_20_runs_under_load() {
+    ranks!(4, || {
+        let world = world();
+        // Two threads per rank that compute and sleep, out of step with each other and with those of other ranks.
+        let stop = Arc::new(AtomicBool::new(false));
+        let loads: Vec<_> = (0..2)
+            .map(|index| {
+                let (stop, rest) = (stop.clone(), Duration::from_micros(150 + 370 * index + 90 * world.rank() as u64));
+                std::thread::spawn(move || {
+                    while !stop.load(Ordering::Relaxed) {
+                        let until = Instant::now() + 2 * rest;
+                        while Instant::now() < until {
+                            std::hint::spin_loop();
+                        }
+                        std::thread::sleep(rest);
+                    }
+                })
+            })
+            .collect();
+
+        fn twenty_times<T: Value>(world: &shardwise_comm::Group, len: usize) {
+            let whole: Vec<T> = input(4711, world.rank(), len);
+            let range = world.partition(len).range(world.rank());
+            let expected: Vec<T> = {
+                let inputs: Vec<Vec<T>> = (0..world.size()).map(|rank| input(4711, rank, len)).collect();
+                let reduced = |index| T::reduced(&inputs.iter().map(|x| x[index]).collect::<Vec<_>>(), Reduce::Sum);
+                range.clone().map(reduced).collect()
+            };
+            for run in 0..20 {
+                let call = || {
+                    let part = vec![T::default(); range.len()];
+                    world.reduce_scatter("grads", Reduce::Sum, whole.clone(), part)
+                };
+                if run % 2 == 0 {
+                    assert_same("blocking", &call().wait().unwrap().1, &expected);
+                } else {
+                    let several = [call(), call(), call()];
+                    for pending in several {
+                        assert_same("several under way", &pending.wait().unwrap().1, &expected);
+                    }
+                }
+            }
+        }
+        twenty_times::<f32>(&world, 1_000_003);
+        twenty_times::<bf16>(&world, 1_000_003);
+
+        stop.store(true, Ordering::Relaxed);
+        loads.into_iter().for_each(|load| load.join().unwrap());
+    });
+}
+
+#[test]
+fn sums_of_bf16_payloads_are_exact_to_f32() {
+    ranks!(8, || {
+        let world = world();
+        // 256 and seven times 0.5: each addition of its own would be lost in bf16.
+        let mine = if world.rank() == 0 { 256. } else { 0.5 };
+        let whole = vec![bf16::from_f32(mine); 80_000];
+        let (_, part) = world.reduce_scatter("sum", Reduce::Sum, whole, vec![bf16::ZERO; 10_000]).wait().unwrap();
+        assert!(part.iter().all(|x| *x == bf16::from_f32(259.5)));
+        let all = world.all_reduce("sum", Reduce::Sum, vec![bf16::from_f32(mine)]).wait().unwrap();
+        assert_eq!(all, [bf16::from_f32(259.5)]);
+    });
+}
+
+#[test]
+fn a_rank_that_exits_in_the_middle_of_a_collective_is_named() {
+    let failure = try_ranks!(3, || {
+        let world = world();
+        if world.rank() == 1 {
+            println!("rank 1 leaves without a word");
+            std::process::exit(7);
+        }
+        drop(world.all_reduce("loss", Reduce::Sum, vec![0f32; 1_000_000]).wait());
+    })
+    .unwrap_err();
+    assert!(failure.to_string().contains("rank 1 of 3 exited with code 7"), "{failure}");
+    assert!(failure.to_string().contains("rank 1 leaves without a word"), "{failure}");
+    assert_eq!(failure.rank, Some(1));
+}
+
+#[test]
+fn a_rank_that_is_killed_is_named() {
+    let failure = try_ranks!(2, || {
+        let world = world();
+        if world.rank() == 0 {
+            let me = std::process::id().to_string();
+            std::process::Command::new("kill").args(["-9", &me]).status().unwrap();
+        }
+        drop(world.barrier("start").wait());
+    })
+    .unwrap_err();
+    assert!(failure.to_string().contains("rank 0 of 2 was killed by signal 9"), "{failure}");
+}
+
+#[test]
+fn a_rank_that_panics_ends_the_run_at_once_and_is_named() {
+    let started = Instant::now();
+    let failure = try_ranks!(2, || {
+        let world = world();
+        if world.rank() == 1 {
+            panic!("the tokenizer is missing");
+        }
+        drop(world.barrier("start").wait());
+    })
+    .unwrap_err();
+    assert!(failure.to_string().contains("rank 1 of 2 panicked"), "{failure}");
+    assert!(failure.to_string().contains("the tokenizer is missing"), "{failure}");
+    // Long before any time limit: the rank that waits is stopped.
+    assert!(started.elapsed() < Duration::from_secs(25), "{:?}", started.elapsed());
+}
+
+#[test]
+fn a_rank_that_does_not_end_is_named() {
+    let launch = Launch::ranks(2).limit(Duration::from_secs(4));
+    let failure = try_ranks!(launch, || {
+        let world = world();
+        world.barrier("start").wait().unwrap();
+        if world.rank() == 1 {
+            std::thread::sleep(Duration::from_secs(60));
+        }
+    })
+    .unwrap_err();
+    assert!(
+        failure.to_string().contains("after 4s, rank") && failure.to_string().contains("was not done"),
+        "{failure}"
+    );
+    assert_eq!(failure.report.ranks[1].exit, Exit::Stopped);
+}
+
+#[test]
+fn a_rank_that_never_comes_is_named_by_those_who_wait() {
+    let outcome = try_ranks!(4, || {
+        let limit = Duration::from_secs(2);
+        let world = world_with_limit(limit);
+        if world.rank() == 2 {
+            std::thread::sleep(3 * limit);
+            std::process::exit(0);
+        }
+        let started = Instant::now();
+        let whole = vec![1f32; 400_000];
+        let error = world.reduce_scatter("block.7", Reduce::Sum, whole, vec![0f32; 100_000]).wait().unwrap_err();
+        println!("after {:?}: {error}", started.elapsed());
+        assert!(started.elapsed() < 2 * limit);
+        assert!(matches!(error, Error::TimedOut { .. }));
+        // What comes after it is refused with the reason, at once.
+        println!("then: {}", world.barrier("next").wait().unwrap_err());
+    });
+    // Ranks that give up leave MPI without finalizing, which the launcher reports.
+    let report = outcome.unwrap_err().report;
+    for rank in [0, 1, 3] {
+        let output = &report.ranks[rank].output;
+        let named =
+            "reduce-scatter #1 of 'block.7' (400000 × f32, world 0-3) made no progress for 2s, waiting for rank 2;";
+        assert!(output.contains(named), "rank {rank}: {output}");
+        assert!(output.contains("then: barrier #2 of 'next' (0 × u8, world 0-3) was not started"), "{output}");
+    }
+}
+
+#[test]
+fn ranks_that_disagree_about_a_length_are_told() {
+    let outcome = try_ranks!(2, || {
+        let world = world_with_limit(Duration::from_secs(5));
+        let len = if world.rank() == 0 { 1000 } else { 1200 };
+        let error = world.all_gather("unit", vec![0f32; len / 2], vec![0f32; len]).wait().unwrap_err();
+        println!("{error}");
+    });
+    let report = outcome.unwrap_err().report;
+    assert!(report.ranks[0].output.contains("truncated"), "{}", report.ranks[0].output);
+    assert!(
+        report.ranks[1].output.contains("rank 0 of the group sent a message of 2000 bytes where 2400 were expected"),
+        "{}",
+        report.ranks[1].output
+    );
+}
+
+fn two_hosts() -> Hosts {
+    Hosts { hosts: 2, ranks_per_host: 1, rate: "1gbit".to_string(), delay: "0ms".to_string() }
+}
+
+#[test]
+fn random_calls_between_two_hosts() {
+    ranks!(Launch::hosts(two_hosts()), || {
+        let world = world();
+        assert_eq!(world.size(), 2);
+        run_random_calls(&world, 2000..2125);
+        // The link is what it says it is: 25 MB each way at 1 Gbit/s take 0.2 s.
+        world.barrier("start").wait().unwrap();
+        let started = Instant::now();
+        let part = vec![0u8; 25_000_000];
+        drop(world.all_gather("rate", part, vec![0u8; 50_000_000]).wait().unwrap());
+        let seconds = started.elapsed().as_secs_f64();
+        assert!((0.18..2.).contains(&seconds), "25 MB took {seconds} s");
+    });
+}
+
+#[test]
+fn random_calls_between_two_hosts_of_two_ranks() {
+    ranks!(Launch::hosts(Hosts { ranks_per_host: 2, ..two_hosts() }), || {
+        let world = world();
+        assert_eq!(world.size(), 4);
+        run_random_calls(&world, 4000..4060);
+    });
+}
+
+#[test]
+fn a_link_cut_during_a_collective_is_an_error_on_both_sides() {
+    let outcome = try_ranks!(Launch::hosts(two_hosts()).limit(Duration::from_secs(60)), || {
+        let limit = Duration::from_secs(3);
+        let world = world_with_limit(limit);
+        world.barrier("connected").wait().unwrap();
+        // 250 MB each way take two seconds; the link is cut after half a second.
+        let pending = world.all_gather("block.3", vec![1u8; 250_000_000], vec![0u8; 500_000_000]);
+        std::thread::sleep(Duration::from_millis(500));
+        if world.rank() == 0 {
+            let cut = std::process::Command::new("ip").args(["link", "set", "data", "down"]).status().unwrap();
+            assert!(cut.success());
+        }
+        let started = Instant::now();
+        let error = pending.wait().unwrap_err();
+        println!("{error}");
+        assert!(started.elapsed() < limit + Duration::from_secs(2), "{:?}", started.elapsed());
+    });
+    let report = outcome.unwrap_err().report;
+    for (rank, outcome) in report.ranks.iter().enumerate() {
+        let named = format!("made no progress for 3s, waiting for rank {};", 1 - rank);
+        assert!(outcome.output.contains("all-gather #2 of 'block.3'"), "{}", outcome.output);
+        assert!(outcome.output.contains(&named), "rank {rank}: {}", outcome.output);
+    }
+}

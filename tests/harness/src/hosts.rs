@@ -1,0 +1,185 @@
+//! Several hosts on one machine: network namespaces, joined by links whose rate and delay `tc` sets.
+//!
+//! Each host has a namespace with its own name and two links to a switch, which is a namespace as well: `data`, with the
+//! rate and delay asked for, over which ranks talk, and `control`, over which the launcher does. So a test can cut a host's
+//! data link (`ip link set data down`, on that host) and still learn what became of the ranks.
+
+use std::fmt;
+use std::io::Write;
+use std::os::unix::fs::PermissionsExt;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Hosts to be made.
+#[derive(Clone, Debug)]
+pub struct Hosts {
+    /// How many.
+    pub hosts: usize,
+    /// How many ranks each runs.
+    pub ranks_per_host: usize,
+    /// The rate of each host's data link, in `tc`'s words: `1gbit`.
+    pub rate: String,
+    /// The delay of each host's data link, one way, in `tc`'s words: `1ms`.
+    pub delay: String,
+}
+
+/// Why there are no hosts.
+#[derive(Debug)]
+pub struct HostsError(String);
+
+impl fmt::Display for HostsError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "the hosts could not be made: {}", self.0)
+    }
+}
+
+impl std::error::Error for HostsError {}
+
+/// Hosts that exist until this is dropped, or its process ends in whatever way.
+pub struct Network {
+    hosts: Hosts,
+    names: Vec<String>,
+    agent: PathBuf,
+    /// A process that takes everything down when its standard input ends. It ends with this process at the latest, also
+    /// when that is killed.
+    guard: Child,
+}
+
+impl Hosts {
+    /// Makes the hosts. Needs root and Debian's `iproute2`.
+    pub fn start(&self) -> Result<Network, HostsError> {
+        static COUNT: AtomicUsize = AtomicUsize::new(0);
+        if !(1..=200).contains(&self.hosts) || self.ranks_per_host == 0 {
+            return Err(HostsError("between 1 and 200 hosts, each with at least one rank, can be made".to_string()));
+        }
+        let prefix = format!("sw{}x{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
+        let names: Vec<String> = (0..self.hosts).map(|host| format!("{prefix}h{host}")).collect();
+        let switch = format!("{prefix}s");
+        let agent = std::env::temp_dir().join(format!("{prefix}-agent"));
+
+        // The guard comes first: from here on, whatever is made is taken down.
+        let guard = Command::new("setsid")
+            .args(["sh", "-c", TAKE_DOWN, "guard"])
+            .arg(&agent)
+            .args(&names)
+            .arg(&switch)
+            .stdin(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .map_err(|error| HostsError(format!("setsid: {error}")))?;
+        let network = Network { hosts: self.clone(), names, agent, guard };
+        network.make_agent().map_err(|error| HostsError(format!("{}: {error}", network.agent.display())))?;
+        let made = Command::new("bash")
+            .args(["-euc", MAKE, "make", &switch, &self.rate, &self.delay])
+            .args(&network.names)
+            .output()
+            .map_err(|error| HostsError(format!("bash: {error}")))?;
+        match made.status.success() {
+            true => Ok(network),
+            false => Err(HostsError(format!(
+                "{}(it takes root and Debian's iproute2; the rate and delay are in tc's words: 1gbit, 1ms)",
+                String::from_utf8_lossy(&made.stderr)
+            ))),
+        }
+    }
+}
+
+const MAKE: &str = r#"
+switch=$1 rate=$2 delay=$3
+shift 3
+ip netns add "$switch"
+for bridge in data control; do
+    ip -n "$switch" link add "$bridge" type bridge
+    ip -n "$switch" link set "$bridge" up
+done
+hosts=$(i=1; for host in "$@"; do echo "10.90.0.$i $host"; i=$((i + 1)); done)
+i=1
+for host in "$@"; do
+    ip netns add "$host"
+    mkdir -p "/etc/netns/$host"
+    printf '127.0.0.1 localhost\n%s\n' "$hosts" >"/etc/netns/$host/hosts"
+    ip -n "$host" link set lo up
+    for link in data control; do
+        ip link add name "$link" netns "$host" type veth peer name "$link$i" netns "$switch"
+        ip -n "$switch" link set "$link$i" master "$link" up
+        ip -n "$host" link set "$link" up
+    done
+    ip -n "$host" addr add "10.89.0.$i/24" dev data
+    ip -n "$host" addr add "10.90.0.$i/24" dev control
+    tc -n "$host" qdisc add dev data root handle 1: tbf rate "$rate" burst 512kb latency 100ms
+    if [ "$delay" != 0ms ]; then
+        tc -n "$host" qdisc add dev data parent 1:1 handle 10: netem delay "$delay" limit 100000
+    fi
+    i=$((i + 1))
+done
+"#;
+
+const TAKE_DOWN: &str = r#"
+trap '' INT TERM HUP
+cat >/dev/null
+agent=$1
+shift
+for host in "$@"; do
+    kill -9 $(ip netns pids "$host")
+    ip netns del "$host"
+    rm -rf "/etc/netns/$host"
+done
+rm -f "$agent"
+"#;
+
+impl Network {
+    /// A command that runs on the first host.
+    pub fn on_first_host(&self, program: &str) -> Command {
+        let host = &self.names[0];
+        let mut command = Command::new("ip");
+        command.args([
+            "netns",
+            "exec",
+            host,
+            "unshare",
+            "--uts",
+            "sh",
+            "-c",
+            "hostname \"$0\"; exec \"$@\"",
+            host,
+            program,
+        ]);
+        command
+    }
+
+    /// What `mpirun` on the first host needs to know of the others.
+    pub(crate) fn mpirun_arguments(&self) -> Vec<String> {
+        let slots: Vec<String> =
+            self.names.iter().map(|name| format!("{name}:{}", self.hosts.ranks_per_host)).collect();
+        let transports = if self.hosts.ranks_per_host > 1 { "tcp,vader,self" } else { "tcp,self" };
+        let mut arguments = vec!["--host".to_string(), slots.join(",")];
+        for (key, value) in [
+            ("plm_rsh_agent", self.agent.to_string_lossy().as_ref()),
+            ("pml", "ob1"),
+            ("btl", transports),
+            ("btl_tcp_if_include", "10.89.0.0/24"),
+            ("oob_tcp_if_include", "10.90.0.0/24"),
+        ] {
+            arguments.extend(["--mca".to_string(), key.to_string(), value.to_string()]);
+        }
+        arguments
+    }
+
+    /// A program that runs the rest of its arguments on the host that the first one names, as `ssh` would.
+    fn make_agent(&self) -> std::io::Result<()> {
+        let mut file = std::fs::File::create(&self.agent)?;
+        file.write_all(
+            b"#!/bin/sh\nhost=$1\nshift\nexec ip netns exec \"$host\" unshare --uts sh -c \"hostname $host; $*\"\n",
+        )?;
+        file.set_permissions(std::fs::Permissions::from_mode(0o755))
+    }
+}
+
+impl Drop for Network {
+    fn drop(&mut self) {
+        drop(self.guard.stdin.take());
+        // It has been told; if it cannot be waited for, it still does its work.
+        drop(self.guard.wait());
+    }
+}

@@ -1,0 +1,270 @@
+//! Starting ranks, and saying what became of them.
+
+use std::ffi::OsString;
+use std::fmt;
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant, SystemTime};
+
+use crate::hosts::{Hosts, Network};
+
+/// Set on the ranks: the test whose closure they run.
+const TEST_VARIABLE: &str = "SHARDWISE_RANKS_TEST";
+const OUTPUT_VARIABLE: &str = "SHARDWISE_RANKS_OUTPUT";
+
+/// Lines of a rank's output that a failure shows.
+const LINES_SHOWN: usize = 25;
+
+/// Keeps a rank's output and exit code apart from those of the others, under any launcher.
+const KEEP_APART: &str = r#"
+rank=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-${PMIX_RANK:?the launcher sets no rank}}}
+"$@" >"$SHARDWISE_RANKS_OUTPUT/$rank.output" 2>&1 </dev/null
+code=$?
+echo "$code" >"$SHARDWISE_RANKS_OUTPUT/$rank.code"
+exit "$code"
+"#;
+
+/// How many ranks, where, and for how long.
+#[derive(Clone, Debug)]
+pub struct Launch {
+    ranks: usize,
+    hosts: Option<Hosts>,
+    limit: Duration,
+    variables: Vec<(String, String)>,
+}
+
+impl Launch {
+    /// Ranks on this host.
+    pub fn ranks(ranks: usize) -> Self {
+        Launch { ranks, hosts: None, limit: Duration::from_secs(120), variables: Vec::new() }
+    }
+
+    /// Ranks on several hosts. Needs root, for the namespaces.
+    pub fn hosts(hosts: Hosts) -> Self {
+        Launch { hosts: Some(hosts.clone()), ..Launch::ranks(hosts.hosts * hosts.ranks_per_host) }
+    }
+
+    /// The time after which ranks that are not done are stopped; two minutes unless said otherwise.
+    pub fn limit(self, limit: Duration) -> Self {
+        Launch { limit, ..self }
+    }
+
+    /// Sets a variable on every rank.
+    pub fn variable(mut self, name: &str, value: &str) -> Self {
+        self.variables.push((name.to_string(), value.to_string()));
+        self
+    }
+}
+
+impl From<usize> for Launch {
+    fn from(ranks: usize) -> Self {
+        Launch::ranks(ranks)
+    }
+}
+
+/// How a rank ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Exit {
+    /// With this code; 101 is a panic, and 128 + s is signal s.
+    Code(i32),
+    /// By the launcher or the time limit, because of another rank or its own standstill.
+    Stopped,
+}
+
+/// What became of one rank.
+#[derive(Clone, Debug)]
+pub struct Rank {
+    /// How it ended.
+    pub exit: Exit,
+    /// What it printed.
+    pub output: String,
+}
+
+/// What became of all ranks, by rank.
+#[derive(Clone, Debug)]
+pub struct Report {
+    /// One for each rank.
+    pub ranks: Vec<Rank>,
+}
+
+/// Why a run failed. Its text names the ranks at fault, with their last lines.
+#[derive(Clone, Debug)]
+pub struct Failure {
+    /// What happened, in a sentence.
+    pub reason: String,
+    /// The rank that was first to fail, where one failed by itself.
+    pub rank: Option<usize>,
+    /// What became of all ranks.
+    pub report: Report,
+    launcher_said: String,
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "{}", self.reason)?;
+        for (rank, outcome) in self.report.ranks.iter().enumerate() {
+            if outcome.exit == Exit::Code(0) {
+                continue;
+            }
+            let lines: Vec<&str> = outcome.output.lines().collect();
+            let shown = &lines[lines.len().saturating_sub(LINES_SHOWN)..];
+            writeln!(f, "---- rank {rank}: {} ----", described(&outcome.exit))?;
+            shown.iter().try_for_each(|line| writeln!(f, "    {line}"))?;
+        }
+        if self.report.ranks.iter().all(|rank| rank.exit == Exit::Stopped) {
+            writeln!(f, "---- the launcher ----\n{}", self.launcher_said)?;
+        }
+        Ok(())
+    }
+}
+
+fn described(exit: &Exit) -> String {
+    match exit {
+        Exit::Code(101) => "panicked".to_string(),
+        Exit::Code(code @ 129..) => format!("was killed by signal {}", code - 128),
+        Exit::Code(code) => format!("exited with code {code}"),
+        Exit::Stopped => "was stopped".to_string(),
+    }
+}
+
+/// Runs `body` here if this process is a rank of that test, and does not return; otherwise starts the ranks, and says what
+/// became of them. Called by the macros; `place` is the path of an item in the test function.
+pub fn run(launch: impl Into<Launch>, place: &str, body: impl FnOnce()) -> Result<Report, Failure> {
+    let test = test_name(place);
+    if std::env::var(TEST_VARIABLE).as_deref() == Ok(&test) {
+        body();
+        std::process::exit(0);
+    }
+    let program = std::env::current_exe().expect("a test knows its own program");
+    let arguments = ["--exact", &test, "--nocapture", "--test-threads=1", "--include-ignored"].map(OsString::from);
+    launch.into().start(&test, &program, &arguments)
+}
+
+/// `crate::module::test::here` is the test `module::test`.
+fn test_name(place: &str) -> String {
+    let parts: Vec<&str> = place.split("::").filter(|part| *part != "{{closure}}").collect();
+    parts[1..parts.len() - 1].join("::")
+}
+
+impl Launch {
+    fn start(&self, test: &str, program: &Path, arguments: &[OsString]) -> Result<Report, Failure> {
+        let folder = Folder::new().unwrap_or_else(|error| panic!("no folder for the ranks' output: {error}"));
+        let _turn = turn().unwrap_or_else(|error| panic!("no lock file for test runs: {error}"));
+        let network = self.hosts.as_ref().map(|hosts| hosts.start().unwrap_or_else(|error| panic!("{error}")));
+
+        let mut command = launcher(network.as_ref(), self.ranks, self.limit);
+        for (name, value) in [
+            (TEST_VARIABLE, test),
+            (OUTPUT_VARIABLE, &folder.0.to_string_lossy()),
+            ("OMP_NUM_THREADS", "1"),
+            ("RUST_BACKTRACE", "0"),
+        ]
+        .into_iter()
+        .chain(self.variables.iter().map(|(name, value)| (name.as_str(), value.as_str())))
+        {
+            // `env` on every rank, because launchers differ in how they pass variables to other hosts.
+            command.arg(format!("{name}={value}"));
+        }
+        command.args(["sh", "-c", KEEP_APART, "rank"]).arg(program).args(arguments);
+        let started = Instant::now();
+        let output = command
+            .stdin(Stdio::null())
+            .output()
+            .unwrap_or_else(|error| panic!("mpirun could not be started ({error}); install it with scripts/setup"));
+
+        let report = Report { ranks: (0..self.ranks).map(|rank| folder.rank(rank)).collect() };
+        if output.status.success() && report.ranks.iter().all(|rank| rank.exit == Exit::Code(0)) {
+            return Ok(report);
+        }
+        let first = (0..self.ranks)
+            .filter(|&rank| matches!(report.ranks[rank].exit, Exit::Code(code) if code != 0))
+            .min_by_key(|&rank| folder.ended(rank));
+        let reason = match (first, output.status.code()) {
+            _ if started.elapsed() >= self.limit => {
+                let left: Vec<String> = (0..self.ranks)
+                    .filter(|&rank| report.ranks[rank].exit == Exit::Stopped)
+                    .map(|rank| rank.to_string())
+                    .collect();
+                format!("{test}: after {:?}, rank {} of {} was not done", self.limit, left.join(", "), self.ranks)
+            }
+            (Some(rank), _) => format!("{test}: rank {rank} of {} {}", self.ranks, described(&report.ranks[rank].exit)),
+            (None, code) => format!("{test}: the launcher failed with code {code:?}"),
+        };
+        let launcher_said = String::from_utf8_lossy(&output.stderr).into_owned();
+        Err(Failure { reason, rank: first, report, launcher_said })
+    }
+}
+
+/// A command that runs what is appended to it on `ranks` ranks, through `env`, for at most `limit`.
+pub fn launcher(network: Option<&Network>, ranks: usize, limit: Duration) -> Command {
+    let mut command = match network {
+        None => Command::new("timeout"),
+        Some(network) => network.on_first_host("timeout"),
+    };
+    command.args(["--kill-after=10", &format!("{}", limit.as_secs().max(1))]);
+    command.arg(mpirun()).args(["-n", &ranks.to_string()]);
+    if is_open_mpi() {
+        command.args(["--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]);
+        // In a root-only environment, such as a container, Open MPI wants to be told that it is meant.
+        command.arg("--allow-run-as-root");
+    }
+    if let Some(network) = network {
+        command.args(network.mpirun_arguments());
+    }
+    command.arg("env");
+    command
+}
+
+/// The `mpirun` beside the `mpicc` that the program was built with.
+fn mpirun() -> PathBuf {
+    std::env::var_os("MPICC")
+        .and_then(|mpicc| Some(Path::new(&mpicc).parent()?.join("mpirun")))
+        .filter(|path| path.exists())
+        .unwrap_or_else(|| PathBuf::from("mpirun"))
+}
+
+fn is_open_mpi() -> bool {
+    let version = Command::new(mpirun())
+        .arg("--version")
+        .output()
+        .unwrap_or_else(|error| panic!("mpirun could not be started ({error}); install it with scripts/setup"));
+    String::from_utf8_lossy(&version.stdout).contains("Open MPI")
+}
+
+/// Waits for the runs of other tests, in this process or another.
+fn turn() -> io::Result<File> {
+    let file = File::create(std::env::temp_dir().join("shardwise-ranks.lock"))?;
+    file.lock()?;
+    Ok(file)
+}
+
+/// Where the ranks' outputs are kept until the run is over.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new() -> io::Result<Self> {
+        let nanoseconds = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |now| now.as_nanos());
+        let path = std::env::temp_dir().join(format!("shardwise-ranks-{}-{nanoseconds}", std::process::id()));
+        fs::create_dir(&path)?;
+        Ok(Folder(path))
+    }
+
+    fn rank(&self, rank: usize) -> Rank {
+        let read = |kind: &str| fs::read(self.0.join(format!("{rank}.{kind}"))).unwrap_or_default();
+        let exit = String::from_utf8_lossy(&read("code")).trim().parse().map_or(Exit::Stopped, Exit::Code);
+        Rank { exit, output: String::from_utf8_lossy(&read("output")).into_owned() }
+    }
+
+    fn ended(&self, rank: usize) -> Option<SystemTime> {
+        fs::metadata(self.0.join(format!("{rank}.code"))).and_then(|code| code.modified()).ok()
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        // What is left in the temporary folder harms nobody.
+        drop(fs::remove_dir_all(&self.0));
+    }
+}
