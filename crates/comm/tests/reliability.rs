@@ -192,7 +192,7 @@ fn ranks_that_disagree_about_a_length_are_told() {
 }
 
 fn two_hosts() -> Hosts {
-    Hosts { hosts: 2, ranks_per_host: 1, rate: "1gbit".to_string(), delay: "0ms".to_string() }
+    Hosts { hosts: 2, ranks_per_host: 1, rate: "1gbit".to_string(), delay: "1ms".to_string() }
 }
 
 #[test]

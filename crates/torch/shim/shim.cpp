@@ -92,8 +92,9 @@ struct RustFunction : torch::autograd::Function<RustFunction> {
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext *context,
                                                  torch::autograd::variable_list grads) {
     auto closure = c10::static_intrusive_pointer_cast<Closure>(context->saved_data["closure"].toCapsule());
+    auto saved_variables = context->get_saved_variables(); // throws where the graph has been walked already
+    auto saved = owned(saved_variables);
     auto given = owned(grads);
-    auto saved = owned(context->get_saved_variables());
     std::vector<at::Tensor *> raw(context->saved_data["inputs"].toInt(), nullptr);
     Message failure = closure->backward(closure->data, given.data(), given.size(), saved.data(), saved.size(),
                                         raw.data(), raw.size());

@@ -3,6 +3,9 @@
 //! Each host has a namespace with its own name and two links to a switch, which is a namespace as well: `data`, with the
 //! rate and delay asked for, over which ranks talk, and `control`, over which the launcher does. So a test can cut a host's
 //! data link (`ip link set data down`, on that host) and still learn what became of the ranks.
+//!
+//! The delay is `tc`'s netem. Where the kernel has none, the data links end in a small program in the switch's namespace
+//! (`delay_line.py`) that hands every frame on after the delay; frames are then up to 64 KB long, so that it keeps up.
 
 use std::fmt;
 use std::io::Write;
@@ -53,6 +56,9 @@ impl Hosts {
         if !(1..=200).contains(&self.hosts) || self.ranks_per_host == 0 {
             return Err(HostsError("between 1 and 200 hosts, each with at least one rank, can be made".to_string()));
         }
+        let delay_s = seconds(&self.delay).ok_or_else(|| {
+            HostsError(format!("'{}' is not a delay; write it as 0ms, 500us, 1ms or 0.1s", self.delay))
+        })?;
         let prefix = format!("sw{}x{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
         let names: Vec<String> = (0..self.hosts).map(|host| format!("{prefix}h{host}")).collect();
         let switch = format!("{prefix}s");
@@ -71,7 +77,7 @@ impl Hosts {
         let network = Network { hosts: self.clone(), names, agent, guard };
         network.make_agent().map_err(|error| HostsError(format!("{}: {error}", network.agent.display())))?;
         let made = Command::new("bash")
-            .args(["-euc", MAKE, "make", &switch, &self.rate, &self.delay])
+            .args(["-euc", MAKE, "make", &switch, &self.rate, &self.delay, &delay_s.to_string(), DELAY_LINE])
             .args(&network.names)
             .output()
             .map_err(|error| HostsError(format!("bash: {error}")))?;
@@ -85,10 +91,36 @@ impl Hosts {
     }
 }
 
+/// A delay in `tc`'s words.
+fn seconds(delay: &str) -> Option<f64> {
+    let units = [("us", 1e-6), ("ms", 1e-3), ("s", 1.)];
+    let (number, unit) = units.iter().find_map(|&(name, unit)| Some((delay.strip_suffix(name)?, unit)))?;
+    let number: f64 = number.trim().parse().ok()?;
+    (number.is_finite() && number >= 0.).then_some(number * unit)
+}
+
+const DELAY_LINE: &str = include_str!("delay_line.py");
+
 const MAKE: &str = r#"
-switch=$1 rate=$2 delay=$3
-shift 3
+switch=$1 rate=$2 delay=$3 delay_s=$4 delay_line=$5
+shift 5
 ip netns add "$switch"
+# How the data links are delayed: not at all, by netem, or by the delay line.
+how=none
+if [ "$delay_s" != 0 ]; then
+    ip -n "$switch" link set lo up
+    if tc -n "$switch" qdisc add dev lo root netem delay "$delay" 2>/dev/null; then how=netem; else how=line; fi
+fi
+if [ "$how" = line ]; then
+    taps=$(i=1; for host in "$@"; do echo "tap$i"; i=$((i + 1)); done)
+    setsid ip netns exec "$switch" python3 -c "$delay_line" "$delay_s" $taps </dev/null >/dev/null 2>&1 &
+    tries=0
+    until ip -n "$switch" link show "tap$#" >/dev/null 2>&1; do
+        tries=$((tries + 1))
+        [ "$tries" -lt 200 ] || { echo "the delay line did not start: it takes python3 and /dev/net/tun" >&2; exit 1; }
+        sleep 0.05
+    done
+fi
 for bridge in data control; do
     ip -n "$switch" link add "$bridge" type bridge
     ip -n "$switch" link set "$bridge" up
@@ -100,7 +132,13 @@ for host in "$@"; do
     mkdir -p "/etc/netns/$host"
     printf '127.0.0.1 localhost\n%s\n' "$hosts" >"/etc/netns/$host/hosts"
     ip -n "$host" link set lo up
-    for link in data control; do
+    links="data control"
+    if [ "$how" = line ]; then
+        links=control
+        ip -n "$switch" link set "tap$i" netns "$host" name data mtu 65000
+        ip -n "$host" link set data up
+    fi
+    for link in $links; do
         ip link add name "$link" netns "$host" type veth peer name "$link$i" netns "$switch"
         ip -n "$switch" link set "$link$i" master "$link" up
         ip -n "$host" link set "$link" up
@@ -108,7 +146,7 @@ for host in "$@"; do
     ip -n "$host" addr add "10.89.0.$i/24" dev data
     ip -n "$host" addr add "10.90.0.$i/24" dev control
     tc -n "$host" qdisc add dev data root handle 1: tbf rate "$rate" burst 512kb latency 100ms
-    if [ "$delay" != 0ms ]; then
+    if [ "$how" = netem ]; then
         tc -n "$host" qdisc add dev data parent 1:1 handle 10: netem delay "$delay" limit 100000
     fi
     i=$((i + 1))

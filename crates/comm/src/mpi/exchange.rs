@@ -158,6 +158,14 @@ struct Flow {
     receives: VecDeque<(usize, Piece)>,
     sending: Requests<usize>,
     receiving: Requests<(usize, usize)>,
+    /// What this rank has for itself. It is copied when the first messages are on their way.
+    own: Option<Copy>,
+}
+
+struct Copy {
+    from: *const u8,
+    to: *mut u8,
+    bytes: usize,
 }
 
 impl Flow {
@@ -168,6 +176,7 @@ impl Flow {
             receives: VecDeque::new(),
             sending: Requests::new(),
             receiving: Requests::new(),
+            own: None,
         }
     }
 }
@@ -183,6 +192,10 @@ impl Machine for Flow {
             && let Some((to, piece)) = self.sends.pop_front()
         {
             self.sending.push(self.wire.send(to, piece)?, to);
+        }
+        if let Some(Copy { from, to, bytes }) = self.own.take() {
+            // SAFETY: `Group` has checked the lengths; buffers of one call do not overlap, for they are owned.
+            unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) };
         }
         let received = self.receiving.poll(|(from, expected), found| whole_message(from, expected, found))?;
         let sent = self.sending.poll(|_, _| Ok(()))?;
@@ -209,11 +222,10 @@ fn gather(wire: Wire, dtype: Dtype, part: *const u8, whole: *mut u8, partition: 
         (whole.wrapping_add(range.start * dtype.bytes()), range.len() * dtype.bytes())
     };
     let (own, own_bytes) = place(wire.comm.rank());
-    if part != own.cast_const() {
-        // SAFETY: `Group` has checked the lengths; buffers of one call do not overlap, for they are owned.
-        unsafe { std::ptr::copy_nonoverlapping(part, own, own_bytes) };
-    }
     let mut flow = Flow::new(wire);
+    if part != own.cast_const() {
+        flow.own = Some(Copy { from: part, to: own, bytes: own_bytes });
+    }
     for from in wire.downwards() {
         let (data, bytes) = place(from);
         flow.receives.extend(pieces(data, bytes).map(|piece| (from, piece)));
@@ -232,9 +244,8 @@ fn exchange(wire: Wire, dtype: Dtype, send: *const u8, sends: &Cuts, receive: *m
     };
     let rank = wire.comm.rank();
     let ((from, _), (to, bytes)) = (cut(send.cast_mut(), sends, rank), cut(receive, receives, rank));
-    // SAFETY: `Group` has checked that both have the same length; buffers of one call do not overlap.
-    unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) };
     let mut flow = Flow::new(wire);
+    flow.own = Some(Copy { from, to, bytes });
     for from in wire.downwards() {
         let (data, bytes) = cut(receive, receives, from);
         flow.receives.extend(pieces(data, bytes).map(|piece| (from, piece)));

@@ -1,0 +1,76 @@
+//! What `shardwise doctor` says on a machine that is in order, and on machines that are not.
+
+#![allow(clippy::unwrap_used, reason = "a test may fail")]
+
+use std::path::PathBuf;
+use std::process::{Command, Output};
+
+fn doctor() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_shardwise"));
+    command.arg("doctor").env_remove("LD_LIBRARY_PATH");
+    command
+}
+
+fn text(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+/// A folder with a copy of the program and whatever stands in for `shardwise-rank`.
+fn copied(name: &str, rank_program: Option<&str>) -> PathBuf {
+    let folder = std::env::temp_dir().join(format!("shardwise-doctor-{}-{name}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    std::fs::copy(env!("CARGO_BIN_EXE_shardwise"), folder.join("shardwise")).unwrap();
+    if let Some(script) = rank_program {
+        use std::os::unix::fs::PermissionsExt;
+        std::fs::write(folder.join("shardwise-rank"), script).unwrap();
+        std::fs::set_permissions(folder.join("shardwise-rank"), std::fs::Permissions::from_mode(0o755)).unwrap();
+    }
+    folder
+}
+
+#[test]
+fn a_machine_in_order() {
+    let output = doctor().output().unwrap();
+    let text = text(&output);
+    assert!(output.status.success(), "{text}");
+    assert!(text.contains("ok      libtorch       2.13.0"), "{text}");
+    assert!(text.contains("thread level funneled"), "{text}");
+    assert!(text.contains("started 2 ranks that talked to each other"), "{text}");
+    assert!(text.contains("This machine can train."), "{text}");
+}
+
+#[test]
+fn a_library_that_is_missing_is_named_with_its_remedy() {
+    // What the dynamic loader says of a program whose libtorch has gone.
+    let folder = copied(
+        "loader",
+        Some(
+            "#!/bin/sh\necho 'shardwise-rank: error while loading shared libraries: libtorch_cpu.so: cannot open' >&2\nexit 127\n",
+        ),
+    );
+    let output = Command::new(folder.join("shardwise")).arg("doctor").output().unwrap();
+    let text = text(&output);
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    assert!(text.contains("WRONG   libtorch") && text.contains("libtorch_cpu.so: cannot open"), "{text}");
+    assert!(text.contains("to mend it: scripts/setup && cargo build --release"), "{text}");
+    std::fs::remove_dir_all(folder).unwrap();
+}
+
+#[test]
+fn a_launcher_that_is_missing_is_named_with_its_remedy() {
+    let output = doctor().env("MPIRUN", "no-such-mpirun").output().unwrap();
+    let text = text(&output);
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    assert!(text.contains("WRONG   MPI launcher   there is no 'no-such-mpirun' on PATH"), "{text}");
+    assert!(text.contains("apt-get install openmpi-bin"), "{text}");
+    assert!(text.contains("One thing is wrong."), "{text}");
+}
+
+#[test]
+fn a_rank_program_that_is_missing_is_named() {
+    let folder = copied("alone", None);
+    let output = Command::new(folder.join("shardwise")).arg("doctor").output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text(&output).contains("shardwise-rank: No such file"), "{}", text(&output));
+    std::fs::remove_dir_all(folder).unwrap();
+}

@@ -1,0 +1,68 @@
+//! What the project claims, as named measurements.
+
+use std::process::ExitCode;
+use std::time::Instant;
+
+use anyhow::{Result, bail};
+
+/// Something that the project claims, and the way to find out.
+pub(crate) struct Claim {
+    pub(crate) group: &'static str,
+    pub(crate) name: &'static str,
+    /// What is claimed, in a line.
+    pub(crate) what: &'static str,
+    /// Whether it takes minutes.
+    pub(crate) heavy: bool,
+    pub(crate) measure: fn() -> Result<Verdict>,
+}
+
+/// What was found.
+pub(crate) struct Verdict {
+    /// What was measured.
+    pub(crate) figure: String,
+    /// What was promised.
+    pub(crate) bar: String,
+    pub(crate) holds: bool,
+}
+
+fn all() -> impl Iterator<Item = &'static Claim> {
+    [crate::foundation::CLAIMS].into_iter().flatten()
+}
+
+/// Lists claims, or measures those that `name` selects.
+pub(crate) fn show(name: Option<&str>, heavy: bool) -> Result<ExitCode> {
+    let Some(name) = name else {
+        for claim in all() {
+            let weight = if claim.heavy { "heavy" } else { "quick" };
+            println!("{:24} {weight}  {}", format!("{}/{}", claim.group, claim.name), claim.what);
+        }
+        return Ok(ExitCode::SUCCESS);
+    };
+    let chosen: Vec<&Claim> = match name.split_once('/') {
+        Some((group, name)) => all().filter(|claim| claim.group == group && claim.name == name).collect(),
+        None => all().filter(|claim| claim.group == name && (heavy || !claim.heavy)).collect(),
+    };
+    if chosen.is_empty() {
+        bail!("there is no claim '{name}'; `cargo xtask show` lists them all");
+    }
+    let mut lines = Vec::new();
+    let mut all_hold = true;
+    for claim in chosen {
+        println!("==== {}/{}: {}", claim.group, claim.name, claim.what);
+        let started = Instant::now();
+        let (outcome, holds) = match (claim.measure)() {
+            Ok(verdict) => (format!("{} (bar: {})", verdict.figure, verdict.bar), verdict.holds),
+            Err(error) => (format!("could not be measured: {error:#}"), false),
+        };
+        let word = if holds { "holds" } else { "DOES NOT HOLD" };
+        all_hold &= holds;
+        lines.push(format!(
+            "{}/{} {word}: {outcome} [{:.0} s]",
+            claim.group,
+            claim.name,
+            started.elapsed().as_secs_f64()
+        ));
+    }
+    lines.iter().for_each(|line| println!("{line}"));
+    Ok(if all_hold { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}

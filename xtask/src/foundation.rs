@@ -1,0 +1,133 @@
+//! The claims of the foundation.
+
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+
+use crate::bench_comm::{self, Side};
+use crate::claims::{Claim, Verdict};
+use crate::workspace::{built, output_of, root};
+
+pub(crate) const CLAIMS: &[Claim] = &[
+    Claim {
+        group: "foundation",
+        name: "doctor",
+        what: "shardwise doctor finds libtorch, MPI with a launcher that works, cores, memory and shared memory",
+        heavy: false,
+        measure: doctor,
+    },
+    Claim {
+        group: "foundation",
+        name: "way-in",
+        what: "ARCHITECTURE.md follows one collective from caller to wire in under a page, and the files it names exist",
+        heavy: false,
+        measure: way_in,
+    },
+    Claim {
+        group: "foundation",
+        name: "leaks",
+        what: "under valgrind the tests of the libtorch shim lose nothing",
+        heavy: false,
+        measure: leaks,
+    },
+    Claim {
+        group: "foundation",
+        name: "comm",
+        what: "reduce-scatter 2× MPI's own and 3× gloo's, all-gather within 5% of MPI's and 4× gloo's, at 2, 4 and 8 ranks",
+        heavy: true,
+        measure: comm,
+    },
+];
+
+fn doctor() -> Result<Verdict> {
+    // The rank program beside it is what it examines.
+    built("shardwise-rank", &["build", "--workspace", "--bins"])?;
+    let program = built("shardwise", &["build", "--workspace", "--bins"])?;
+    let output = Command::new(program).arg("doctor").env_remove("LD_LIBRARY_PATH").output()?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    println!("{text}");
+    let found = text.lines().filter(|line| line.starts_with("ok ")).count();
+    Ok(Verdict {
+        figure: format!("{found} things in order, exit code {:?}", output.status.code()),
+        bar: "at least 7, exit code 0".to_string(),
+        holds: output.status.success() && found >= 7,
+    })
+}
+
+/// The most lines that are under a page.
+const PAGE_LINES: usize = 60;
+
+fn way_in() -> Result<Verdict> {
+    let text = std::fs::read_to_string(root().join("ARCHITECTURE.md")).context("ARCHITECTURE.md")?;
+    let heading = "## One collective, from caller to wire";
+    let section = text.split_once(heading).with_context(|| format!("no section '{heading}'"))?.1;
+    let section = section.split("\n## ").next().unwrap_or_default();
+    let lines = section.trim().lines().count();
+    let is_path = |word: &&str| word.contains('/') && word.contains('.') && !word.contains([' ', ':', '<']);
+    let files: Vec<&str> = text.split('`').skip(1).step_by(2).filter(is_path).collect();
+    let missing: Vec<&&str> = files.iter().filter(|file| !root().join(file).exists()).collect();
+    Ok(Verdict {
+        figure: format!("{lines} lines, {} files named, missing: {missing:?}", files.len()),
+        bar: format!("under {PAGE_LINES} lines, none missing"),
+        holds: (1..PAGE_LINES).contains(&lines) && !files.is_empty() && missing.is_empty(),
+    })
+}
+
+fn leaks() -> Result<Verdict> {
+    ensure!(
+        Command::new("valgrind").arg("--version").output().is_ok_and(|output| output.status.success()),
+        "valgrind is not installed: apt-get install valgrind"
+    );
+    let tests = built("shim", &["test", "--no-run", "--workspace", "--test", "shim"])?;
+    let log = std::env::temp_dir().join(format!("shardwise-leaks-{}", std::process::id()));
+    let mut valgrind = Command::new("valgrind");
+    valgrind
+        .args(["--leak-check=full", "--show-leak-kinds=definite,indirect"])
+        .arg(format!("--log-file={}", log.display()))
+        .arg(tests)
+        // Resident memory under valgrind is valgrind's.
+        .args(["--test-threads=1", "--skip", "released_memory_goes_back_to_the_system"])
+        .env("OMP_NUM_THREADS", "1");
+    let printed = output_of(&mut valgrind)?;
+    let report = std::fs::read_to_string(&log)?;
+    std::fs::remove_file(&log)?;
+    let passed = printed.lines().filter(|line| line.ends_with("... ok")).count();
+    let lost = |kind: &str| -> Result<u64> {
+        let line = report.lines().find(|line| line.contains(&format!("{kind} lost:")));
+        // Valgrind leaves the summary out where every block was freed.
+        let Some((_, rest)) = line.and_then(|line| line.split_once("lost:")) else { return Ok(0) };
+        let digits = rest.split_whitespace().next().unwrap_or_default().replace(',', "");
+        digits.parse().with_context(|| format!("valgrind said '{rest}'"))
+    };
+    let bytes = lost("definitely")? + lost("indirectly")?;
+    if bytes > 0 {
+        println!("{report}");
+    }
+    Ok(Verdict {
+        figure: format!("{bytes} bytes lost by {passed} tests"),
+        bar: "0 bytes by at least 17 tests".to_string(),
+        holds: bytes == 0 && passed >= 17,
+    })
+}
+
+fn comm() -> Result<Verdict> {
+    let rows = bench_comm::run(&bench_comm::Options::default())?;
+    let least = |verb: &str, side: Side| {
+        rows.iter().filter(|row| row.verb == verb).map(|row| row.ratio(side)).fold(f64::MAX, f64::min)
+    };
+    let bars = [
+        ("reduce-scatter", Side::Mpi, 2.),
+        ("reduce-scatter", Side::Gloo, 3.),
+        ("all-gather", Side::Mpi, 0.95),
+        ("all-gather", Side::Gloo, 4.),
+    ];
+    let described = |number: &dyn Fn(&(&str, Side, f64)) -> f64| {
+        let parts: Vec<String> = bars.iter().map(|bar| format!("{} {:.2}× {:?}", bar.0, number(bar), bar.1)).collect();
+        parts.join(", ")
+    };
+    Ok(Verdict {
+        figure: format!("at the least, {}", described(&|bar| least(bar.0, bar.1))),
+        bar: described(&|bar| bar.2),
+        holds: bars.iter().all(|&(verb, side, bar)| least(verb, side) >= bar),
+    })
+}

@@ -1,0 +1,62 @@
+//! The developers' own commands.
+//!
+//! `cargo xtask show` re-measures what the project claims; the others are tools for working on it.
+
+#![forbid(unsafe_code)]
+
+mod bench_comm;
+mod claims;
+mod foundation;
+mod hosts;
+mod workspace;
+
+use std::process::ExitCode;
+
+use anyhow::Result;
+use clap::{Parser, Subcommand};
+
+/// The developers' own commands.
+#[derive(Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask")]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Measure the project's claims again, or list them
+    ///
+    /// Without a name, lists every claim. A group's name runs its quick claims, with --heavy all of them; GROUP/NAME runs
+    /// one. Each ends with a line that has the figure beside its bar; the exit code says whether all hold.
+    #[command(
+        after_help = "Examples:\n  cargo xtask show\n  cargo xtask show foundation\n  cargo xtask show foundation/comm --heavy"
+    )]
+    Show {
+        /// GROUP or GROUP/NAME
+        name: Option<String>,
+        /// Also those that take minutes
+        #[arg(long)]
+        heavy: bool,
+    },
+    /// Compare reduce-scatter and all-gather with MPI's own and with gloo's, side by side
+    ///
+    /// Prints a table, and keeps it as a dated folder in bench/results.
+    #[command(after_help = "Example:\n  cargo xtask bench-comm --ranks 2,4,8 --rounds 5")]
+    BenchComm(bench_comm::Options),
+    /// Run a program on several hosts: network namespaces with links of a given rate and delay
+    ///
+    /// Needs root and Debian's iproute2. Whatever happens to it, the hosts are taken down.
+    #[command(
+        after_help = "Example:\n  cargo xtask hosts --hosts 2 --ranks-per-host 1 --rate 1gbit --delay 1ms -- \\\n      target/release/bench-comm shardwise 168000000 3"
+    )]
+    Hosts(hosts::Options),
+}
+
+fn main() -> Result<ExitCode> {
+    match Arguments::parse().command {
+        Command::Show { name, heavy } => claims::show(name.as_deref(), heavy),
+        Command::BenchComm(options) => bench_comm::run(&options).map(|_| ExitCode::SUCCESS),
+        Command::Hosts(options) => hosts::run(&options),
+    }
+}

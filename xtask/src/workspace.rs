@@ -1,0 +1,86 @@
+//! Where things are, how to build them, and what machine this is.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use serde::Deserialize;
+
+/// The root of the checkout.
+pub(crate) fn root() -> PathBuf {
+    let manifest = Path::new(env!("CARGO_MANIFEST_DIR"));
+    manifest.parent().expect("xtask is a folder of the checkout").to_path_buf()
+}
+
+/// The Python that scripts/setup installed torch into.
+pub(crate) fn python() -> Result<PathBuf> {
+    let libtorch = std::env::var("LIBTORCH").context("LIBTORCH is not set: run scripts/setup")?;
+    let python = Path::new(&libtorch).ancestors().map(|folder| folder.join("bin/python")).find(|path| path.exists());
+    python.context("libtorch does not stand in a Python environment: run scripts/setup without --libtorch")
+}
+
+/// Runs a command to its end and returns what it printed.
+pub(crate) fn output_of(command: &mut Command) -> Result<String> {
+    let output = command.output().with_context(|| format!("{command:?} could not be started"))?;
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    ensure!(output.status.success(), "{command:?} failed:\n{}{}", text(&output.stdout), text(&output.stderr));
+    Ok(text(&output.stdout))
+}
+
+#[derive(Deserialize)]
+struct CargoMessage {
+    executable: Option<PathBuf>,
+    target: Option<CargoTarget>,
+}
+
+#[derive(Deserialize)]
+struct CargoTarget {
+    name: String,
+}
+
+/// Builds with cargo (`arguments` say what), and returns the program of the target `name`. Build the whole workspace: cargo
+/// would build libtorch's bindings anew for every other choice of packages, because their features differ.
+pub(crate) fn built(name: &str, arguments: &[&str]) -> Result<PathBuf> {
+    let (verb, rest) = arguments.split_first().context("cargo needs a verb")?;
+    let mut cargo = Command::new(env!("CARGO"));
+    cargo.current_dir(root()).arg(verb).args(["--message-format", "json-render-diagnostics"]).args(rest);
+    cargo.stderr(std::process::Stdio::inherit());
+    let messages = output_of(&mut cargo)?;
+    messages
+        .lines()
+        .filter_map(|line| serde_json::from_str::<CargoMessage>(line).ok())
+        .find_map(|message| message.executable.filter(|_| message.target.is_some_and(|target| target.name == name)))
+        .with_context(|| format!("cargo built no program '{name}'"))
+}
+
+/// This machine in a line.
+pub(crate) fn machine() -> String {
+    let field = |file: &str, key: &str| {
+        let text = std::fs::read_to_string(file).unwrap_or_default();
+        let line = text.lines().find(|line| line.starts_with(key)).unwrap_or_default();
+        line.split_once(':').map_or("unknown", |(_, value)| value.trim()).to_string()
+    };
+    let cores = std::thread::available_parallelism().map_or(0, usize::from);
+    let kib: f64 = field("/proc/meminfo", "MemTotal").trim_end_matches(" kB").parse().unwrap_or(0.);
+    let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+    format!(
+        "{cores} cores ({}), {:.0} GiB, Linux {}",
+        field("/proc/cpuinfo", "model name"),
+        kib / 1048576.,
+        kernel.trim()
+    )
+}
+
+/// Today, as in 2026-11-15.
+pub(crate) fn today() -> Result<String> {
+    Ok(output_of(Command::new("date").arg("+%F"))?.trim().to_string())
+}
+
+/// The middle one, or the mean of the middle two.
+pub(crate) fn median(values: &[f64]) -> f64 {
+    assert!(!values.is_empty(), "the median of nothing");
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let middle = sorted.len() / 2;
+    if sorted.len() % 2 == 1 { sorted[middle] } else { (sorted[middle - 1] + sorted[middle]) / 2. }
+}
