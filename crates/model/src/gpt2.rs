@@ -1,0 +1,151 @@
+//! GPT-2: LayerNorm, learned positions, GELU, biases, and a head that is always the embedding's matrix.
+
+use shardwise_torch::tch::{Kind, Tensor};
+
+use crate::loss::head_loss;
+use crate::unit::Tied;
+use crate::{Batch, Error, Init, Layer, Model, Parameter, Parameters, Result, Unit, attention};
+
+/// The shape of a GPT-2.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Gpt2 {
+    /// Token ids are below this.
+    pub vocabulary: usize,
+    /// The longest sequence.
+    pub positions: usize,
+    /// The width of the hidden states.
+    pub width: usize,
+    /// The number of blocks.
+    pub blocks: usize,
+    /// The number of heads, which divides the width.
+    pub heads: usize,
+    /// Added to the variance in the norms.
+    pub norm_epsilon: f64,
+    /// The standard deviation with which matrices begin.
+    pub init_std: f64,
+    /// Tokens whose logits exist at once.
+    pub head_chunk: usize,
+}
+
+impl Gpt2 {
+    /// A GPT-2 of the given size, with the constants of the published ones.
+    pub fn new(vocabulary: usize, positions: usize, width: usize, blocks: usize, heads: usize) -> Self {
+        Gpt2 { vocabulary, positions, width, blocks, heads, norm_epsilon: 1e-5, init_std: 0.02, head_chunk: 1024 }
+    }
+
+    /// The model as a chain of units.
+    pub fn model(&self) -> Result<Model> {
+        if self.heads == 0 || !self.width.is_multiple_of(self.heads) {
+            let problem = format!("{} does not divide the width of {}", self.heads, self.width);
+            return Err(Error::Config { key: "heads", problem });
+        }
+        for (key, value) in
+            [("vocabulary", self.vocabulary), ("positions", self.positions), ("head_chunk", self.head_chunk)]
+        {
+            if value == 0 {
+                return Err(Error::Config { key, problem: "is 0, and must be at least 1".to_string() });
+            }
+        }
+        let embedding = vec![
+            Parameter::matrix("wte.weight".to_string(), [self.vocabulary, self.width], self.init_std),
+            Parameter::matrix("wpe.weight".to_string(), [self.positions, self.width], self.init_std / 2.),
+        ];
+        let mut units = vec![Unit::new("embedding", embedding, Embedding(self.clone()))];
+        for index in 0..self.blocks {
+            units.push(Unit::new(format!("block.{index}"), self.block(index), Block(self.clone())));
+        }
+        let head = vec![
+            Parameter::vector("ln_f.weight".to_string(), self.width, Init::Ones),
+            Parameter::vector("ln_f.bias".to_string(), self.width, Init::Zeros),
+        ];
+        let tied = Some(Tied { unit: 0, parameter: 0 });
+        units.push(Unit::new("head", head, Head(self.clone())).with_tied(tied));
+        Ok(Model::new(units))
+    }
+
+    fn block(&self, index: usize) -> Vec<Parameter> {
+        let width = self.width;
+        // Residual branches begin smaller the more of them there are.
+        let residual_std = self.init_std / (2. * self.blocks as f64).sqrt();
+        let name = |ending: &str| format!("h.{index}.{ending}");
+        let norm = |ending: &str| {
+            [("weight", Init::Ones), ("bias", Init::Zeros)]
+                .map(|(kind, init)| Parameter::vector(name(&format!("{ending}.{kind}")), width, init))
+        };
+        // Published GPT-2 checkpoints hold their matrices as (in, out).
+        let linear = |ending: &str, into, out, std| {
+            [
+                Parameter::matrix(name(&format!("{ending}.weight")), [into, out], std),
+                Parameter::vector(name(&format!("{ending}.bias")), out, Init::Zeros),
+            ]
+        };
+        [
+            norm("ln_1"),
+            linear("attn.c_attn", width, 3 * width, self.init_std),
+            linear("attn.c_proj", width, width, residual_std),
+            norm("ln_2"),
+            linear("mlp.c_fc", width, 4 * width, self.init_std),
+            linear("mlp.c_proj", 4 * width, width, residual_std),
+        ]
+        .into_iter()
+        .flatten()
+        .collect()
+    }
+
+    fn norm(&self, parameters: &Parameters<'_>, x: &Tensor, name: &str) -> Result<Tensor> {
+        let weight = parameters.get(&format!("{name}.weight"));
+        let bias = parameters.get(&format!("{name}.bias"));
+        Ok(x.f_layer_norm([self.width as i64], Some(weight), Some(bias), self.norm_epsilon, false)?)
+    }
+}
+
+fn linear(parameters: &Parameters<'_>, x: &Tensor, name: &str) -> Result<Tensor> {
+    let weight = parameters.get(&format!("{name}.weight")).f_transpose(0, 1)?;
+    Ok(x.f_linear(&weight, Some(parameters.get(&format!("{name}.bias"))))?)
+}
+
+struct Embedding(Gpt2);
+
+impl Layer for Embedding {
+    fn forward(&self, parameters: &Parameters<'_>, _: Option<&Tensor>, batch: &Batch) -> Result<Tensor> {
+        let positions = batch.tokens.size()[1];
+        if positions > self.0.positions as i64 {
+            let problem = format!("sequences have {positions} positions, and the model has {}", self.0.positions);
+            return Err(Error::Config { key: "positions", problem });
+        }
+        let lookup = |name: &str, index: &Tensor| Tensor::f_embedding(parameters.get(name), index, -1, false, false);
+        let places = Tensor::f_arange(positions, (Kind::Int64, batch.tokens.device()))?;
+        Ok(lookup("wte.weight", &batch.tokens)?.f_add(&lookup("wpe.weight", &places)?)?)
+    }
+}
+
+struct Block(Gpt2);
+
+impl Layer for Block {
+    fn forward(&self, parameters: &Parameters<'_>, input: Option<&Tensor>, _: &Batch) -> Result<Tensor> {
+        let x = input.expect("a block has an input");
+        let x = x.f_add(&self.attend(parameters, &self.0.norm(parameters, x, "ln_1")?)?)?;
+        let wide = linear(parameters, &self.0.norm(parameters, &x, "ln_2")?, "mlp.c_fc")?.f_gelu("tanh")?;
+        Ok(x.f_add(&linear(parameters, &wide, "mlp.c_proj")?)?)
+    }
+}
+
+impl Block {
+    fn attend(&self, parameters: &Parameters<'_>, x: &Tensor) -> Result<Tensor> {
+        let (sequences, positions) = (x.size()[0], x.size()[1]);
+        let heads = |joined: &Tensor| joined.f_view([sequences, positions, self.0.heads as i64, -1])?.f_transpose(1, 2);
+        let all = linear(parameters, x, "attn.c_attn")?.f_split(self.0.width as i64, 2)?;
+        let seen = attention::causal(&heads(&all[0])?, &heads(&all[1])?, &heads(&all[2])?, None)?;
+        linear(parameters, &seen.f_transpose(1, 2)?.f_reshape([sequences, positions, -1])?, "attn.c_proj")
+    }
+}
+
+struct Head(Gpt2);
+
+impl Layer for Head {
+    fn forward(&self, parameters: &Parameters<'_>, input: Option<&Tensor>, batch: &Batch) -> Result<Tensor> {
+        let normed = self.0.norm(parameters, input.expect("the head has an input"), "ln_f")?;
+        let weight = parameters.tied().expect("GPT-2's head is the embedding's matrix");
+        head_loss(&normed, weight, &batch.targets, self.0.head_chunk)
+    }
+}

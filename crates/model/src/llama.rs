@@ -1,0 +1,270 @@
+//! The Llama family: Llama 2 and 3, Mistral, Qwen 2 and 3.
+
+use std::f64::consts::PI;
+
+use shardwise_torch::tch::{Device, Kind, Tensor};
+
+use crate::loss::head_loss;
+use crate::unit::Tied;
+use crate::{Batch, Error, Init, Layer, Model, Parameter, Parameters, Result, Unit, attention};
+
+/// The shape of a model of the family.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Llama {
+    /// Token ids are below this.
+    pub vocabulary: usize,
+    /// The width of the hidden states.
+    pub width: usize,
+    /// The number of blocks.
+    pub blocks: usize,
+    /// The number of query heads.
+    pub heads: usize,
+    /// The number of key and value heads, which divides the number of query heads.
+    pub kv_heads: usize,
+    /// The width of a head; often `width / heads`.
+    pub head_width: usize,
+    /// The width of the MLP.
+    pub mlp_width: usize,
+    /// The base of the rotary embedding's wavelengths.
+    pub rope_base: f64,
+    /// How Llama 3.1 and later stretch those wavelengths.
+    pub rope_scaling: Option<Llama3Rope>,
+    /// Added to the mean square in the norms.
+    pub norm_epsilon: f64,
+    /// Whether the head uses the embedding's matrix.
+    pub tied: bool,
+    /// Whether query, key and value have biases, as in Qwen 2.
+    pub qkv_bias: bool,
+    /// Whether queries and keys are normed per head, as in Qwen 3.
+    pub qk_norm: bool,
+    /// How many positions a position sees, itself included, as in Mistral.
+    pub window: Option<usize>,
+    /// The standard deviation with which matrices begin.
+    pub init_std: f64,
+    /// Tokens whose logits exist at once.
+    pub head_chunk: usize,
+}
+
+/// Llama 3.1's stretching of the rotary embedding for long contexts.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Llama3Rope {
+    /// By how much long wavelengths are stretched.
+    pub factor: f64,
+    /// Wavelengths longer than the original context divided by this are stretched whole.
+    pub low_frequency_factor: f64,
+    /// Wavelengths shorter than the original context divided by this are left alone.
+    pub high_frequency_factor: f64,
+    /// The context that the model was first trained for.
+    pub original_context: usize,
+}
+
+impl Llama {
+    /// A model of Llama 2's kind: no biases, untied, one key head per query head.
+    pub fn new(vocabulary: usize, width: usize, blocks: usize, heads: usize, mlp_width: usize) -> Self {
+        Llama {
+            vocabulary,
+            width,
+            blocks,
+            heads,
+            kv_heads: heads,
+            head_width: width / heads.max(1),
+            mlp_width,
+            rope_base: 10_000.,
+            rope_scaling: None,
+            norm_epsilon: 1e-5,
+            tied: false,
+            qkv_bias: false,
+            qk_norm: false,
+            window: None,
+            init_std: 0.02,
+            head_chunk: 1024,
+        }
+    }
+
+    /// The model as a chain of units.
+    pub fn model(&self) -> Result<Model> {
+        self.check()?;
+        let mut units = vec![Unit::new("embedding", vec![self.embedding()], Embedding)];
+        for index in 0..self.blocks {
+            units.push(Unit::new(format!("block.{index}"), self.block(index), Block(self.clone())));
+        }
+        let mut head = vec![Parameter::vector("model.norm.weight".to_string(), self.width, Init::Ones)];
+        if !self.tied {
+            head.push(Parameter::matrix("lm_head.weight".to_string(), [self.vocabulary, self.width], self.init_std));
+        }
+        let tied = self.tied.then_some(Tied { unit: 0, parameter: 0 });
+        units.push(Unit::new("head", head, Head(self.clone())).with_tied(tied));
+        Ok(Model::new(units))
+    }
+
+    fn check(&self) -> Result<()> {
+        let fail = |key, problem: String| Err(Error::Config { key, problem });
+        for (key, value) in [
+            ("vocabulary", self.vocabulary),
+            ("width", self.width),
+            ("heads", self.heads),
+            ("kv_heads", self.kv_heads),
+            ("mlp_width", self.mlp_width),
+            ("head_chunk", self.head_chunk),
+        ] {
+            if value == 0 {
+                return fail(key, "is 0, and must be at least 1".to_string());
+            }
+        }
+        if !self.heads.is_multiple_of(self.kv_heads) {
+            let problem = format!("{} does not divide the {} query heads", self.kv_heads, self.heads);
+            return fail("kv_heads", problem);
+        }
+        if self.head_width == 0 || !self.head_width.is_multiple_of(2) {
+            return fail(
+                "head_width",
+                format!("{} is not a positive even number, as rotary pairs need", self.head_width),
+            );
+        }
+        if self.window == Some(0) {
+            return fail("window", "is 0, and a position sees at least itself".to_string());
+        }
+        Ok(())
+    }
+
+    fn embedding(&self) -> Parameter {
+        Parameter::matrix("model.embed_tokens.weight".to_string(), [self.vocabulary, self.width], self.init_std)
+    }
+
+    fn block(&self, index: usize) -> Vec<Parameter> {
+        let name = |ending: &str| format!("model.layers.{index}.{ending}");
+        let matrix = |ending: &str, out, into| Parameter::matrix(name(ending), [out, into], self.init_std);
+        let vector = |ending: &str, len, init| Parameter::vector(name(ending), len, init);
+        let (query, key) = (self.heads * self.head_width, self.kv_heads * self.head_width);
+        let mut parameters = vec![
+            vector("input_layernorm.weight", self.width, Init::Ones),
+            matrix("self_attn.q_proj.weight", query, self.width),
+            matrix("self_attn.k_proj.weight", key, self.width),
+            matrix("self_attn.v_proj.weight", key, self.width),
+            matrix("self_attn.o_proj.weight", self.width, query),
+        ];
+        if self.qkv_bias {
+            parameters.push(vector("self_attn.q_proj.bias", query, Init::Zeros));
+            parameters.push(vector("self_attn.k_proj.bias", key, Init::Zeros));
+            parameters.push(vector("self_attn.v_proj.bias", key, Init::Zeros));
+        }
+        if self.qk_norm {
+            parameters.push(vector("self_attn.q_norm.weight", self.head_width, Init::Ones));
+            parameters.push(vector("self_attn.k_norm.weight", self.head_width, Init::Ones));
+        }
+        parameters.push(vector("post_attention_layernorm.weight", self.width, Init::Ones));
+        parameters.push(matrix("mlp.gate_proj.weight", self.mlp_width, self.width));
+        parameters.push(matrix("mlp.up_proj.weight", self.mlp_width, self.width));
+        parameters.push(matrix("mlp.down_proj.weight", self.width, self.mlp_width));
+        parameters
+    }
+
+    fn norm(&self, x: &Tensor, weight: &Tensor) -> Result<Tensor> {
+        Ok(x.f_rms_norm([weight.size()[0]], Some(weight), self.norm_epsilon)?)
+    }
+}
+
+struct Embedding;
+
+impl Layer for Embedding {
+    fn forward(&self, parameters: &Parameters<'_>, _: Option<&Tensor>, batch: &Batch) -> Result<Tensor> {
+        Ok(Tensor::f_embedding(parameters.get("embed_tokens.weight"), &batch.tokens, -1, false, false)?)
+    }
+}
+
+struct Block(Llama);
+
+impl Layer for Block {
+    fn forward(&self, parameters: &Parameters<'_>, input: Option<&Tensor>, _: &Batch) -> Result<Tensor> {
+        let x = input.expect("a block has an input");
+        let normed = self.0.norm(x, parameters.get("input_layernorm.weight"))?;
+        let x = x.f_add(&self.attend(parameters, &normed)?)?;
+        let normed = self.0.norm(&x, parameters.get("post_attention_layernorm.weight"))?;
+        Ok(x.f_add(&mlp(parameters, &normed)?)?)
+    }
+}
+
+impl Block {
+    fn attend(&self, parameters: &Parameters<'_>, x: &Tensor) -> Result<Tensor> {
+        let llama = &self.0;
+        let (sequences, positions) = (x.size()[0], x.size()[1]);
+        let heads = |projection: &str, norm: &str| -> Result<Tensor> {
+            let weight = parameters.get(&format!("{projection}.weight"));
+            let bias = parameters.find(&format!("{projection}.bias"));
+            let split = x.f_linear(weight, bias)?.f_view([sequences, positions, -1, llama.head_width as i64])?;
+            let normed = match parameters.find(norm) {
+                Some(weight) => llama.norm(&split, weight)?,
+                None => split,
+            };
+            Ok(normed.f_transpose(1, 2)?)
+        };
+        let rope = Rope::new(llama, positions, x.kind(), x.device())?;
+        let query = rope.turn(&heads("self_attn.q_proj", "self_attn.q_norm.weight")?)?;
+        let key = rope.turn(&heads("self_attn.k_proj", "self_attn.k_norm.weight")?)?;
+        let value = heads("self_attn.v_proj", "")?;
+        let seen = attention::causal(&query, &key, &value, llama.window)?;
+        let joined = seen.f_transpose(1, 2)?.f_reshape([sequences, positions, -1])?;
+        Ok(joined.f_linear(parameters.get("self_attn.o_proj.weight"), None::<&Tensor>)?)
+    }
+}
+
+fn mlp(parameters: &Parameters<'_>, x: &Tensor) -> Result<Tensor> {
+    let linear = |x: &Tensor, name: &str| x.f_linear(parameters.get(name), None::<&Tensor>);
+    let gate = linear(x, "mlp.gate_proj.weight")?.f_silu()?;
+    let gated = gate.f_mul(&linear(x, "mlp.up_proj.weight")?)?;
+    Ok(linear(&gated, "mlp.down_proj.weight")?)
+}
+
+struct Head(Llama);
+
+impl Layer for Head {
+    fn forward(&self, parameters: &Parameters<'_>, input: Option<&Tensor>, batch: &Batch) -> Result<Tensor> {
+        let x = input.expect("the head has an input");
+        let normed = self.0.norm(x, parameters.get("model.norm.weight"))?;
+        let weight = parameters.tied().unwrap_or_else(|| parameters.get("lm_head.weight"));
+        head_loss(&normed, weight, &batch.targets, self.0.head_chunk)
+    }
+}
+
+/// Rotary position embedding: pairs of elements of a head, one from each half, turned by an angle that grows with the position.
+struct Rope {
+    cosines: Tensor,
+    sines: Tensor,
+}
+
+impl Rope {
+    fn new(llama: &Llama, positions: i64, kind: Kind, device: Device) -> Result<Self> {
+        let frequencies: Vec<f64> = (0..llama.head_width / 2)
+            .map(|pair| llama.rope_base.powf(-2. * pair as f64 / llama.head_width as f64))
+            .map(|frequency| llama.rope_scaling.map_or(frequency, |scaling| scaling.stretched(frequency)))
+            .collect();
+        // Angles in f32, as in the models' own code.
+        let frequencies: Vec<f32> = frequencies.into_iter().map(|frequency| frequency as f32).collect();
+        let frequencies = Tensor::f_from_slice(&frequencies)?.to_device(device);
+        let angles = Tensor::f_arange(positions, (Kind::Float, device))?.f_outer(&frequencies)?;
+        let angles = Tensor::f_cat(&[&angles, &angles], -1)?;
+        Ok(Rope { cosines: angles.f_cos()?.to_kind(kind), sines: angles.f_sin()?.to_kind(kind) })
+    }
+
+    fn turn(&self, x: &Tensor) -> Result<Tensor> {
+        let half = x.size()[3] / 2;
+        let turned = Tensor::f_cat(&[x.f_narrow(3, half, half)?.f_neg()?, x.f_narrow(3, 0, half)?], -1)?;
+        Ok(x.f_mul(&self.cosines)?.f_add(&turned.f_mul(&self.sines)?)?)
+    }
+}
+
+impl Llama3Rope {
+    fn stretched(self, frequency: f64) -> f64 {
+        let wavelength = 2. * PI / frequency;
+        let context = self.original_context as f64;
+        if wavelength < context / self.high_frequency_factor {
+            frequency
+        } else if wavelength > context / self.low_frequency_factor {
+            frequency / self.factor
+        } else {
+            let smooth = (context / wavelength - self.low_frequency_factor)
+                / (self.high_frequency_factor - self.low_frequency_factor);
+            (1. - smooth) * frequency / self.factor + smooth * frequency
+        }
+    }
+}

@@ -1,0 +1,188 @@
+//! The models against the oracle in `reference/`: the same loss and the same gradients from the same weights and tokens.
+
+#![allow(clippy::unwrap_used, reason = "a test may fail")]
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use serde_json::{Value, json};
+use shardwise_model::{Batch, Gpt2, IGNORED, Init, Llama, Llama3Rope, Model, head_loss};
+use shardwise_torch::autograd::{self, Graph};
+use shardwise_torch::tch::{Device, Kind, Tensor, manual_seed};
+
+/// Parameters that differ from each other everywhere, norms and biases included.
+fn parameters(model: &Model) -> Vec<Vec<Tensor>> {
+    let begin = |shape: &[i64], init: Init| match init {
+        Init::Normal { .. } => Tensor::randn(shape, (Kind::Float, Device::Cpu)) * 0.08,
+        Init::Ones => Tensor::randn(shape, (Kind::Float, Device::Cpu)) * 0.1 + 1.,
+        Init::Zeros => Tensor::randn(shape, (Kind::Float, Device::Cpu)) * 0.1,
+    };
+    let units = model.units().iter();
+    units.map(|unit| unit.parameters().iter().map(|p| begin(&p.shape, p.init)).collect()).collect()
+}
+
+fn batch(vocabulary: usize) -> Batch {
+    let tokens = Tensor::randint(vocabulary as i64, [3, 19], (Kind::Int64, Device::Cpu));
+    let targets = Tensor::randint(vocabulary as i64, [3, 19], (Kind::Int64, Device::Cpu));
+    let _ = targets.narrow(1, 15, 4).narrow(0, 1, 1).fill_(IGNORED);
+    Batch { tokens, targets }
+}
+
+/// The loss, and the gradient of every parameter by name, a tied one's from both of its uses.
+fn run(model: &Model, parameters: &[Vec<Tensor>], batch: &Batch) -> BTreeMap<String, Tensor> {
+    let leaves: Vec<Vec<Tensor>> = parameters
+        .iter()
+        .map(|unit| unit.iter().map(|tensor| tensor.detach().copy().set_requires_grad(true)).collect())
+        .collect();
+    let mut x: Option<Tensor> = None;
+    for (index, unit) in model.units().iter().enumerate() {
+        let tied = unit.tied().map(|tied| &leaves[tied.unit][tied.parameter]);
+        x = Some(unit.forward(&leaves[index], tied, x.as_ref(), batch).unwrap());
+    }
+    let loss = x.unwrap();
+    let inputs: Vec<&Tensor> = leaves.iter().flatten().collect();
+    let grads = autograd::grad(&[&loss], &[None], &inputs, Graph::Free).unwrap();
+    let names = model.units().iter().flat_map(|unit| unit.parameters().iter().map(|p| p.name.clone()));
+    let mut results: BTreeMap<String, Tensor> = names.zip(grads.into_iter().map(Option::unwrap)).collect();
+    results.insert("loss".to_string(), loss.detach().view(1));
+    results
+}
+
+fn oracle(config: &Value, model: &Model, parameters: &[Vec<Tensor>], batch: &Batch) -> BTreeMap<String, Tensor> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap();
+    let libtorch = std::env::var("LIBTORCH").expect("LIBTORCH is set by .cargo/local.toml: run scripts/setup");
+    let python: PathBuf = Path::new(&libtorch)
+        .ancestors()
+        .map(|folder| folder.join("bin/python"))
+        .find(|path| path.exists())
+        .expect("the oracle needs the Python environment of scripts/setup");
+    let name = format!("shardwise-oracle-{}-{}", std::process::id(), config["name"].as_str().unwrap());
+    let folder = std::env::temp_dir().join(name);
+    std::fs::create_dir_all(&folder).unwrap();
+    let [config_file, in_file, out_file] =
+        ["config.json", "in.safetensors", "out.safetensors"].map(|file| folder.join(file));
+    std::fs::write(&config_file, config.to_string()).unwrap();
+    let names = model.units().iter().flat_map(|unit| unit.parameters().iter().map(|p| p.name.as_str()));
+    let mut tensors: Vec<(&str, &Tensor)> = names.zip(parameters.iter().flatten()).collect();
+    tensors.extend([("tokens", &batch.tokens), ("targets", &batch.targets)]);
+    Tensor::write_safetensors(&tensors, &in_file).unwrap();
+    let script = root.join("reference/grads.py");
+    let output = Command::new(python).arg(script).args([&config_file, &in_file, &out_file]).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let results = Tensor::read_safetensors(&out_file).unwrap().into_iter().collect();
+    std::fs::remove_dir_all(folder).unwrap();
+    results
+}
+
+fn assert_agrees(config: Value, model: &Model, vocabulary: usize) {
+    manual_seed(17);
+    let (parameters, batch) = (parameters(model), batch(vocabulary));
+    let ours = run(model, &parameters, &batch);
+    let theirs = oracle(&config, model, &parameters, &batch);
+    assert_eq!(ours.keys().collect::<Vec<_>>(), theirs.keys().collect::<Vec<_>>());
+    for (name, expected) in &theirs {
+        let difference = (&ours[name] - expected).norm().double_value(&[]);
+        let norm = expected.norm().double_value(&[]);
+        assert!(norm > 0., "{name} has no gradient in the oracle");
+        assert!(difference < 1e-5 * norm, "{name} differs by {difference:e} of {norm:e}");
+    }
+}
+
+fn llama_config(name: &str, llama: &Llama) -> Value {
+    json!({
+        "name": name, "family": "llama", "blocks": llama.blocks, "head_width": llama.head_width,
+        "rope_base": llama.rope_base, "norm_epsilon": llama.norm_epsilon, "tied": llama.tied, "window": llama.window,
+        "rope_scaling": llama.rope_scaling.map(|scaling| json!({
+            "factor": scaling.factor, "low_frequency_factor": scaling.low_frequency_factor,
+            "high_frequency_factor": scaling.high_frequency_factor, "original_context": scaling.original_context,
+        })),
+    })
+}
+
+fn assert_llama_agrees(name: &str, llama: &Llama) {
+    assert_agrees(llama_config(name, llama), &llama.model().unwrap(), llama.vocabulary);
+}
+
+/// Small, and divisible by little.
+fn small() -> Llama {
+    Llama { head_chunk: 10, ..Llama::new(101, 36, 2, 6, 52) }
+}
+
+#[test]
+fn llama_2_agrees() {
+    assert_llama_agrees("llama-2", &small());
+}
+
+#[test]
+fn llama_3_agrees() {
+    let rope = Llama3Rope { factor: 8., low_frequency_factor: 1., high_frequency_factor: 4., original_context: 32 };
+    let llama = Llama { kv_heads: 2, rope_base: 500_000., rope_scaling: Some(rope), ..small() };
+    assert_llama_agrees("llama-3", &llama);
+}
+
+#[test]
+fn mistral_agrees() {
+    assert_llama_agrees("mistral", &Llama { kv_heads: 3, window: Some(7), ..small() });
+}
+
+#[test]
+fn qwen_2_agrees() {
+    assert_llama_agrees("qwen-2", &Llama { kv_heads: 2, qkv_bias: true, tied: true, rope_base: 1e6, ..small() });
+}
+
+#[test]
+fn qwen_3_agrees() {
+    assert_llama_agrees("qwen-3", &Llama { kv_heads: 2, head_width: 8, qk_norm: true, ..small() });
+}
+
+#[test]
+fn gpt_2_agrees() {
+    let gpt2 = Gpt2 { head_chunk: 10, ..Gpt2::new(101, 23, 36, 2, 6) };
+    let config = json!({
+        "name": "gpt-2", "family": "gpt2", "blocks": gpt2.blocks, "heads": gpt2.heads, "norm_epsilon": gpt2.norm_epsilon,
+    });
+    assert_agrees(config, &gpt2.model().unwrap(), gpt2.vocabulary);
+}
+
+#[test]
+fn the_chunk_does_not_change_the_loss() {
+    manual_seed(3);
+    let hidden = Tensor::randn([57, 16], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+    let weight = Tensor::randn([101, 16], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+    let targets = Tensor::randint(101, [57], (Kind::Int64, Device::Cpu));
+    let run = |chunk| {
+        let loss = head_loss(&hidden, &weight, &targets, chunk).unwrap();
+        let grads = autograd::grad(&[&loss], &[None], &[&hidden, &weight], Graph::Free).unwrap();
+        (loss.double_value(&[]), grads.into_iter().map(Option::unwrap).collect::<Vec<_>>())
+    };
+    let (whole, whole_grads) = run(57);
+    for chunk in [1, 7, 56, 1000] {
+        let (loss, grads) = run(chunk);
+        assert!((loss - whole).abs() < 1e-6 * whole, "{loss} is not {whole}");
+        for (grad, expected) in grads.iter().zip(&whole_grads) {
+            assert!((grad - expected).abs().max().double_value(&[]) < 1e-5);
+        }
+    }
+}
+
+#[test]
+fn the_graph_of_a_head_is_walked_once() {
+    let hidden = Tensor::randn([4, 8], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+    let weight = Tensor::randn([11, 8], (Kind::Float, Device::Cpu));
+    let loss = head_loss(&hidden, &weight, &Tensor::zeros([4], (Kind::Int64, Device::Cpu)), 3).unwrap();
+    autograd::grad(&[&loss], &[None], &[&hidden], Graph::Keep).unwrap();
+    let error = autograd::grad(&[&loss], &[None], &[&hidden], Graph::Keep).unwrap_err();
+    assert!(error.to_string().contains("its graph is walked once"), "{error}");
+}
+
+#[test]
+fn wrong_shapes_are_explained() {
+    let message = |llama: Llama| llama.model().err().unwrap().to_string();
+    assert_eq!(message(Llama { kv_heads: 4, ..small() }), "kv_heads: 4 does not divide the 6 query heads");
+    assert!(message(Llama { head_width: 7, ..small() }).contains("head_width: 7 is not a positive even number"));
+    let gpt2 = Gpt2::new(101, 8, 36, 1, 6).model().unwrap();
+    let parameters = parameters(&gpt2);
+    let error = gpt2.units()[0].forward(&parameters[0], None, None, &batch(101)).unwrap_err();
+    assert_eq!(error.to_string(), "positions: sequences have 19 positions, and the model has 8");
+}
