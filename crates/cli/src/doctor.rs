@@ -113,17 +113,20 @@ fn mpi_library(rank_program: &Path) -> State {
 
 /// Starts two ranks that add a number.
 fn mpi_launcher(rank_program: &Path) -> State {
-    let launcher = std::env::var_os("MPIRUN").map_or_else(|| PathBuf::from("mpirun"), PathBuf::from);
+    // The one that scripts/setup found beside the MPI that this was built with, unless told otherwise.
+    let built_with = option_env!("MPIRUN").unwrap_or("mpirun");
+    let launcher = std::env::var_os("MPIRUN").map_or_else(|| PathBuf::from(built_with), PathBuf::from);
     let version = Command::new(&launcher).arg("--version").output();
     let Ok(version) = version.map(|output| String::from_utf8_lossy(&output.stdout).into_owned()) else {
         return State::Wrong {
-            problem: format!("there is no '{}' on PATH", launcher.display()),
-            remedy: "apt-get install openmpi-bin  (or set MPIRUN to the launcher of your MPI)".to_string(),
+            problem: format!("there is no '{}'", launcher.display()),
+            remedy: format!("{SETUP}  (or set MPIRUN to the launcher of your MPI)"),
         };
     };
     let mut command = Command::new(&launcher);
     command.args(["-n", "2"]);
-    if version.contains("Open MPI") {
+    // It calls itself by the one name or, where its file has another name than mpirun, by the other.
+    if version.contains("Open MPI") || version.contains("OpenRTE") {
         command.args(["--oversubscribe", "--bind-to", "none", "--allow-run-as-root"]);
     }
     match probe::<MpiProbe>(command.arg(rank_program).args(["probe", "mpi"])) {

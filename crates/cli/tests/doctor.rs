@@ -34,7 +34,7 @@ fn a_machine_in_order() {
     let text = text(&output);
     assert!(output.status.success(), "{text}");
     assert!(text.contains("ok      libtorch       2.13.0"), "{text}");
-    assert!(text.contains("thread level funneled"), "{text}");
+    assert!(text.contains("thread level funneled or better"), "{text}");
     assert!(text.contains("started 2 ranks that talked to each other"), "{text}");
     assert!(text.contains("This machine can train."), "{text}");
 }
@@ -61,8 +61,8 @@ fn a_launcher_that_is_missing_is_named_with_its_remedy() {
     let output = doctor().env("MPIRUN", "no-such-mpirun").output().unwrap();
     let text = text(&output);
     assert_eq!(output.status.code(), Some(1), "{text}");
-    assert!(text.contains("WRONG   MPI launcher   there is no 'no-such-mpirun' on PATH"), "{text}");
-    assert!(text.contains("apt-get install openmpi-bin"), "{text}");
+    assert!(text.contains("WRONG   MPI launcher   there is no 'no-such-mpirun'"), "{text}");
+    assert!(text.contains("to mend it: scripts/setup"), "{text}");
     assert!(text.contains("One thing is wrong."), "{text}");
 }
 

@@ -80,8 +80,11 @@ impl Group {
     /// The group of the ranks that differ from this one along `axes` only. This group must be the whole mesh, and all its
     /// ranks ask for the same axes in the same order. Earlier calls are finished first.
     pub fn along(&self, mesh: &Mesh, axes: &[Axis]) -> Result<Group> {
-        let world = self.ranks.rank_at(self.rank);
-        let ranks = mesh.for_world(self.size())?.group(world, axes);
+        if self.ranks != RankSet::world(self.size()) {
+            let problem = "a mesh is laid over the group of all ranks; ask that one for its groups";
+            return Err(Error::Setup(format!("the group '{}' is not the world: {problem}", self.name)));
+        }
+        let ranks = mesh.for_world(self.size())?.group(self.rank, axes);
         let mut used: Vec<Axis> = axes.to_vec();
         used.sort();
         let name = match used.is_empty() {
@@ -109,6 +112,15 @@ impl Group {
         self.start(checks, call, work, (part, whole))
     }
 
+    /// The same where each rank's part already stands in its place in `whole`.
+    pub fn all_gather_in_place<B: PayloadMut>(&self, label: &str, mut whole: B) -> Pending<B> {
+        let call = self.call(Verb::AllGather, label, whole.len(), whole.dtype());
+        let checks = self.reach(&call, &whole);
+        let (partition, part) = self.own_part(&mut whole);
+        let work = Work::AllGather { part, whole: whole.as_mut_ptr(), partition };
+        self.start(checks, call, work, whole)
+    }
+
     /// Everyone's `whole` is reduced, and each rank keeps its `part` of the result.
     pub fn reduce_scatter<I: Payload, O: PayloadMut>(
         &self,
@@ -125,6 +137,15 @@ impl Group {
             .and_then(|()| reducible(&call, reduce));
         let work = Work::ReduceScatter { whole: whole.as_ptr(), part: part.as_mut_ptr(), partition, reduce };
         self.start(checks, call, work, (whole, part))
+    }
+
+    /// The same where each rank keeps its part in its place in `whole`; the other parts stay as they were.
+    pub fn reduce_scatter_in_place<B: PayloadMut>(&self, label: &str, reduce: Reduce, mut whole: B) -> Pending<B> {
+        let call = self.call(Verb::ReduceScatter, label, whole.len(), whole.dtype());
+        let checks = self.reach(&call, &whole).and_then(|()| reducible(&call, reduce));
+        let (partition, part) = self.own_part(&mut whole);
+        let work = Work::ReduceScatter { whole: whole.as_ptr(), part, partition, reduce };
+        self.start(checks, call, work, whole)
     }
 
     /// Everyone's `buffer` is reduced, and everyone has the result.
@@ -249,6 +270,13 @@ impl Group {
             true => Ok(()),
             false => Err(Error::Dtype { call: Box::new(call.clone()), input: input.dtype(), output: output.dtype() }),
         }
+    }
+
+    /// How a whole is cut, and where this rank's part of it begins.
+    fn own_part(&self, whole: &mut impl PayloadMut) -> (Partition, *mut u8) {
+        let partition = self.partition(whole.len());
+        let offset = partition.range(self.rank).start * whole.dtype().bytes();
+        (partition, whole.as_mut_ptr().wrapping_add(offset))
     }
 
     fn has(&self, call: &Call, rank: usize) -> Result<()> {

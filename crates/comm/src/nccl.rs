@@ -78,6 +78,14 @@ unsafe impl Send for Context {}
 // SAFETY: as above.
 unsafe impl Sync for Context {}
 
+impl Context {
+    /// Makes it this thread's.
+    fn enter(&self) -> std::result::Result<(), String> {
+        // SAFETY: a context that was retained, and is never released.
+        unsafe { cuda::ctx::set_current(self.0) }.map_err(|error| format!("{error:?}"))
+    }
+}
+
 struct Wire {
     comm: nccl_sys::ncclComm_t,
     stream: cuda_sys::CUstream,
@@ -123,11 +131,13 @@ impl NcclGroup {
     fn queue(&self, job: &Job) -> std::result::Result<Event, String> {
         let torch = self.torch_stream()?;
         let wire = self.wire.lock().unwrap_or_else(PoisonError::into_inner);
+        self.context.enter()?;
         // SAFETY: live streams and events of the current context.
         unsafe {
-            cuda::ctx::set_current(self.context.0).map_err(|error| format!("{error:?}"))?;
             let ready = Event::record(torch)?;
-            ready.hold_up(wire.stream)?;
+            let held = ready.hold_up(wire.stream);
+            let _ = cuda::event::destroy(ready.0);
+            held?;
             wire.call(job.call.dtype, &job.work, self.control.rank(), self.control.size())
                 .map_err(|error| explained("NCCL", &error))?;
             wire.check()?;
@@ -157,13 +167,21 @@ impl Transport for NcclGroup {
         }
         let queued = self.queue(&job);
         let call = job.call.clone();
-        let under_way = UnderWay { luggage: Some(job.luggage), end: queued.as_ref().ok().copied() };
-        let (device, ticket) = (self.device, job.ticket);
+        let Ok(end) = queued else {
+            // Part of the call may be queued, and the GPU may still write to the buffers.
+            std::mem::forget(job.luggage);
+            let result = queued.map(drop).map_err(|message| Error::Transport { call: Box::new(call), message });
+            job.ticket.ended(&result);
+            return Box::new(move || Err(result.err().unwrap_or(Error::Stopped)));
+        };
+        let under_way = UnderWay { luggage: Some(job.luggage), end: Some(end) };
+        let (device, context, ticket) = (self.device, self.context, job.ticket);
         Box::new(move || {
-            let result = queued
-                .and_then(|end| {
-                    let torch = shardwise_torch::cuda::current_stream(device).map_err(|error| error.to_string())?;
-                    // SAFETY: a live event, and libtorch's stream.
+            let result = shardwise_torch::cuda::current_stream(device)
+                .map_err(|error| error.to_string())
+                .and_then(|torch| {
+                    context.enter()?;
+                    // SAFETY: a live event and libtorch's stream, in the context of both, on whichever thread waits.
                     unsafe { end.hold_up(torch.cast()) }
                 })
                 .map_err(|message| Error::Transport { call: Box::new(call), message });
@@ -263,48 +281,50 @@ impl Wire {
                     nccl::all_gather(at(*part, 0), whole.cast(), partition.part_len(0), kind, comm, stream)?;
                 }
                 Work::AllGather { part, whole, partition } => {
-                    nccl::group_start()?;
-                    for root in 0..size {
-                        let range = partition.range(root);
-                        let from = if root == rank { at(*part, 0) } else { at(*whole, range.start) };
-                        let to = at(*whole, range.start).cast_mut();
-                        nccl::broadcast(from, to, range.len(), kind, int(root), comm, stream)?;
-                    }
-                    nccl::group_end()?;
+                    together(|| {
+                        (0..size).try_for_each(|root| {
+                            let range = partition.range(root);
+                            let from = if root == rank { at(*part, 0) } else { at(*whole, range.start) };
+                            let to = at(*whole, range.start).cast_mut();
+                            nccl::broadcast(from, to, range.len(), kind, int(root), comm, stream).map(drop)
+                        })
+                    })?;
                 }
                 Work::ReduceScatter { whole, part, partition, reduce } if partition.is_even() => {
                     let (op, len) = (nccl_reduction(*reduce), partition.part_len(0));
                     nccl::reduce_scatter(at(*whole, 0), part.cast(), len, kind, op, comm, stream)?;
                 }
                 Work::ReduceScatter { whole, part, partition, reduce } => {
-                    nccl::group_start()?;
-                    for root in 0..size {
-                        let (range, op) = (partition.range(root), nccl_reduction(*reduce));
-                        nccl::reduce(
-                            at(*whole, range.start),
-                            part.cast(),
-                            range.len(),
-                            kind,
-                            op,
-                            int(root),
-                            comm,
-                            stream,
-                        )?;
-                    }
-                    nccl::group_end()?;
+                    together(|| {
+                        (0..size).try_for_each(|root| {
+                            let (range, op) = (partition.range(root), nccl_reduction(*reduce));
+                            nccl::reduce(
+                                at(*whole, range.start),
+                                part.cast(),
+                                range.len(),
+                                kind,
+                                op,
+                                int(root),
+                                comm,
+                                stream,
+                            )
+                            .map(drop)
+                        })
+                    })?;
                 }
                 Work::AllReduce { buffer, partition, reduce } => {
                     let op = nccl_reduction(*reduce);
                     nccl::all_reduce(at(*buffer, 0), buffer.cast(), partition.len(), kind, op, comm, stream)?;
                 }
                 Work::AllToAll { send, sends, receive, receives } => {
-                    nccl::group_start()?;
-                    for peer in 0..size {
-                        let (from, to) = (sends.range(peer), receives.range(peer));
-                        nccl::send(at(*send, from.start), from.len(), kind, int(peer), comm, stream)?;
-                        nccl::recv(at(*receive, to.start).cast_mut(), to.len(), kind, int(peer), comm, stream)?;
-                    }
-                    nccl::group_end()?;
+                    together(|| {
+                        (0..size).try_for_each(|peer| {
+                            let (from, to) = (sends.range(peer), receives.range(peer));
+                            nccl::send(at(*send, from.start), from.len(), kind, int(peer), comm, stream)?;
+                            nccl::recv(at(*receive, to.start).cast_mut(), to.len(), kind, int(peer), comm, stream)
+                                .map(drop)
+                        })
+                    })?;
                 }
                 Work::Broadcast { buffer, len, root } => {
                     nccl::broadcast(at(*buffer, 0), buffer.cast(), *len, kind, int(*root), comm, stream)?;
@@ -328,6 +348,16 @@ impl Wire {
         unsafe { nccl_sys::ncclCommGetAsyncError(self.comm, &mut state) };
         state.result().map(drop).map_err(|error| explained("an earlier NCCL call", &error))
     }
+}
+
+/// Queues several calls as one. The group is ended whatever happens: an open one would swallow all later calls.
+fn together(
+    calls: impl FnOnce() -> std::result::Result<(), nccl::NcclError>,
+) -> std::result::Result<(), nccl::NcclError> {
+    nccl::group_start()?;
+    let queued = calls();
+    let ended = nccl::group_end();
+    queued.and(ended.map(drop))
 }
 
 fn int(value: usize) -> c_int {

@@ -25,8 +25,8 @@ impl Transport for Single {
     fn start(&self, job: Job) -> Completion {
         job.ticket.started();
         let copy = |from: *const u8, to: *mut u8, elements: usize| {
-            // SAFETY: `Group` has checked both lengths; buffers of one call do not overlap, for they are owned.
-            unsafe { std::ptr::copy_nonoverlapping(from, to, elements * job.call.dtype.bytes()) };
+            // SAFETY: `Group` has checked both lengths. The two are the same where a call is in place.
+            unsafe { std::ptr::copy(from, to, elements * job.call.dtype.bytes()) };
             Ok(())
         };
         let result: Result<()> = match &job.work {

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use half::bf16;
 use shardwise_comm::{Error, Reduce};
 use shardwise_harness::{Exit, Hosts, Launch, ranks, try_ranks};
+use shardwise_plan::{Axis, Mesh};
 use support::{Value, assert_same, input, run_random_calls, world, world_with_limit};
 
 #[test]
@@ -189,6 +190,94 @@ fn ranks_that_disagree_about_a_length_are_told() {
         "{}",
         report.ranks[1].output
     );
+}
+
+#[test]
+fn ranks_that_disagree_about_a_small_sum_are_told() {
+    let outcome = try_ranks!(2, || {
+        let world = world_with_limit(Duration::from_secs(3));
+        println!("{}", world.all_reduce("norm", Reduce::Sum, vec![1f32; 2 - world.rank()]).wait().unwrap_err());
+    });
+    let report = outcome.unwrap_err().report;
+    assert!(report.ranks[0].output.contains("sent a message of 4 bytes where 8 were expected"));
+    assert!(report.ranks[1].output.contains("truncated"), "{}", report.ranks[1].output);
+}
+
+#[test]
+fn ranks_that_disagree_about_a_broadcast_are_told() {
+    let outcome = try_ranks!(2, || {
+        let world = world_with_limit(Duration::from_secs(3));
+        let result = world.broadcast("unit", 0, vec![1f32; 1 + world.rank()]).wait();
+        println!("{}", result.map_or_else(|error| error.to_string(), |_| "sent".to_string()));
+    });
+    let report = outcome.unwrap_err().report;
+    assert!(report.ranks[1].output.contains("sent a message of 4 bytes where 8 were expected"));
+}
+
+#[test]
+fn a_rank_that_does_not_ask_for_a_group_is_named_and_nothing_hangs() {
+    let outcome = try_ranks!(4, || {
+        let limit = Duration::from_secs(2);
+        let world = world_with_limit(limit);
+        if world.rank() == 3 {
+            std::thread::sleep(3 * limit);
+            std::process::exit(0);
+        }
+        let started = Instant::now();
+        let mesh = Mesh::new(&[(Axis::Shard, 4)]).unwrap();
+        println!("{}", world.along(&mesh, &[Axis::Shard]).err().unwrap());
+        println!("then: {}", world.barrier("next").wait().unwrap_err());
+        assert!(started.elapsed() < 2 * limit);
+    });
+    let report = outcome.unwrap_err().report;
+    for rank in 0..3 {
+        let output = &report.ranks[rank].output;
+        let named =
+            "the group 'shard 0-3' could not be made: not all of its ranks asked for it within 2s, waiting for rank 3";
+        assert!(output.contains(named), "rank {rank}: {output}");
+        assert!(output.contains("then: barrier #1 of 'next'") && output.contains("was not started"), "{output}");
+    }
+}
+
+#[test]
+fn a_barrier_names_who_is_missing() {
+    let outcome = try_ranks!(3, || {
+        let limit = Duration::from_secs(2);
+        let world = world_with_limit(limit);
+        if world.rank() == 1 {
+            std::thread::sleep(3 * limit);
+            std::process::exit(0);
+        }
+        println!("{}", world.barrier("epoch").wait().unwrap_err());
+    });
+    let report = outcome.unwrap_err().report;
+    for rank in [0, 2] {
+        let output = &report.ranks[rank].output;
+        assert!(
+            output.contains("barrier #1 of 'epoch' (0 × u8, world 0-2) made no progress for 2s, waiting for rank 1"),
+            "{output}"
+        );
+    }
+}
+
+#[test]
+fn a_test_may_have_several_closures_and_each_runs() {
+    let counts: Vec<usize> =
+        [try_ranks!(2, || println!("first")).unwrap(), try_ranks!(3, || println!("second")).unwrap()]
+            .iter()
+            .zip(["first", "second"])
+            .map(|(report, word)| report.ranks.iter().filter(|rank| rank.output.contains(word)).count())
+            .collect();
+    assert_eq!(counts, [2, 3]);
+}
+
+#[test]
+#[should_panic(expected = "ranks! must stand in the test function itself")]
+fn a_closure_that_does_not_run_is_noticed() {
+    fn helper() {
+        ranks!(1, || println!("never"));
+    }
+    helper();
 }
 
 fn two_hosts() -> Hosts {

@@ -51,8 +51,8 @@ fn run(model: &Model, parameters: &[Vec<Tensor>], batch: &Batch) -> BTreeMap<Str
 
 fn oracle(config: &Value, model: &Model, parameters: &[Vec<Tensor>], batch: &Batch) -> BTreeMap<String, Tensor> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap();
-    let libtorch = std::env::var("LIBTORCH").expect("LIBTORCH is set by .cargo/local.toml: run scripts/setup");
-    let python: PathBuf = Path::new(&libtorch)
+    let libtorch = env!("LIBTORCH", "LIBTORCH is set by .cargo/local.toml: run scripts/setup");
+    let python: PathBuf = Path::new(libtorch)
         .ancestors()
         .map(|folder| folder.join("bin/python"))
         .find(|path| path.exists())

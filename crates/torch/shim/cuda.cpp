@@ -24,6 +24,8 @@ Message sw_cuda_current_stream(int8_t device_index, void **out) {
     return nullptr;
   } catch (const std::exception &error) {
     return sw_message_new(error.what(), std::strlen(error.what()));
+  } catch (...) {
+    return sw_message_new("unknown", 7);
   }
 }
 }

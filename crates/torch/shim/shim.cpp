@@ -60,7 +60,8 @@ c10::StorageImpl &storage_of(const at::Tensor &tensor) {
   return *tensor.storage().unsafeGetStorageImpl();
 }
 
-// A storage without memory keeps its size in bytes, so that views of it stay well-formed, and throws on access.
+// A storage without memory keeps its size in bytes, so that views of it stay well-formed, and throws on access. One of no
+// bytes has nothing that could be missed: it can be taken from and put into at any time.
 bool is_taken(c10::StorageImpl &storage) {
   return storage.nbytes() > 0 && storage._mutable_data_ptr_no_checks().get() == nullptr;
 }
@@ -152,14 +153,15 @@ Message sw_storage_take(at::Tensor *tensor, const char *reason, Block **out) {
     TORCH_CHECK(storage.allocator() != nullptr, "the storage's memory was not made by a libtorch allocator");
     c10::Device device = storage.device();
     *out = new Block{storage.set_data_ptr(c10::DataPtr(nullptr, device)), storage.allocator(), storage.nbytes()};
-    storage.release_data_and_set_meta_custom_data_ptr_error_msg_(std::string(reason));
+    if (storage.nbytes() > 0)
+      storage.release_data_and_set_meta_custom_data_ptr_error_msg_(std::string(reason));
   });
 }
 
 Message sw_storage_put(at::Tensor *tensor, Block *block) {
   return guarded([&] {
     c10::StorageImpl &storage = storage_of(*tensor);
-    TORCH_CHECK(is_taken(storage), "the storage has memory; take it before putting other memory in");
+    TORCH_CHECK(is_taken(storage) || storage.nbytes() == 0, "the storage has memory; take it before putting other memory in");
     TORCH_CHECK(block->bytes == storage.nbytes(), "the storage needs ", storage.nbytes(), " bytes, and the block has ",
                 block->bytes);
     TORCH_CHECK(block->data.device() == storage.device(), "the storage is on ", storage.device().str(),

@@ -167,7 +167,8 @@ unsafe extern "C" fn run_backward(
         let saved = list(saved, saved_count).iter().filter_map(|&pointer| owned(pointer)).collect();
         (Backward { grads, saved }, list(results, result_count))
     };
-    let outcome = catch_unwind(AssertUnwindSafe(|| (closure.backward)(back)));
+    // The error is put into words inside: its text is the closure's code as well.
+    let outcome = catch_unwind(AssertUnwindSafe(|| (closure.backward)(back).map_err(|error| error.to_string())));
     let failure = match outcome {
         Ok(Ok(given)) if given.len() == results.len() => {
             for (place, tensor) in results.iter_mut().zip(given) {
@@ -181,7 +182,12 @@ unsafe extern "C" fn run_backward(
         }
         Ok(Ok(given)) => format!("returned {} gradients for {} inputs", given.len(), results.len()),
         Ok(Err(error)) => format!("failed: {error}"),
-        Err(panic) => format!("panicked: {}", panic_text(panic.as_ref())),
+        Err(panic) => {
+            let text = format!("panicked: {}", panic_text(panic.as_ref()));
+            // A value of the closure's own, whose destructor might panic in turn; it is left behind.
+            std::mem::forget(panic);
+            text
+        }
     };
     let text = format!("the backward pass of '{}' {failure}", closure.name);
     // SAFETY: a live string of that length.

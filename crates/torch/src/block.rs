@@ -30,12 +30,15 @@ impl Block {
     /// `len` elements from the allocator of `device`, with arbitrary contents.
     pub fn new(dtype: Dtype, len: usize, device: Device) -> Result<Self> {
         let (device_type, device_index) = match device {
-            Device::Cuda(index) => (1, i8::try_from(index).unwrap_or(i8::MAX)),
-            _ => (0, -1),
+            Device::Cpu => (0, -1),
+            Device::Cuda(index) => (1, i8::try_from(index).map_err(|_| Error::UnsupportedDevice(device))?),
+            other => return Err(Error::UnsupportedDevice(other)),
         };
+        let bytes = len.checked_mul(dtype.bytes()).filter(|&bytes| isize::try_from(bytes).is_ok());
+        let bytes = bytes.ok_or(Error::TooLarge { len, dtype })?;
         let mut raw = std::ptr::null_mut();
         // SAFETY: `raw` is written where the call succeeds.
-        check(unsafe { ffi::sw_block_new(device_type, device_index, len * dtype.bytes(), &mut raw) })?;
+        check(unsafe { ffi::sw_block_new(device_type, device_index, bytes, &mut raw) })?;
         Ok(Block { raw: NonNull::new(raw).expect("the shim made a block"), dtype, len })
     }
 
@@ -111,10 +114,6 @@ impl Block {
 
     /// A one-dimensional tensor that owns the memory.
     pub fn into_tensor(self) -> Result<Tensor> {
-        // A tensor of no elements has a storage of no bytes, out of which nothing can be taken.
-        if self.is_empty() {
-            return Ok(Tensor::f_empty([0], (kind_of(self.dtype), self.device()))?);
-        }
         let tensor = Tensor::f_empty([self.len as i64], (kind_of(self.dtype), self.device()))?;
         drop(crate::storage::take(&tensor, "the tensor is being made")?);
         crate::storage::put(&tensor, self).map_err(|refused| refused.error)?;

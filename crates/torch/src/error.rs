@@ -34,6 +34,25 @@ pub enum Error {
     /// The memory is not reachable by the CPU.
     #[error("the memory is on {0:?}, where the CPU cannot read it; copy it to the CPU first")]
     NotOnCpu(Device),
+    /// Memory of two devices where one was meant.
+    #[error("the memory is on {found:?}, and {expected:?} was meant")]
+    WrongDevice {
+        /// Where it should be.
+        expected: Device,
+        /// Where it is.
+        found: Device,
+    },
+    /// More bytes than can be counted.
+    #[error("{len} elements of {dtype} are more bytes than can be counted")]
+    TooLarge {
+        /// How many.
+        len: usize,
+        /// Of what.
+        dtype: Dtype,
+    },
+    /// A device that Shardwise does not use.
+    #[error("memory of {0:?} is not supported; use the CPU or a CUDA device")]
+    UnsupportedDevice(Device),
     /// The elements are of another type.
     #[error("the elements are {found}, and {expected} was asked for")]
     WrongDtype {

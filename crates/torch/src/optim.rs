@@ -3,7 +3,7 @@
 use tch::Tensor;
 
 use crate::error::check;
-use crate::{Error, Result, ffi};
+use crate::{Error, Result, dtype_of, ffi};
 
 /// AdamW's numbers.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -36,17 +36,28 @@ pub struct AdamWSlice<'a> {
 
 /// One AdamW step on every slice, in one pass over their memory.
 ///
-/// The kernel does not check sizes, so this does.
+/// The kernel takes sizes, types and order of elements on trust, so this checks them.
 pub fn adamw_step(adamw: AdamW, slices: &mut [AdamWSlice<'_>]) -> Result<()> {
     for slice in slices.iter() {
         let expected = slice.parameters.numel();
         for (what, tensor) in [
+            ("parameters", &*slice.parameters),
             ("gradient elements", slice.grads),
             ("first moments", &*slice.first_moments),
             ("second moments", &*slice.second_moments),
         ] {
             if tensor.numel() != expected {
                 return Err(Error::Count { what, expected, found: tensor.numel() });
+            }
+            if !tensor.is_contiguous() {
+                return Err(Error::NotContiguous);
+            }
+            let (dtype, found) = (dtype_of(slice.parameters.f_kind()?)?, dtype_of(tensor.f_kind()?)?);
+            if dtype != found {
+                return Err(Error::WrongDtype { expected: dtype, found });
+            }
+            if tensor.device() != slice.parameters.device() {
+                return Err(Error::WrongDevice { expected: slice.parameters.device(), found: tensor.device() });
             }
         }
         if slice.step.numel() != 1 {

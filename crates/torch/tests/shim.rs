@@ -302,6 +302,37 @@ fn fused_adamw_is_adamw() {
 }
 
 #[test]
+fn memory_of_no_bytes_is_taken_and_put_like_any() {
+    let empty = Tensor::zeros([0], (Kind::Float, Device::Cpu));
+    for _ in 0..2 {
+        let block = storage::take(&empty, "released").unwrap();
+        assert!(block.is_empty());
+        storage::put(&empty, block).unwrap();
+    }
+    assert!(values(&(&empty + 1.)).is_empty());
+}
+
+#[test]
+fn a_block_that_cannot_be_counted_is_refused() {
+    assert!(matches!(Block::new(Dtype::I64, (1 << 61) + 1, Device::Cpu), Err(Error::TooLarge { .. })));
+    assert!(matches!(Block::new(Dtype::U8, 1, Device::Mps), Err(Error::UnsupportedDevice(Device::Mps))));
+}
+
+#[test]
+fn adamw_refuses_elements_that_are_not_in_a_row() {
+    let adamw = optim::AdamW { rate: 0.1, beta1: 0.9, beta2: 0.95, weight_decay: 0., epsilon: 1e-8 };
+    // What autograd makes of a sum: one element that stands for all.
+    let slice = optim::AdamWSlice {
+        parameters: &mut vector(&[1., 2.]),
+        grads: &vector(&[1.]).expand([2], false),
+        first_moments: &mut vector(&[0., 0.]),
+        second_moments: &mut vector(&[0., 0.]),
+        step: &vector(&[1.]),
+    };
+    assert!(matches!(optim::adamw_step(adamw, &mut [slice]), Err(Error::NotContiguous)));
+}
+
+#[test]
 fn adamw_refuses_slices_that_do_not_match() {
     let adamw = optim::AdamW { rate: 0.1, beta1: 0.9, beta2: 0.95, weight_decay: 0., epsilon: 1e-8 };
     let slice = optim::AdamWSlice {

@@ -8,7 +8,7 @@
 //! (`delay_line.py`) that hands every frame on after the delay; frames are then up to 64 KB long, so that it keeps up.
 
 use std::fmt;
-use std::io::Write;
+use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
@@ -44,8 +44,8 @@ pub struct Network {
     hosts: Hosts,
     names: Vec<String>,
     agent: PathBuf,
-    /// A process that takes everything down when its standard input ends. It ends with this process at the latest, also
-    /// when that is killed.
+    /// The process that has made everything and takes it down when its standard input ends, which it does with this process at
+    /// the latest, also when that is killed.
     guard: Child,
 }
 
@@ -64,30 +64,29 @@ impl Hosts {
         let switch = format!("{prefix}s");
         let agent = std::env::temp_dir().join(format!("{prefix}-agent"));
 
-        // The guard comes first: from here on, whatever is made is taken down.
-        let guard = Command::new("setsid")
-            .args(["sh", "-c", TAKE_DOWN, "guard"])
+        // One process makes the hosts and takes them down, so none can be made after the end.
+        let mut guard = Command::new("setsid")
+            .args(["bash", "-c", GUARD, "guard", MAKE])
             .arg(&agent)
+            .args([&switch, &self.rate, &self.delay, &delay_s.to_string(), DELAY_LINE])
             .args(&names)
-            .arg(&switch)
             .stdin(Stdio::piped())
-            .stderr(Stdio::null())
+            .stdout(Stdio::piped())
             .spawn()
             .map_err(|error| HostsError(format!("setsid: {error}")))?;
+        let said = guard.stdout.take().map(BufReader::new);
         let network = Network { hosts: self.clone(), names, agent, guard };
         network.make_agent().map_err(|error| HostsError(format!("{}: {error}", network.agent.display())))?;
-        let made = Command::new("bash")
-            .args(["-euc", MAKE, "make", &switch, &self.rate, &self.delay, &delay_s.to_string(), DELAY_LINE])
-            .args(&network.names)
-            .output()
-            .map_err(|error| HostsError(format!("bash: {error}")))?;
-        match made.status.success() {
-            true => Ok(network),
-            false => Err(HostsError(format!(
-                "{}(it takes root and Debian's iproute2; the rate and delay are in tc's words: 1gbit, 1ms)",
-                String::from_utf8_lossy(&made.stderr)
-            ))),
+        let mut problem = String::new();
+        for line in said.into_iter().flat_map(BufReader::lines) {
+            match line {
+                Ok(line) if line == "made" => return Ok(network),
+                Ok(line) => problem += &(line + "\n"),
+                Err(error) => problem += &error.to_string(),
+            }
         }
+        let needs = "it takes root and Debian's iproute2; the rate and delay are in tc's words: 1gbit, 1ms";
+        Err(HostsError(format!("{problem}({needs})")))
     }
 }
 
@@ -153,13 +152,27 @@ for host in "$@"; do
 done
 "#;
 
-const TAKE_DOWN: &str = r#"
+/// Makes the hosts, says `made` or why not, and takes them down when its standard input ends.
+const GUARD: &str = r#"
 trap '' INT TERM HUP
-cat >/dev/null
-agent=$1
-shift
-for host in "$@"; do
-    kill -9 $(ip netns pids "$host")
+make=$1 agent=$2
+shift 2
+if bash -euc "$make" make "$@" 2>&1 </dev/null; then
+    echo made
+    exec >/dev/null 2>&1
+    cat
+fi
+exec >/dev/null 2>&1
+switch=$1
+shift 5
+for host in "$@" "$switch"; do
+    # Programs may still be starting others.
+    for try in 1 2 3 4 5 6 7 8 9 10; do
+        pids=$(ip netns pids "$host")
+        [ -n "$pids" ] || break
+        kill -9 $pids
+        sleep 0.05
+    done
     ip netns del "$host"
     rm -rf "/etc/netns/$host"
 done

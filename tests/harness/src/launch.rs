@@ -10,8 +10,8 @@ use std::time::{Duration, Instant, SystemTime};
 
 use crate::hosts::{Hosts, Network};
 
-/// Set on the ranks: the test whose closure they run.
-const TEST_VARIABLE: &str = "SHARDWISE_RANKS_TEST";
+/// Set on the ranks: where the closure stands that they run.
+const SITE_VARIABLE: &str = "SHARDWISE_RANKS_SITE";
 const OUTPUT_VARIABLE: &str = "SHARDWISE_RANKS_OUTPUT";
 
 /// Lines of a rank's output that a failure shows.
@@ -113,7 +113,7 @@ impl fmt::Display for Failure {
             writeln!(f, "---- rank {rank}: {} ----", described(&outcome.exit))?;
             shown.iter().try_for_each(|line| writeln!(f, "    {line}"))?;
         }
-        if self.report.ranks.iter().all(|rank| rank.exit == Exit::Stopped) {
+        if self.rank.is_none() {
             writeln!(f, "---- the launcher ----\n{}", self.launcher_said)?;
         }
         Ok(())
@@ -129,18 +129,28 @@ fn described(exit: &Exit) -> String {
     }
 }
 
-/// Runs `body` here if this process is a rank of that test, and does not return; otherwise starts the ranks, and says what
-/// became of them. Called by the macros; `place` is the path of an item in the test function.
-pub fn run(launch: impl Into<Launch>, place: &str, body: impl FnOnce()) -> Result<Report, Failure> {
+/// Runs `body` here if this process is a rank that was started for it, and does not return; otherwise starts the ranks, and
+/// says what became of them. Called by the macros; `place` is the path of an item in the test function, and `site` where the
+/// macro stands.
+pub fn run(launch: impl Into<Launch>, place: &str, site: &str, body: impl FnOnce()) -> Result<Report, Failure> {
     let test = test_name(place);
-    if std::env::var(TEST_VARIABLE).as_deref() == Ok(&test) {
+    if let Ok(wanted) = std::env::var(SITE_VARIABLE) {
+        if wanted != site {
+            // On the way to a later closure of the same test.
+            return Ok(Report { ranks: Vec::new() });
+        }
         body();
+        // Whoever does not come this far has run nothing, whatever its exit code says.
+        println!("{DONE}");
         std::process::exit(0);
     }
     let program = std::env::current_exe().expect("a test knows its own program");
     let arguments = ["--exact", &test, "--nocapture", "--test-threads=1", "--include-ignored"].map(OsString::from);
-    launch.into().start(&test, &program, &arguments)
+    launch.into().start(&test, site, &program, &arguments)
 }
+
+/// What a rank says last.
+const DONE: &str = "shardwise-harness: the closure has run";
 
 /// `crate::module::test::here` is the test `module::test`.
 fn test_name(place: &str) -> String {
@@ -149,14 +159,14 @@ fn test_name(place: &str) -> String {
 }
 
 impl Launch {
-    fn start(&self, test: &str, program: &Path, arguments: &[OsString]) -> Result<Report, Failure> {
+    fn start(&self, test: &str, site: &str, program: &Path, arguments: &[OsString]) -> Result<Report, Failure> {
         let folder = Folder::new().unwrap_or_else(|error| panic!("no folder for the ranks' output: {error}"));
         let _turn = turn().unwrap_or_else(|error| panic!("no lock file for test runs: {error}"));
         let network = self.hosts.as_ref().map(|hosts| hosts.start().unwrap_or_else(|error| panic!("{error}")));
 
         let mut command = launcher(network.as_ref(), self.ranks, self.limit);
         for (name, value) in [
-            (TEST_VARIABLE, test),
+            (SITE_VARIABLE, site),
             (OUTPUT_VARIABLE, &folder.0.to_string_lossy()),
             ("OMP_NUM_THREADS", "1"),
             ("RUST_BACKTRACE", "0"),
@@ -175,6 +185,14 @@ impl Launch {
             .unwrap_or_else(|error| panic!("mpirun could not be started ({error}); install it with scripts/setup"));
 
         let report = Report { ranks: (0..self.ranks).map(|rank| folder.rank(rank)).collect() };
+        let idle = report.ranks.iter().position(|rank| rank.exit == Exit::Code(0) && !rank.output.contains(DONE));
+        if let Some(rank) = idle {
+            panic!(
+                "{test}: rank {rank} of {} ended without running the closure at {site}; ranks! must stand in the test function \
+                 itself\n{}",
+                self.ranks, report.ranks[rank].output
+            );
+        }
         if output.status.success() && report.ranks.iter().all(|rank| rank.exit == Exit::Code(0)) {
             return Ok(report);
         }
@@ -182,7 +200,7 @@ impl Launch {
             .filter(|&rank| matches!(report.ranks[rank].exit, Exit::Code(code) if code != 0))
             .min_by_key(|&rank| folder.ended(rank));
         let reason = match (first, output.status.code()) {
-            _ if started.elapsed() >= self.limit => {
+            (None, _) if started.elapsed() >= self.limit => {
                 let left: Vec<String> = (0..self.ranks)
                     .filter(|&rank| report.ranks[rank].exit == Exit::Stopped)
                     .map(|rank| rank.to_string())
@@ -203,7 +221,7 @@ pub fn launcher(network: Option<&Network>, ranks: usize, limit: Duration) -> Com
         None => Command::new("timeout"),
         Some(network) => network.on_first_host("timeout"),
     };
-    command.args(["--kill-after=10", &format!("{}", limit.as_secs().max(1))]);
+    command.args(["--kill-after=10", &format!("{}", limit.as_secs_f64())]);
     command.arg(mpirun()).args(["-n", &ranks.to_string()]);
     if is_open_mpi() {
         command.args(["--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]);
@@ -219,12 +237,10 @@ pub fn launcher(network: Option<&Network>, ranks: usize, limit: Duration) -> Com
     command
 }
 
-/// The `mpirun` beside the `mpicc` that the program was built with.
+/// The launcher of the MPI that the program was built with, as scripts/setup has found it.
 fn mpirun() -> PathBuf {
-    std::env::var_os("MPICC")
-        .and_then(|mpicc| Some(Path::new(&mpicc).parent()?.join("mpirun")))
-        .filter(|path| path.exists())
-        .unwrap_or_else(|| PathBuf::from("mpirun"))
+    let built_with = option_env!("MPIRUN").unwrap_or("mpirun");
+    std::env::var_os("MPIRUN").map_or_else(|| PathBuf::from(built_with), PathBuf::from)
 }
 
 fn is_open_mpi() -> bool {
@@ -232,7 +248,9 @@ fn is_open_mpi() -> bool {
         .arg("--version")
         .output()
         .unwrap_or_else(|error| panic!("mpirun could not be started ({error}); install it with scripts/setup"));
-    String::from_utf8_lossy(&version.stdout).contains("Open MPI")
+    // It calls itself by the one name or, where its file has another name than mpirun, by the other.
+    let version = String::from_utf8_lossy(&version.stdout);
+    version.contains("Open MPI") || version.contains("OpenRTE")
 }
 
 /// Waits for the runs of other tests, in this process or another.

@@ -36,11 +36,13 @@ macro_rules! ranks {
     };
 }
 
-/// Runs a closure on every rank, and returns what became of them.
+/// Runs a closure on every rank, and returns what became of them. It stands in the test function itself, because the ranks
+/// find their way to it by the test's name; a test may have several.
 #[macro_export]
 macro_rules! try_ranks {
     ($launch:expr, $body:expr) => {{
         fn here() {}
-        $crate::run($launch, std::any::type_name_of_val(&here), $body)
+        let site = concat!(file!(), ":", line!(), ":", column!());
+        $crate::run($launch, std::any::type_name_of_val(&here), site, $body)
     }};
 }

@@ -6,13 +6,13 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, Sender, TryRecvError};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError};
 use std::time::{Duration, Instant};
 
 use shardwise_plan::RankSet;
 
 use super::Options;
-use super::exchange::{Machine, Progress, machine};
+use super::exchange::{Machine, Progress, machine, meeting};
 use super::sys::{Communicator, Universe};
 use crate::pending::Luggage;
 use crate::transport::{Job, Work};
@@ -29,8 +29,16 @@ pub(super) const WORLD: GroupId = 0;
 const ATTENTIVE: Duration = Duration::from_micros(200);
 const REST: Duration = Duration::from_micros(50);
 
+/// The same with no call under way: soon after the last one, and later.
+const IDLE_ATTENTIVE: Duration = Duration::from_secs(1);
+const IDLE_REST: Duration = Duration::from_millis(1);
+const IDLE_LONG_REST: Duration = Duration::from_millis(20);
+
 /// Tags repeat after this many calls. MPI grants at least 32,767.
-const TAGS: i32 = 32_000;
+const TAGS: u64 = 32_000;
+
+/// The tag of ranks that meet to make a group.
+const MEETING_TAG: i32 = 32_001;
 
 /// What other threads ask for.
 pub(super) enum Message {
@@ -62,16 +70,36 @@ struct Lane {
     running: Vec<Running>,
     /// How many may run beside each other.
     running_max: usize,
-    /// How many calls went before: of all ranks together, or to or from one of them. Both sides count alike, and a call's
-    /// number is its tag, so that a rank that is ahead is not misunderstood.
-    started: BTreeMap<Peer, i32>,
+    /// How many messages went before to or from each rank that there were any to or from.
+    messages: BTreeMap<Peer, u64>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Peer {
-    All,
     To(usize),
     From(usize),
+}
+
+/// When to ask again.
+struct Pace {
+    moved_at: Instant,
+}
+
+impl Pace {
+    fn new() -> Self {
+        Pace { moved_at: Instant::now() }
+    }
+
+    /// Returns at once after a move, after a while otherwise.
+    fn keep(&mut self, moved: bool) {
+        if moved {
+            self.moved_at = Instant::now();
+        } else if self.moved_at.elapsed() < ATTENTIVE {
+            std::thread::yield_now();
+        } else {
+            std::thread::sleep(REST);
+        }
+    }
 }
 
 struct Waiting {
@@ -102,10 +130,10 @@ impl Engine {
 
     /// Runs until it is told to stop or everyone who could tell it is gone.
     pub(super) fn run(&mut self, messages: &Receiver<Message>) {
-        let mut moved_at = Instant::now();
+        let mut pace = Pace::new();
         loop {
             let message = match self.is_idle() {
-                true => messages.recv().map_err(|_| TryRecvError::Disconnected),
+                true => self.idle(messages, &pace),
                 false => messages.try_recv(),
             };
             let moved = match message {
@@ -116,21 +144,28 @@ impl Engine {
                 Ok(Message::Split { parent, ranks, name, reply }) => {
                     self.finish();
                     // Whoever asked may have gone; the group is then made in vain.
-                    drop(reply.send(self.split(parent, ranks, name)));
+                    drop(reply.send(self.split(parent, ranks, &name)));
                     true
                 }
                 Ok(Message::Stop { finalize }) => return self.stop(finalize),
                 Err(TryRecvError::Disconnected) => return self.stop(false),
                 Err(TryRecvError::Empty) => false,
             };
-            if self.turn() || moved {
-                moved_at = Instant::now();
-            } else if moved_at.elapsed() < ATTENTIVE {
-                std::thread::yield_now();
-            } else {
-                std::thread::sleep(REST);
+            let turned = self.turn();
+            if !self.is_idle() {
+                pace.keep(turned || moved);
             }
         }
+    }
+
+    /// Waits for a message with no call under way. MPI may still have to push out the end of a call that is over here.
+    fn idle(&self, messages: &Receiver<Message>, pace: &Pace) -> std::result::Result<Message, TryRecvError> {
+        self.groups[&WORLD].messages.comm.progress();
+        let rest = if pace.moved_at.elapsed() < IDLE_ATTENTIVE { IDLE_REST } else { IDLE_LONG_REST };
+        messages.recv_timeout(rest).map_err(|error| match error {
+            RecvTimeoutError::Timeout => TryRecvError::Empty,
+            RecvTimeoutError::Disconnected => TryRecvError::Disconnected,
+        })
     }
 
     fn members(&mut self, group: GroupId) -> &mut Members {
@@ -152,19 +187,39 @@ impl Engine {
     }
 
     fn finish(&mut self) {
+        let mut pace = Pace::new();
         while !self.is_idle() {
-            if !self.turn() {
-                std::thread::yield_now();
-            }
+            pace.keep(self.turn());
         }
     }
 
-    fn split(&mut self, parent: GroupId, ranks: RankSet, name: Arc<str>) -> Result<GroupId> {
-        let parent = &self.groups[&parent].collectives.comm;
-        let members = parent
-            .sub(&ranks)
-            .and_then(|comm| Members::new(comm, ranks))
-            .map_err(|message| Error::Setup(format!("the group '{name}' could not be made: {message}")))?;
+    fn split(&mut self, parent: GroupId, ranks: RankSet, name: &str) -> Result<GroupId> {
+        let fail = |message: String| Error::Setup(format!("the group '{name}' could not be made: {message}"));
+        let limit = self.options.time_limit;
+        let parent = self.members(parent);
+        if let Some(cause) = &parent.broken {
+            return Err(fail(cause.clone()));
+        }
+        // MPI's own call blocks, and cannot be given up. So its ranks meet first, and then it is short.
+        let mut meeting = meeting(parent.messages.comm, MEETING_TAG, &ranks);
+        let (mut pace, started) = (Pace::new(), Instant::now());
+        loop {
+            let problem = match meeting.poll() {
+                Ok(Progress::Done) => break,
+                Ok(progress) if started.elapsed() <= limit => {
+                    pace.keep(progress == Progress::Moved);
+                    continue;
+                }
+                Ok(_) => {
+                    format!("not all of its ranks asked for it within {limit:?}{}", waiting_for(&meeting, parent.ranks))
+                }
+                Err(message) => message,
+            };
+            std::mem::forget(meeting);
+            parent.broken = Some(format!("the group '{name}' could not be made: {problem}"));
+            return Err(fail(problem));
+        }
+        let members = parent.collectives.comm.sub(&ranks).and_then(|comm| Members::new(comm, ranks)).map_err(fail)?;
         let id = self.groups.len();
         self.groups.insert(id, members);
         Ok(id)
@@ -213,7 +268,7 @@ impl Members {
 
 impl Lane {
     fn new(comm: Communicator, running_max: usize) -> Self {
-        Lane { comm, queue: VecDeque::new(), running: Vec::new(), running_max, started: BTreeMap::new() }
+        Lane { comm, queue: VecDeque::new(), running: Vec::new(), running_max, messages: BTreeMap::new() }
     }
 
     fn is_idle(&self) -> bool {
@@ -265,29 +320,27 @@ impl Lane {
         moved
     }
 
-    fn begin(&mut self, waiting: Waiting, broken: &mut Option<String>) {
+    fn begin(&mut self, waiting: Waiting, broken: &Option<String>) {
         let call = &waiting.job.call;
         if let Some(cause) = broken {
             let error = Error::Broken { call: Box::new(call.clone()), cause: cause.clone() };
             return waiting.fail(error);
         }
         waiting.job.ticket.started();
-        let peer = match &waiting.job.work {
-            Work::Send { to, .. } => Peer::To(*to),
-            Work::Receive { from, .. } => Peer::From(*from),
-            _ => Peer::All,
+        // Both sides number a call alike: a collective by its place in the group, a message by its place between the two.
+        // The number is its tag, so that a rank that is ahead, or has refused a call, is not misunderstood.
+        let mut between = |peer| {
+            let number = self.messages.entry(peer).or_insert(0);
+            *number += 1;
+            *number
         };
-        let started = self.started.entry(peer).or_insert(0);
-        let tag = *started;
-        *started = (*started + 1) % TAGS;
-        match machine(self.comm, tag, call.dtype, &waiting.job.work) {
-            Ok(machine) => self.running.push(Running { machine, waiting, moved_at: Instant::now() }),
-            Err(message) => {
-                let error = Error::Transport { call: Box::new(call.clone()), message };
-                broken.get_or_insert_with(|| error.to_string());
-                waiting.fail_and_leak(error);
-            }
-        }
+        let number = match &waiting.job.work {
+            Work::Send { to, .. } => between(Peer::To(*to)),
+            Work::Receive { from, .. } => between(Peer::From(*from)),
+            _ => call.number,
+        };
+        let machine = machine(self.comm, (number % TAGS) as i32, call.dtype, &waiting.job.work);
+        self.running.push(Running { machine, waiting, moved_at: Instant::now() });
     }
 }
 

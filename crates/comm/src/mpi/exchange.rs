@@ -3,13 +3,14 @@
 //! # Note: no deadlock, and no hot spot
 //! All ranks go through the same sequence of steps: in step k a rank sends to the rank k places up and receives from the
 //! rank k places down, so at any time everyone sends to someone else. A rank posts its messages in that order, at most
-//! [`MESSAGES_MAX`] at once each way. The earliest message of the sequence that is not complete is posted on both its
-//! sides, because everything before it is complete; so some message can always complete.
+//! [`MESSAGES_MAX`] at once each way (a reduction: two rounds of one to and from each rank). The earliest message of the
+//! sequence that is not complete is posted on both its sides, because everything before it is complete; so some message can
+//! always complete.
 
 use std::collections::VecDeque;
 use std::ops::Range;
 
-use shardwise_plan::{Dtype, Partition};
+use shardwise_plan::{Dtype, Partition, RankSet};
 
 use super::sys::{Communicator, Outcome, Request, Requests};
 use crate::Reduce;
@@ -47,9 +48,9 @@ pub(super) enum Progress {
 }
 
 /// The machine for a call.
-pub(super) fn machine(comm: Communicator, tag: i32, dtype: Dtype, work: &Work) -> Outcome<Box<dyn Machine>> {
+pub(super) fn machine(comm: Communicator, tag: i32, dtype: Dtype, work: &Work) -> Box<dyn Machine> {
     let size = comm.size();
-    Ok(match work {
+    match work {
         Work::AllGather { part, whole, partition } => {
             Box::new(gather(Wire { comm, tag }, dtype, *part, *whole, *partition))
         }
@@ -59,7 +60,8 @@ pub(super) fn machine(comm: Communicator, tag: i32, dtype: Dtype, work: &Work) -
         Work::AllReduce { buffer, partition, reduce }
             if size > 1 && partition.len() * dtype.bytes() * size <= SMALL_BYTES_MAX =>
         {
-            Box::new(SmallReduction::new(comm, dtype, *buffer, partition.len(), *reduce)?)
+            let sum = Sum { dtype, how: *reduce, buffer: *buffer, len: partition.len() };
+            Box::new(Staged::new(Wire { comm, tag }, *buffer, partition.len() * dtype.bytes(), Some(sum)))
         }
         Work::AllReduce { buffer, partition, reduce } => {
             let part = buffer.wrapping_add(partition.range(comm.rank()).start * dtype.bytes());
@@ -72,12 +74,9 @@ pub(super) fn machine(comm: Communicator, tag: i32, dtype: Dtype, work: &Work) -
         Work::AllToAll { send, sends, receive, receives } => {
             Box::new(exchange(Wire { comm, tag }, dtype, *send, sends, *receive, receives))
         }
-        Work::Broadcast { buffer, len, root } => Box::new(Broadcast {
-            comm,
-            root: *root,
-            rest: pieces(*buffer, len * dtype.bytes()).collect(),
-            under_way: Requests::new(),
-        }),
+        Work::Broadcast { buffer, len, root } => {
+            Box::new(Broadcast::new(Wire { comm, tag }, pieces(*buffer, len * dtype.bytes()).collect(), *root))
+        }
         Work::Send { buffer, len, to } => {
             let mut flow = Flow::new(Wire { comm, tag });
             flow.sends.extend(pieces(buffer.cast_mut(), len * dtype.bytes()).map(|piece| (*to, piece)));
@@ -88,12 +87,24 @@ pub(super) fn machine(comm: Communicator, tag: i32, dtype: Dtype, work: &Work) -
             flow.receives.extend(pieces(*buffer, len * dtype.bytes()).map(|piece| (*from, piece)));
             Box::new(flow)
         }
-        Work::Barrier => {
-            let mut requests = Requests::new();
-            requests.push(comm.barrier()?, ());
-            Box::new(Native { requests })
-        }
-    })
+        // Nobody has a word from everyone before everyone has come.
+        Work::Barrier => Box::new(Staged::new(Wire { comm, tag }, std::ptr::from_ref(&HERE), 1, None)),
+    }
+}
+
+/// What a rank sends to say that it has come.
+static HERE: u8 = 1;
+
+/// A word from and to each of `ranks`, of which this rank is one: done when all have asked for it.
+pub(super) fn meeting(comm: Communicator, tag: i32, ranks: &RankSet) -> impl Machine + use<> {
+    let mut words = vec![0u64; ranks.len()];
+    let mut gathering = Flow::new(Wire { comm, tag });
+    for (rank, word) in ranks.iter().zip(&mut words).filter(|(rank, _)| *rank != comm.rank()) {
+        let word = std::ptr::from_mut(word).cast();
+        gathering.receives.push_back((rank, Piece { data: word, bytes: 1 }));
+        gathering.sends.push_back((rank, Piece { data: std::ptr::from_ref(&HERE).cast_mut(), bytes: 1 }));
+    }
+    Staged { gathering, staging: words, contributions: Vec::new(), sum: None }
 }
 
 /// A run of bytes to send or to receive into.
@@ -415,68 +426,115 @@ impl Machine for Sequence {
     }
 }
 
-/// An all-reduce of few elements: all contributions are gathered by MPI, then summed by everyone in rank order.
-struct SmallReduction {
-    gathering: Requests<()>,
-    contributions: Vec<u64>,
-    addresses: Vec<*const u8>,
+/// A little from everyone: all contributions are gathered, then summed by everyone in rank order, or just waited for.
+struct Staged {
+    gathering: Flow,
+    /// Where they are received.
+    staging: Vec<u64>,
+    /// Their addresses there, in rank order.
+    contributions: Vec<*const u8>,
+    sum: Option<Sum>,
+}
+
+struct Sum {
     dtype: Dtype,
     how: Reduce,
     buffer: *mut u8,
     len: usize,
 }
 
-impl SmallReduction {
-    fn new(comm: Communicator, dtype: Dtype, buffer: *mut u8, len: usize, how: Reduce) -> Outcome<Self> {
-        let bytes = len * dtype.bytes();
-        let mut contributions = vec![0u64; (bytes * comm.size()).div_ceil(size_of::<u64>())];
-        let whole = contributions.as_mut_ptr().cast::<u8>();
-        let addresses = (0..comm.size()).map(|rank| whole.wrapping_add(rank * bytes).cast_const()).collect();
-        let mut gathering = Requests::new();
-        // SAFETY: the engine keeps buffer and machine, and so the contributions, until the machine is done, or forever.
-        gathering.push(unsafe { comm.all_gather(buffer, bytes, whole)? }, ());
-        Ok(SmallReduction { gathering, contributions, addresses, dtype, how, buffer, len })
+impl Staged {
+    fn new(wire: Wire, own: *const u8, bytes: usize, sum: Option<Sum>) -> Self {
+        let size = wire.comm.size();
+        let mut staging = vec![0u64; (bytes * size).div_ceil(size_of::<u64>())];
+        let whole = staging.as_mut_ptr().cast::<u8>();
+        let contributions = (0..size).map(|rank| whole.wrapping_add(rank * bytes).cast_const()).collect();
+        let gathering = gather(wire, Dtype::U8, own, whole, Partition::new(bytes * size, size));
+        Staged { gathering, staging, contributions, sum }
     }
 }
 
-impl Machine for SmallReduction {
+impl Machine for Staged {
     fn poll(&mut self) -> Outcome<Progress> {
-        self.gathering.poll(|(), _| Ok(()))?;
-        if self.gathering.len() > 0 {
-            return Ok(Progress::Still);
+        let progress = self.gathering.poll()?;
+        if progress == Progress::Done
+            && let Some(Sum { dtype, how, buffer, len }) = self.sum.take()
+        {
+            debug_assert!(self.staging.len() * size_of::<u64>() >= len * dtype.bytes() * self.contributions.len());
+            // SAFETY: the contributions are in the staging memory, one run of `len` elements per rank, received whole.
+            unsafe { reduce(dtype, how, &self.contributions, buffer, len) };
         }
-        debug_assert!(
-            self.contributions.len() * size_of::<u64>() >= self.len * self.dtype.bytes() * self.addresses.len()
-        );
-        // SAFETY: `addresses` point into `contributions`, one run of `len` elements per rank.
-        unsafe { reduce(self.dtype, self.how, &self.addresses, self.buffer, self.len) };
-        Ok(Progress::Done)
+        Ok(progress)
     }
 
     fn waits_for(&self) -> Vec<usize> {
-        Vec::new()
+        self.gathering.waits_for()
     }
 }
 
-/// MPI's own broadcast, a few pieces at a time.
+/// From the root down a binomial tree, piece by piece: a rank hands a piece on as soon as it has it.
 struct Broadcast {
-    comm: Communicator,
-    root: usize,
-    rest: VecDeque<Piece>,
-    under_way: Requests<()>,
+    wire: Wire,
+    parent: Option<usize>,
+    children: Vec<usize>,
+    pieces: Vec<Piece>,
+    /// Which pieces are here.
+    here: Vec<bool>,
+    /// The first piece that is not asked for.
+    asked: usize,
+    /// The first piece that is not handed on.
+    handed: usize,
+    receiving: Requests<(usize, usize)>,
+    sending: Requests<usize>,
+}
+
+impl Broadcast {
+    fn new(wire: Wire, pieces: Vec<Piece>, root: usize) -> Self {
+        let (rank, size) = (wire.comm.rank(), wire.comm.size());
+        // Places count from the root. A place's parent is the place without its lowest bit; its children add a lower one.
+        let place = (rank + size - root) % size;
+        let lowest = if place == 0 { size.next_power_of_two() } else { place & place.wrapping_neg() };
+        let bits = std::iter::successors(Some(lowest / 2), |bit| Some(bit / 2)).take_while(|&bit| bit > 0);
+        let at = |place: usize| (place + root) % size;
+        Broadcast {
+            wire,
+            parent: (place != 0).then(|| at(place & (place - 1))),
+            children: bits.map(|bit| place + bit).filter(|&child| child < size).map(at).collect(),
+            here: vec![place == 0; pieces.len()],
+            asked: if place == 0 { pieces.len() } else { 0 },
+            handed: 0,
+            pieces,
+            receiving: Requests::new(),
+            sending: Requests::new(),
+        }
+    }
 }
 
 impl Machine for Broadcast {
     fn poll(&mut self) -> Outcome<Progress> {
-        while self.under_way.len() < 2
-            && let Some(piece) = self.rest.pop_front()
+        while let Some(parent) = self.parent
+            && self.asked < self.pieces.len()
+            && self.receiving.len() < MESSAGES_MAX
         {
-            // SAFETY: the engine keeps the call's buffer until its machine is done, or forever.
-            let request = unsafe { self.comm.broadcast(piece.data, piece.bytes, self.root)? };
-            self.under_way.push(request, ());
+            let piece = self.pieces[self.asked];
+            self.receiving.push(self.wire.receive(parent, piece)?, (self.asked, piece.bytes));
+            self.asked += 1;
         }
-        let moved = self.under_way.poll(|(), _| Ok(()))?;
-        Ok(match self.rest.is_empty() && self.under_way.len() == 0 {
+        let (here, parent) = (&mut self.here, self.parent.unwrap_or_default());
+        let mut moved = self.receiving.poll(|(index, expected), found| {
+            here[index] = true;
+            whole_message(parent, expected, found)
+        })?;
+        // In order, for that is how the children take them.
+        while self.handed < self.pieces.len() && self.here[self.handed] && self.sending.len() < MESSAGES_MAX {
+            for &child in &self.children {
+                self.sending.push(self.wire.send(child, self.pieces[self.handed])?, child);
+            }
+            self.handed += 1;
+            moved = true;
+        }
+        moved |= self.sending.poll(|_, _| Ok(()))?;
+        Ok(match self.handed == self.pieces.len() && self.sending.len() == 0 {
             true => Progress::Done,
             false if moved => Progress::Moved,
             false => Progress::Still,
@@ -484,22 +542,7 @@ impl Machine for Broadcast {
     }
 
     fn waits_for(&self) -> Vec<usize> {
-        Vec::new()
-    }
-}
-
-/// One request of MPI's own.
-struct Native {
-    requests: Requests<()>,
-}
-
-impl Machine for Native {
-    fn poll(&mut self) -> Outcome<Progress> {
-        self.requests.poll(|(), _| Ok(()))?;
-        Ok(if self.requests.len() == 0 { Progress::Done } else { Progress::Still })
-    }
-
-    fn waits_for(&self) -> Vec<usize> {
-        Vec::new()
+        let from = self.parent.filter(|_| self.here.contains(&false));
+        from.into_iter().chain(self.sending.about().iter().copied()).collect()
     }
 }

@@ -8,8 +8,9 @@
 //! - reduce-scatter is exchange-then-sum in rounds: while one round's pieces are summed, out of the cache they were just
 //!   received into, the next round's are on their way. MPI's own sums in an order of its choice, and not in bf16.
 //! - all-gather is direct: everyone sends to everyone else, straight into place.
-//! - a small all-reduce (a loss, a norm) is one gather of all contributions and a sum, for latency.
-//! - barrier and broadcast are MPI's own non-blocking ones.
+//! - a small all-reduce (a loss, a norm) is one gather of all contributions and a sum, for latency; a barrier is such a gather
+//!   of one byte each.
+//! - broadcast goes down a binomial tree, piece by piece.
 //!
 //! Messages are at most [`exchange::PIECE_BYTES_MAX`] long, so lengths are never near MPI's 32-bit counts, and a call that
 //! moves is seen to move. A call that does not move for [`Options::time_limit`] fails with the names of those it waits
@@ -26,7 +27,7 @@ mod engine;
 mod exchange;
 mod sys;
 
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -105,7 +106,7 @@ impl Drop for Thread {
         // MPI_Finalize waits for all ranks. One that dies of a panic must not wait for others that wait for it: it leaves
         // without a word, and the launcher sees it go.
         let finalize = !std::thread::panicking();
-        if self.tell(Message::Stop { finalize }).is_ok() {
+        if self.tell(Message::Stop { finalize }).is_ok() && finalize {
             // A thread that is stuck inside MPI is left behind; it ends with the process.
             let ended = self.ended.get_mut().unwrap_or_else(PoisonError::into_inner);
             let _ = ended.recv_timeout(self.time_limit);
@@ -134,16 +135,7 @@ impl Transport for MpiGroup {
     fn split(&self, ranks: RankSet, name: &Arc<str>) -> Result<Arc<dyn Transport>> {
         let (reply, result) = channel();
         self.thread.tell(Message::Split { parent: self.id, ranks, name: name.clone(), reply })?;
-        let id = match result.recv_timeout(self.thread.time_limit) {
-            Ok(id) => id?,
-            Err(RecvTimeoutError::Disconnected) => return Err(Error::Stopped),
-            Err(RecvTimeoutError::Timeout) => {
-                let limit = self.thread.time_limit;
-                return Err(Error::Setup(format!(
-                    "the group '{name}' was not made within {limit:?}: not all of its ranks have asked for it"
-                )));
-            }
-        };
+        let id = result.recv().unwrap_or(Err(Error::Stopped))?;
         Ok(Arc::new(MpiGroup { thread: self.thread.clone(), id }))
     }
 }

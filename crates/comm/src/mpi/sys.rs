@@ -1,4 +1,5 @@
-//! MPI's functions with checked results. Everything here runs on the communication thread.
+//! MPI's functions with checked results. All but `library_version`, which MPI allows at any time, run on the communication
+//! thread.
 
 use std::ffi::{c_char, c_int};
 use std::mem::MaybeUninit;
@@ -44,7 +45,8 @@ pub(super) struct Universe {
 
 impl Drop for Universe {
     fn drop(&mut self) {
-        if !self.abandoned {
+        // Finalizing waits for all ranks; one that panics does not.
+        if !self.abandoned && !std::thread::panicking() {
             // SAFETY: dropped here only, and not used after.
             unsafe { std::mem::ManuallyDrop::drop(&mut self.inner) }
         }
@@ -157,51 +159,18 @@ impl Communicator {
         }
     }
 
-    /// # Safety
-    /// `part` has `bytes` bytes and `whole` as many for each rank, and both are left alone until the request is complete.
-    pub(super) unsafe fn all_gather(&self, part: *const u8, bytes: usize, whole: *mut u8) -> Outcome<Request> {
-        let mut raw = MaybeUninit::uninit();
-        // SAFETY: the caller's promise; `raw` is written where the call succeeds.
+    /// Lets MPI finish what it still has to do for calls that are over: a message that was handed to it may not be out yet.
+    pub(super) fn progress(&self) {
+        let mut flag = 0;
+        // SAFETY: a valid communicator; no status is wanted. An error here is found by the call that suffers from it.
         unsafe {
-            let byte = ffi::RSMPI_UINT8_T;
-            let bytes = int(bytes);
-            check(ffi::MPI_Iallgather(
-                part.cast(),
-                bytes,
-                byte,
-                whole.cast(),
-                bytes,
-                byte,
-                self.raw,
-                raw.as_mut_ptr(),
-            ))?;
-            Ok(Request(raw.assume_init()))
-        }
-    }
-
-    /// # Safety
-    /// `data` has `bytes` bytes that are left alone until the request is complete.
-    pub(super) unsafe fn broadcast(&self, data: *mut u8, bytes: usize, root: usize) -> Outcome<Request> {
-        let mut raw = MaybeUninit::uninit();
-        // SAFETY: the caller's promise; `raw` is written where the call succeeds.
-        unsafe {
-            let byte = ffi::RSMPI_UINT8_T;
-            check(ffi::MPI_Ibcast(data.cast(), int(bytes), byte, int(root), self.raw, raw.as_mut_ptr()))?;
-            Ok(Request(raw.assume_init()))
-        }
-    }
-
-    pub(super) fn barrier(&self) -> Outcome<Request> {
-        let mut raw = MaybeUninit::uninit();
-        // SAFETY: `raw` is written where the call succeeds.
-        unsafe {
-            check(ffi::MPI_Ibarrier(self.raw, raw.as_mut_ptr()))?;
-            Ok(Request(raw.assume_init()))
+            let (source, tag) = (ffi::RSMPI_ANY_SOURCE, ffi::RSMPI_ANY_TAG);
+            ffi::MPI_Iprobe(source, tag, self.raw, &mut flag, ffi::RSMPI_STATUS_IGNORE);
         }
     }
 }
 
-/// A message or collective under way. Dropping it does not end it.
+/// A message under way. Dropping it does not end it.
 pub(super) struct Request(ffi::MPI_Request);
 
 /// Requests under way at once, each with what it is about.

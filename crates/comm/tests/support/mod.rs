@@ -14,7 +14,11 @@ pub(crate) fn world() -> Group {
 }
 
 pub(crate) fn world_with_limit(time_limit: Duration) -> Group {
-    mpi::world(mpi::Options { time_limit }).unwrap()
+    let world = mpi::world(mpi::Options { time_limit }).unwrap();
+    // A launcher of another MPI would start as many worlds of one rank.
+    let launched = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"].iter().find_map(|name| std::env::var(name).ok());
+    assert_eq!(launched, Some(world.size().to_string()), "the ranks that the launcher started are the world");
+    world
 }
 
 /// A small, fast, seeded stream of numbers (splitmix64).
@@ -163,7 +167,7 @@ fn start_typed<T: Value>(group: &Group, mut chance: Chance) -> Check {
         range.map(|index| T::reduced(&(0..size).map(|r| element(seed, r, index)).collect::<Vec<T>>(), how)).collect()
     };
     let refused = T::DTYPE == Dtype::U8 || (T::DTYPE == Dtype::I64 && how == Reduce::Mean);
-    match chance.below(8) {
+    match chance.below(10) {
         0 => {
             let whole_input = input::<T>(seed, 0, len);
             let part = whole_input[partition.range(rank)].to_vec();
@@ -229,7 +233,30 @@ fn start_typed<T: Value>(group: &Group, mut chance: Chance) -> Check {
             let pending = group.broadcast("random", root, input::<T>(seed, rank, len));
             Box::new(move || assert_same(&what("broadcast"), &pending.wait().unwrap(), &input::<T>(seed, root, len)))
         }
-        6 if size > 1 => {
+        6 => {
+            let whole_input = input::<T>(seed, 0, len);
+            // Every rank has its own part, and something else elsewhere.
+            let mut whole = input::<T>(seed, rank + 1, len);
+            whole[partition.range(rank)].copy_from_slice(&whole_input[partition.range(rank)]);
+            let pending = group.all_gather_in_place("random", whole);
+            Box::new(move || assert_same(&what("all-gather in place"), &pending.wait().unwrap(), &whole_input))
+        }
+        7 => {
+            let pending = group.reduce_scatter_in_place("random", how, input::<T>(seed, rank, len));
+            Box::new(move || match refused {
+                true => assert_refused(pending),
+                false => {
+                    let part = partition.range(rank);
+                    let found = pending.wait().unwrap();
+                    assert_same(&what("reduce-scatter in place"), &found[part.clone()], &expected_sum(part.clone()));
+                    // The other parts are as they were.
+                    let mut expected = input::<T>(seed, rank, len);
+                    expected[part.clone()].copy_from_slice(&found[part]);
+                    assert_same(&what("around reduce-scatter in place"), &found, &expected);
+                }
+            })
+        }
+        8 if size > 1 => {
             // Around the ring; everyone sends before anyone receives.
             let (up, down) = ((rank + 1) % size, (rank + size - 1) % size);
             let send = group.send("random", up, input::<T>(seed, rank, len));

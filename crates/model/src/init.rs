@@ -1,0 +1,71 @@
+//! How parameters begin, element by element.
+
+use std::f64::consts::TAU;
+use std::ops::Range;
+
+use crate::{Init, Parameter};
+
+/// Writes elements `range` of a parameter as they begin under `seed`.
+///
+/// An element's value depends on the seed, the parameter's name and the element's place alone, so every rank can make just
+/// the elements that it keeps, and any number of ranks makes the same model.
+pub fn begin(seed: u64, parameter: &Parameter, range: Range<usize>, elements: &mut [f32]) {
+    assert_eq!(range.len(), elements.len(), "{}: as many places as elements", parameter.name);
+    match parameter.init {
+        Init::Zeros => elements.fill(0.),
+        Init::Ones => elements.fill(1.),
+        Init::Normal { std } => {
+            let key = parameter.name.bytes().fold(mixed(seed), |key, byte| mixed(key ^ u64::from(byte)));
+            for (element, index) in elements.iter_mut().zip(range) {
+                *element = (std * normal(key, index)) as f32;
+            }
+        }
+    }
+}
+
+/// A normally distributed number for each place: two places share a pair of uniform numbers (Box and Muller).
+fn normal(key: u64, index: usize) -> f64 {
+    let pair = index as u64 / 2;
+    let uniform = |bits: u64| ((bits >> 11) as f64 + 0.5) / (1u64 << 53) as f64;
+    let radius = (-2. * uniform(mixed(key ^ mixed(2 * pair))).ln()).sqrt();
+    let angle = TAU * uniform(mixed(key ^ mixed(2 * pair + 1)));
+    radius * if index.is_multiple_of(2) { angle.cos() } else { angle.sin() }
+}
+
+/// splitmix64's finaliser.
+fn mixed(bits: u64) -> u64 {
+    let z = bits.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn elements(seed: u64, name: &str, range: Range<usize>) -> Vec<f32> {
+        let parameter = Parameter::matrix(name.to_string(), [1000, 100], 0.02);
+        let mut elements = vec![0.; range.len()];
+        begin(seed, &parameter, range, &mut elements);
+        elements
+    }
+
+    #[test]
+    fn a_part_is_the_same_as_in_the_whole() {
+        let whole = elements(7, "w", 0..100_000);
+        assert_eq!(elements(7, "w", 333..777), whole[333..777]);
+        assert_ne!(elements(8, "w", 0..10), whole[0..10]);
+        assert_ne!(elements(7, "v", 0..10), whole[0..10]);
+    }
+
+    #[test]
+    fn elements_are_normally_distributed() {
+        let whole = elements(7, "w", 0..100_000);
+        let mean = whole.iter().map(|&x| f64::from(x)).sum::<f64>() / 1e5;
+        let variance = whole.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>() / 1e5;
+        assert!(mean.abs() < 3e-4 && (variance.sqrt() - 0.02).abs() < 3e-4, "{mean} {}", variance.sqrt());
+        let within = whole.iter().filter(|x| x.abs() < 0.02).count() as f64 / 1e5;
+        assert!((within - 0.6827).abs() < 0.01, "{within} within one deviation");
+    }
+}
