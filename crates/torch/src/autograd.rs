@@ -184,8 +184,7 @@ unsafe extern "C" fn run_backward(
         Ok(Err(error)) => format!("failed: {error}"),
         Err(panic) => {
             let text = format!("panicked: {}", panic_text(panic.as_ref()));
-            // A value of the closure's own, whose destructor might panic in turn; it is left behind.
-            std::mem::forget(panic);
+            discard(panic);
             text
         }
     };
@@ -197,9 +196,15 @@ unsafe extern "C" fn run_backward(
 /// Called by C++ when the last owner of the closure goes.
 unsafe extern "C" fn drop_closure(closure: *mut c_void) {
     // SAFETY: the box that `function` gave to the shim, which calls this once.
-    let closure = unsafe { Box::from_raw(closure.cast::<Closure>()) };
-    // A destructor that panics must not unwind into C++; the panic has been printed, and there is nobody to tell.
-    let _ = catch_unwind(AssertUnwindSafe(|| drop(closure)));
+    discard(unsafe { Box::from_raw(closure.cast::<Closure>()) });
+}
+
+/// Drops something of the closure's, whose destructor may panic, without unwinding into C++. The panic has been printed, and
+/// there is nobody to tell; what it carries is left behind.
+fn discard<T>(value: T) {
+    if let Err(panic) = catch_unwind(AssertUnwindSafe(|| drop(value))) {
+        std::mem::forget(panic);
+    }
 }
 
 fn panic_text(panic: &(dyn Any + Send)) -> &str {
