@@ -7,7 +7,7 @@
 
 mod step;
 
-pub use step::{Options, Report, Trainer};
+pub use step::{Options, Recomputation, Report, Trainer};
 
 /// The result of a step.
 pub type Result<T> = std::result::Result<T, Error>;

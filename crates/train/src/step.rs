@@ -6,8 +6,8 @@ use shardwise_comm::Group;
 use shardwise_model::{Batch, IGNORED, Model, Unit, init};
 use shardwise_torch::autograd::{self, Graph};
 use shardwise_torch::optim::AdamW;
-use shardwise_torch::tch::{Kind, Tensor};
-use shardwise_zero::{ShardedUnit, Sharding};
+use shardwise_torch::tch::{Kind, Tensor, no_grad};
+use shardwise_zero::{Shape, ShardedUnit, Sharding};
 
 use crate::{Error, Result};
 
@@ -18,10 +18,21 @@ pub struct Options {
     pub sharding: Sharding,
     /// With what the parameters begin.
     pub seed: u64,
+    /// What the backward pass finds of the forward pass.
+    pub recomputation: Recomputation,
     /// The optimizer's numbers.
     pub adamw: AdamW,
     /// The largest norm of all gradients together; larger ones are scaled down to it.
     pub clip_norm: Option<f64>,
+}
+
+/// What is kept of a unit's forward pass for its backward pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Recomputation {
+    /// All that autograd wants.
+    None,
+    /// Its input alone; the rest is computed again. The same numbers, for about a third more work.
+    Full,
 }
 
 /// What a step did.
@@ -47,6 +58,7 @@ pub struct Trainer {
 /// What a unit's forward pass leaves for its backward pass. Each unit has a graph of its own: its input is a leaf.
 struct Passed {
     input: Option<Tensor>,
+    /// With its graph, unless that is made again in the backward pass.
     output: Tensor,
 }
 
@@ -54,7 +66,9 @@ impl Trainer {
     /// Begins a model from a seed. Each rank makes what it keeps, and nothing else.
     pub fn new(model: Model, group: Arc<Group>, options: Options) -> Result<Self> {
         let shard = |unit: &Unit| {
-            let shapes: Vec<Vec<i64>> = unit.parameters().iter().map(|parameter| parameter.shape.clone()).collect();
+            let parameters = unit.parameters().iter();
+            let shapes: Vec<Shape> =
+                parameters.map(|p| Shape { dimensions: p.shape.clone(), decays: p.decays }).collect();
             let mut begin = |parameter: usize, range, elements: &mut [f32]| {
                 init::begin(options.seed, &unit.parameters()[parameter], range, elements);
             };
@@ -85,15 +99,14 @@ impl Trainer {
         let weight = Tensor::from(1. / tokens as f32);
 
         let mut loss = 0.;
-        for batch in micro_batches {
+        for (index, batch) in micro_batches.iter().enumerate() {
             let passed = self.forward(batch)?;
             loss += passed.last().map_or(0., |head| head.output.double_value(&[]));
-            self.backward(batch, passed, &weight)?;
+            // The last backward pass completes the gradients of unit after unit, and starts to reduce each at once.
+            let last = index + 1 == micro_batches.len();
+            self.backward(batch, passed, &weight, last)?;
         }
 
-        for shard in &mut self.shards {
-            shard.begin_reduce()?;
-        }
         let mut squares = Vec::new();
         for shard in &mut self.shards {
             shard.finish_reduce()?;
@@ -112,43 +125,53 @@ impl Trainer {
         Ok(Report { loss: loss / tokens as f64, gradient_norm, tokens: tokens as u64 })
     }
 
-    /// From the tokens to the loss, unit by unit.
+    /// From the tokens to the loss, unit by unit. While one computes, the next one's parameters are on their way.
     fn forward(&mut self, batch: &Batch) -> Result<Vec<Passed>> {
         let mut passed: Vec<Passed> = Vec::with_capacity(self.shards.len());
         for index in 0..self.shards.len() {
             self.gather(index)?;
-            let unit = &self.model.units()[index];
+            self.begin_gather(index + 1)?;
             let input = passed.last().map(|before| before.output.detach().set_requires_grad(true));
-            let tied = unit.tied().map(|tied| &self.shards[tied.unit].parameters()[tied.parameter]);
-            let output = unit
-                .forward(self.shards[index].parameters(), tied, input.as_ref(), batch)
-                .map_err(|error| Error::Model { unit: unit.name().to_string(), error })?;
+            let output = match self.options.recomputation {
+                Recomputation::None => self.compute(index, input.as_ref(), batch)?,
+                Recomputation::Full => no_grad(|| self.compute(index, input.as_ref(), batch))?,
+            };
             self.release(index)?;
             passed.push(Passed { input, output });
         }
         Ok(passed)
     }
 
-    /// From the loss back to the tokens, leaving gradients behind.
-    fn backward(&mut self, _: &Batch, passed: Vec<Passed>, weight: &Tensor) -> Result<()> {
+    /// From the loss back to the tokens, leaving gradients behind. While one unit computes, the one before it is gathered and
+    /// those after it are reduced.
+    fn backward(&mut self, batch: &Batch, passed: Vec<Passed>, weight: &Tensor, reduce: bool) -> Result<()> {
         let mut output_grad = weight.shallow_clone();
         for (index, Passed { input, output }) in passed.into_iter().enumerate().rev() {
             self.gather(index)?;
-            let unit = &self.model.units()[index];
-            let tied = unit.tied().map(|tied| &self.shards[tied.unit].parameters()[tied.parameter]);
-            let own = self.shards[index].parameters();
+            if index > 0 {
+                self.begin_gather(index - 1)?;
+            }
+            let output = match self.options.recomputation {
+                Recomputation::None => output,
+                Recomputation::Full => self.compute(index, input.as_ref(), batch)?,
+            };
+            let (own, tied) = (self.shards[index].parameters(), self.tied(index));
             let inputs: Vec<&Tensor> = own.iter().chain(tied).chain(&input).collect();
             let mut grads = autograd::grad(&[&output], &[Some(&output_grad)], &inputs, Graph::Free)
-                .map_err(|error| Error::Backward { unit: unit.name().to_string(), error })?
+                .map_err(|error| Error::Backward { unit: self.shards[index].name().to_string(), error })?
                 .into_iter();
             let own_grads: Vec<Option<Tensor>> = grads.by_ref().take(own.len()).collect();
-            let tied_grad = unit.tied().map(|tied| (tied, grads.next().flatten()));
+            let tied_grad = tied.is_some().then(|| grads.next().flatten()).flatten();
             let input_grad = grads.next().flatten();
             drop(output);
             self.release(index)?;
+
             self.shards[index].add_gradients(own_grads)?;
-            if let Some((tied, Some(grad))) = tied_grad {
+            if let (Some(tied), Some(grad)) = (self.model.units()[index].tied(), tied_grad) {
                 self.shards[tied.unit].add_gradient(tied.parameter, &grad)?;
+            }
+            if reduce {
+                self.shards[index].begin_reduce()?;
             }
             if let Some(grad) = input_grad {
                 output_grad = grad;
@@ -158,6 +181,27 @@ impl Trainer {
     }
 
     // ---- its parts ----------------------------------------------------------------------------------------------------
+
+    /// A unit's output.
+    fn compute(&self, index: usize, input: Option<&Tensor>, batch: &Batch) -> Result<Tensor> {
+        let unit = &self.model.units()[index];
+        unit.forward(self.shards[index].parameters(), self.tied(index), input, batch)
+            .map_err(|error| Error::Model { unit: unit.name().to_string(), error })
+    }
+
+    /// The parameter that a unit uses of another one.
+    fn tied(&self, index: usize) -> Option<&Tensor> {
+        let tied = self.model.units()[index].tied()?;
+        Some(&self.shards[tied.unit].parameters()[tied.parameter])
+    }
+
+    /// Starts to make a unit's parameters whole, if there is such a unit.
+    fn begin_gather(&mut self, index: usize) -> Result<()> {
+        match self.shards.get_mut(index) {
+            Some(shard) => Ok(shard.begin_gather()?),
+            None => Ok(()),
+        }
+    }
 
     /// Makes a unit's parameters whole, with the one that it uses of another unit.
     fn gather(&mut self, index: usize) -> Result<()> {

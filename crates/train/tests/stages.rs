@@ -10,7 +10,7 @@ use shardwise_harness::{Launch, ranks};
 use shardwise_model::{Batch, Gpt2, IGNORED, Llama, Model};
 use shardwise_torch::optim::AdamW;
 use shardwise_torch::tch::{Device, Kind, Tensor};
-use shardwise_train::{Options, Trainer};
+use shardwise_train::{Options, Recomputation, Trainer};
 use shardwise_zero::Sharding;
 
 const VOCABULARY: i64 = 101;
@@ -25,9 +25,10 @@ fn gpt2() -> Model {
     Gpt2::new(VOCABULARY as usize, 16, 36, 2, 6).model().unwrap()
 }
 
-fn options(stage: u8) -> Options {
+fn options(stage: u8, recomputation: Recomputation) -> Options {
     Options {
         sharding: Sharding::stage(stage).unwrap(),
+        recomputation,
         seed: 5,
         adamw: AdamW { rate: 3e-3, beta1: 0.9, beta2: 0.95, weight_decay: 0.1, epsilon: 1e-8 },
         clip_norm: Some(0.5),
@@ -44,8 +45,8 @@ fn batch(step: i64, micro: i64) -> Batch {
 }
 
 /// Losses, norms and final parameters, as bits.
-fn train(model: Model, group: &Arc<Group>, stage: u8, steps: i64, micro: i64) -> (Vec<u64>, Vec<u32>) {
-    let mut trainer = Trainer::new(model, group.clone(), options(stage)).unwrap();
+fn train(model: Model, group: &Arc<Group>, options: Options, steps: i64, micro: i64) -> (Vec<u64>, Vec<u32>) {
+    let mut trainer = Trainer::new(model, group.clone(), options).unwrap();
     let mut numbers = Vec::new();
     let (rank, size) = (group.rank() as i64, group.size() as i64);
     for step in 0..steps {
@@ -68,21 +69,26 @@ fn train(model: Model, group: &Arc<Group>, stage: u8, steps: i64, micro: i64) ->
 fn same_bits(size: usize) {
     let group = Arc::new(mpi::world(mpi::Options { time_limit: Duration::from_secs(60) }).unwrap());
     assert_eq!(group.size(), size);
+    let every = |run: &dyn Fn(Options, &str)| {
+        for stage in [0, 1, 2, 3] {
+            for recomputation in [Recomputation::None, Recomputation::Full] {
+                run(options(stage, recomputation), &format!("stage {stage}, recomputation {recomputation:?}"));
+            }
+        }
+    };
     for micro in [1, 4] {
-        let expected = train(llama(), &group, 0, 50, micro);
+        let expected = train(llama(), &group, options(0, Recomputation::None), 50, micro);
         let first = f64::from_bits(expected.0[0]);
         let last = f64::from_bits(expected.0[expected.0.len() - 2]);
         assert!(last < 0.8 * first, "it learns: {first} to {last}");
-        for stage in [0, 1, 2, 3] {
-            let found = train(llama(), &group, stage, 50, micro);
-            assert!(found.0 == expected.0, "stage {stage}, {micro} micro-batches: other losses or norms");
-            assert!(found.1 == expected.1, "stage {stage}, {micro} micro-batches: other parameters");
-        }
+        every(&|options, what| {
+            let found = train(llama(), &group, options, 50, micro);
+            assert!(found.0 == expected.0, "{what}, {micro} micro-batches: other losses or norms");
+            assert!(found.1 == expected.1, "{what}, {micro} micro-batches: other parameters");
+        });
     }
-    let expected = train(gpt2(), &group, 0, 20, 2);
-    for stage in [1, 2, 3] {
-        assert!(train(gpt2(), &group, stage, 20, 2) == expected, "GPT-2, stage {stage}");
-    }
+    let expected = train(gpt2(), &group, options(0, Recomputation::None), 20, 2);
+    every(&|options, what| assert!(train(gpt2(), &group, options, 20, 2) == expected, "GPT-2, {what}"));
 }
 
 #[test]
@@ -106,7 +112,7 @@ fn traffic_is_the_theory() {
         let group = Arc::new(mpi::world(mpi::Options { time_limit: Duration::from_secs(60) }).unwrap());
         let elements = llama().elements() as f64;
         for stage in [0, 1, 2, 3] {
-            let mut trainer = Trainer::new(llama(), group.clone(), options(stage)).unwrap();
+            let mut trainer = Trainer::new(llama(), group.clone(), options(stage, Recomputation::None)).unwrap();
             group.meter().reset();
             trainer.step(&[batch(0, group.rank() as i64)]).unwrap();
             // The last gathers of stages 1 and 2 are finished by the next use.
@@ -135,8 +141,8 @@ fn uneven_batches_equal_one_big_batch() {
         let group = Arc::new(mpi::world(mpi::Options { time_limit: Duration::from_secs(60) }).unwrap());
         let alone = Arc::new(shardwise_comm::single::group());
         let size = group.size() as i64;
-        let mut together = Trainer::new(llama(), group.clone(), options(3)).unwrap();
-        let mut single = Trainer::new(llama(), alone, options(0)).unwrap();
+        let mut together = Trainer::new(llama(), group.clone(), options(3, Recomputation::None)).unwrap();
+        let mut single = Trainer::new(llama(), alone, options(0, Recomputation::None)).unwrap();
         for step in 0..10 {
             let all: Vec<Batch> = (0..2 * size).map(|index| batch(step, index)).collect();
             let joined = |part: fn(&Batch) -> &Tensor| Tensor::cat(&all.iter().map(part).collect::<Vec<_>>(), 0);

@@ -7,7 +7,7 @@
 //!
 //! # Note: the same bits at every stage
 //! An element is always reduced by the rank that owns it, in rank order, and always updated by the same kernel call: the one
-//! for its owner's slice. Where a rank has the whole (stage 0) it makes that call for each owner in turn, because a vector
+//! for its parameter's part of its owner's slice. Where a rank has the whole (stage 0) it makes that call for each owner in turn, because a vector
 //! kernel may round an element at the end of its range differently from one in the middle. So stages differ in who does the
 //! work and who keeps the result, and in nothing else.
 //!
@@ -19,7 +19,7 @@ mod sharding;
 mod unit;
 
 pub use sharding::Sharding;
-pub use unit::{ShardedUnit, Start};
+pub use unit::{Shape, ShardedUnit, Start};
 
 /// The result of an operation on sharded state.
 pub type Result<T> = std::result::Result<T, Error>;

@@ -11,6 +11,15 @@ use shardwise_torch::{Block, exclusive, storage};
 
 use crate::{Error, Result, Sharding};
 
+/// A parameter of a unit.
+#[derive(Clone, Debug)]
+pub struct Shape {
+    /// Its dimensions.
+    pub dimensions: Vec<i64>,
+    /// Whether weight decay applies to it.
+    pub decays: bool,
+}
+
 /// Writes the beginning of some elements of a parameter: which parameter, which of its elements, where to.
 pub type Start<'a> = dyn FnMut(usize, Range<usize>, &mut [f32]) + 'a;
 
@@ -78,13 +87,15 @@ struct Moments {
     owner: usize,
     first: Tensor,
     second: Tensor,
+    /// The parts of the slice that are of one parameter, and whether they decay.
+    runs: Vec<(Range<usize>, bool)>,
 }
 
 impl ShardedUnit {
-    /// A unit with parameters of these shapes. `start` is asked for the elements that this rank keeps, and for no others.
+    /// A unit with these parameters. `start` is asked for the elements that this rank keeps, and for no others.
     pub fn new(
         name: &str,
-        shapes: &[Vec<i64>],
+        shapes: &[Shape],
         group: Arc<Group>,
         sharding: Sharding,
         start: &mut Start<'_>,
@@ -94,7 +105,7 @@ impl ShardedUnit {
             .iter()
             .map(|shape| {
                 let begin = end;
-                end += shape.iter().product::<i64>() as usize;
+                end += shape.dimensions.iter().product::<i64>() as usize;
                 begin..end
             })
             .collect();
@@ -116,7 +127,7 @@ impl ShardedUnit {
             .iter()
             .zip(shapes)
             .map(|(place, shape)| {
-                let view = flat.narrow(0, place.start as i64, place.len() as i64).view(shape.as_slice());
+                let view = flat.narrow(0, place.start as i64, place.len() as i64).view(&shape.dimensions[..]);
                 view.detach().set_requires_grad(true)
             })
             .collect();
@@ -124,7 +135,15 @@ impl ShardedUnit {
         let moments = owners
             .map(|owner| {
                 let zeros = || Tensor::zeros([partition.part_len(owner) as i64], (Kind::Float, Device::Cpu));
-                Moments { owner, first: zeros(), second: zeros() }
+                let slice = partition.range(owner);
+                let runs = places
+                    .iter()
+                    .zip(shapes)
+                    .map(|(place, shape)| (place.start.max(slice.start)..place.end.min(slice.end), shape.decays))
+                    .filter(|(run, _)| run.start < run.end)
+                    .map(|(run, decays)| (run.start - slice.start..run.end - slice.start, decays))
+                    .collect();
+                Moments { owner, first: zeros(), second: zeros(), runs }
             })
             .collect();
         Ok(ShardedUnit {
@@ -276,17 +295,20 @@ impl ShardedUnit {
         self.steps += 1;
         let step = Tensor::from(self.steps as f32);
         let mut moments = std::mem::take(&mut self.moments);
-        for Moments { owner, first, second } in &mut moments {
-            let mut slice = self.parameter_slice(*owner);
-            let grads = self.reduced_slice(*owner);
-            let slices = AdamWSlice {
-                parameters: &mut slice,
-                grads: &grads,
-                first_moments: first,
-                second_moments: second,
-                step: &step,
-            };
-            self.torch(adamw_step(adamw, &mut [slices]))?;
+        for Moments { owner, first, second, runs } in &mut moments {
+            let (slice, grads) = (self.parameter_slice(*owner), self.reduced_slice(*owner));
+            for (run, decays) in runs {
+                let part = |whole: &Tensor| whole.narrow(0, run.start as i64, run.len() as i64);
+                let slices = AdamWSlice {
+                    parameters: &mut part(&slice),
+                    grads: &part(&grads),
+                    first_moments: &mut part(first),
+                    second_moments: &mut part(second),
+                    step: &step,
+                };
+                let weight_decay = if *decays { adamw.weight_decay } else { 0. };
+                self.torch(adamw_step(AdamW { weight_decay, ..adamw }, &mut [slices]))?;
+            }
         }
         self.moments = moments;
         self.gradients = Gradients::None;
