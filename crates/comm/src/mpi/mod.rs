@@ -2,8 +2,8 @@
 //!
 //! One thread per rank, started by [`world`], makes every MPI call of the process, start-up and shut-down included, so
 //! `MPI_THREAD_FUNNELED` is enough and MPI sees no second thread. The other threads hand it jobs through a queue
-//! ([`engine`]). It uses of MPI the start-up, the sub-groups and messages between two ranks; the collectives are made of
-//! such messages here ([`exchange`]), because MPI's own were measured to be slower and cannot be interrupted:
+//! (`engine.rs`). It uses of MPI the start-up, the sub-groups and messages between two ranks; the collectives are made of
+//! such messages here (`exchange.rs`), because MPI's own were measured to be slower and cannot be interrupted:
 //!
 //! - reduce-scatter is exchange-then-sum in rounds: while one round's pieces are summed, out of the cache they were just
 //!   received into, the next round's are on their way. MPI's own sums in an order of its choice, and not in bf16.
@@ -12,7 +12,7 @@
 //!   of one byte each.
 //! - broadcast goes down a binomial tree, piece by piece.
 //!
-//! Messages are at most [`exchange::PIECE_BYTES_MAX`] long, so lengths are never near MPI's 32-bit counts, and a call that
+//! Messages are at most 4 MiB long, so lengths are never near MPI's 32-bit counts, and a call that
 //! moves is seen to move. A call that does not move for [`Options::time_limit`] fails with the names of those it waits
 //! for; its buffers stay with MPI forever, for MPI may still write to them.
 //!
