@@ -37,6 +37,20 @@ pub enum Error {
     /// Between ranks.
     #[error(transparent)]
     Comm(#[from] shardwise_comm::Error),
+    /// Ranks with different numbers of micro-batches, or with none.
+    #[error(
+        "step {step}: rank {rank} has {theirs} micro-batches and this rank {ours}; all ranks need as many, and at least one"
+    )]
+    MicroBatches {
+        /// The step.
+        step: u64,
+        /// A rank that differs, by its place in the group.
+        rank: usize,
+        /// How many it has.
+        theirs: i64,
+        /// How many this one has.
+        ours: i64,
+    },
     /// A batch in which nothing counts.
     #[error("step {step}: no rank has a token that counts; every target is ignored")]
     NothingToLearn {

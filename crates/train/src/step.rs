@@ -92,10 +92,7 @@ impl Trainer {
         // A token weighs the same wherever it is: the loss is the mean over all ranks and micro-batches.
         let counted =
             micro_batches.iter().map(|batch| batch.targets.ne(IGNORED).sum(Kind::Int64).int64_value(&[])).sum();
-        let tokens = self.sum(counted)?;
-        if tokens == 0 {
-            return Err(Error::NothingToLearn { step: self.steps });
-        }
+        let tokens = self.agree_on_batches(counted, micro_batches.len())?;
         let weight = Tensor::from(1. / tokens as f32);
 
         let mut loss = 0.;
@@ -218,8 +215,18 @@ impl Trainer {
         Ok(self.shards[index].release()?)
     }
 
-    fn sum(&self, count: i64) -> Result<i64> {
-        Ok(self.group.all_reduce("tokens", shardwise_comm::Reduce::Sum, vec![count]).wait()?[0])
+    /// The number of tokens that count on all ranks. All ranks must have as many micro-batches: they gather together.
+    fn agree_on_batches(&self, counted: i64, micro_batches: usize) -> Result<i64> {
+        let step = self.steps;
+        let own = vec![counted, micro_batches as i64];
+        let (own, all) = self.group.all_gather("tokens", own, vec![0i64; 2 * self.group.size()]).wait()?;
+        if let Some(rank) = all.chunks_exact(2).position(|other| other[1] != own[1] || other[1] == 0) {
+            return Err(Error::MicroBatches { step, rank, theirs: all[2 * rank + 1], ours: own[1] });
+        }
+        match all.chunks_exact(2).map(|rank| rank[0]).sum() {
+            0 => Err(Error::NothingToLearn { step }),
+            tokens => Ok(tokens),
+        }
     }
 
     /// The sum of all ranks' losses, and the norm of all gradients, from every rank's sums of squares per unit. Both are added

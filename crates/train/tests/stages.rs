@@ -158,3 +158,24 @@ fn uneven_batches_equal_one_big_batch() {
         }
     });
 }
+
+#[test]
+fn ranks_with_different_numbers_of_micro_batches_are_told() {
+    ranks!(3, || {
+        let group = Arc::new(mpi::world(mpi::Options { time_limit: Duration::from_secs(60) }).unwrap());
+        let mut trainer = Trainer::new(llama(), group.clone(), options(3, Recomputation::None)).unwrap();
+        let micro = if group.rank() == 1 { 3 } else { 2 };
+        let batches: Vec<Batch> = (0..micro).map(|index| batch(0, index)).collect();
+        let error = trainer.step(&batches).unwrap_err().to_string();
+        let expected = match group.rank() {
+            1 => "step 1: rank 0 has 2 micro-batches and this rank 3; all ranks need as many, and at least one",
+            _ => "step 1: rank 1 has 3 micro-batches and this rank 2; all ranks need as many, and at least one",
+        };
+        assert_eq!(error, expected);
+        // Nothing is lost: the next step can be right.
+        trainer.step(&[batch(0, group.rank() as i64)]).unwrap();
+        let nothing = Batch { tokens: batch(0, 0).tokens, targets: batch(0, 0).targets.fill_(IGNORED) };
+        let error = trainer.step(&[nothing]).unwrap_err().to_string();
+        assert!(error.contains("step 3: no rank has a token that counts"), "{error}");
+    });
+}
