@@ -45,6 +45,10 @@ pub(crate) fn built(name: &str, arguments: &[&str]) -> Result<PathBuf> {
     let mut cargo = Command::new(env!("CARGO"));
     cargo.current_dir(root()).arg(verb).args(["--message-format", "json-render-diagnostics"]).args(rest);
     cargo.stderr(std::process::Stdio::inherit());
+    // What .cargo/local.toml has set for this program, cargo would take for a change, and build libtorch's bindings anew.
+    for variable in ["LIBTORCH", "LIBTORCH_CXX11_ABI", "MPICC", "MPIRUN"] {
+        cargo.env_remove(variable);
+    }
     let messages = output_of(&mut cargo)?;
     messages
         .lines()
