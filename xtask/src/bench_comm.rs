@@ -12,9 +12,9 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use serde::Serialize;
-use shardwise_harness::launcher;
+use shardwise_harness::{launcher, python};
 
-use crate::workspace::{built, machine, median, output_of, python, root, today};
+use crate::workspace::{built, machine, median, output_of, root, today};
 
 /// What to compare.
 #[derive(clap::Args)]
@@ -72,7 +72,7 @@ impl Row {
 pub(crate) fn run(options: &Options) -> Result<Vec<Row>> {
     ensure!(options.rounds > 0 && !options.ranks.contains(&0), "at least one round and one rank are needed");
     let program = built("bench-comm", &["build", "--release", "--workspace", "--bins"])?;
-    let python = python()?;
+    let python = python().map_err(anyhow::Error::msg)?;
     let mut rows = Vec::new();
     for &ranks in &options.ranks {
         let mut rounds = Vec::new();

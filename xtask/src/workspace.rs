@@ -12,13 +12,6 @@ pub(crate) fn root() -> PathBuf {
     manifest.parent().expect("xtask is a folder of the checkout").to_path_buf()
 }
 
-/// The Python that scripts/setup installed torch into.
-pub(crate) fn python() -> Result<PathBuf> {
-    let libtorch = std::env::var("LIBTORCH").context("LIBTORCH is not set: run scripts/setup")?;
-    let python = Path::new(&libtorch).ancestors().map(|folder| folder.join("bin/python")).find(|path| path.exists());
-    python.context("libtorch does not stand in a Python environment: run scripts/setup without --libtorch")
-}
-
 /// Runs a command to its end and returns what it printed.
 pub(crate) fn output_of(command: &mut Command) -> Result<String> {
     let output = command.output().with_context(|| format!("{command:?} could not be started"))?;

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 
 use serde_json::{Value, json};
@@ -51,12 +51,7 @@ fn run(model: &Model, parameters: &[Vec<Tensor>], batch: &Batch) -> BTreeMap<Str
 
 fn oracle(config: &Value, model: &Model, parameters: &[Vec<Tensor>], batch: &Batch) -> BTreeMap<String, Tensor> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap();
-    let libtorch = env!("LIBTORCH", "LIBTORCH is set by .cargo/local.toml: run scripts/setup");
-    let python: PathBuf = Path::new(libtorch)
-        .ancestors()
-        .map(|folder| folder.join("bin/python"))
-        .find(|path| path.exists())
-        .expect("the oracle needs the Python environment of scripts/setup");
+    let python = shardwise_harness::python().unwrap();
     let name = format!("shardwise-oracle-{}-{}", std::process::id(), config["name"].as_str().unwrap());
     let folder = std::env::temp_dir().join(name);
     std::fs::create_dir_all(&folder).unwrap();

@@ -3,7 +3,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
@@ -45,12 +45,7 @@ fn own_batches(step: i64, rank: i64) -> Vec<Batch> {
 /// What the oracle prints: losses and norms.
 fn oracle(name: &str, family: &str, model: &Model, initial: &[Tensor]) -> Vec<[f64; 2]> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap();
-    let libtorch = env!("LIBTORCH", "LIBTORCH is set by .cargo/local.toml: run scripts/setup");
-    let python: PathBuf = Path::new(libtorch)
-        .ancestors()
-        .map(|folder| folder.join("bin/python"))
-        .find(|path| path.exists())
-        .expect("the oracle needs the Python environment of scripts/setup");
+    let python = shardwise_harness::python().unwrap();
     let folder = std::env::temp_dir().join(format!("shardwise-oracle-{}-{name}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
     let config = format!(

@@ -21,9 +21,11 @@
 
 mod hosts;
 mod launch;
+mod python;
 
 pub use hosts::{Hosts, Network};
 pub use launch::{Exit, Failure, Launch, Rank, Report, launcher, run};
+pub use python::python;
 
 /// Runs a closure on every rank, and panics with an explanation where a rank fails. The first argument is a number of
 /// ranks or a [`Launch`].
