@@ -20,7 +20,7 @@
 //! agreeing, who is where.
 //!
 //! # Note: numbers do not move
-//! A reduction adds contributions in rank order, in f32 whatever the payload's type (i64 for i64), and rounds once at the
+//! A reduction adds contributions in rank order, in f32 (f64 for f64, i64 for i64), and rounds once at the
 //! end. Its bits depend on the inputs and the size of the group, not on timing, message sizes or who else is running.
 //!
 //! What is not here: tensors' shapes, what a buffer means, when to call what. That is `zero`'s.

@@ -366,6 +366,7 @@ fn int(value: usize) -> c_int {
 
 fn nccl_type(dtype: Dtype) -> nccl_sys::ncclDataType_t {
     match dtype {
+        Dtype::F64 => nccl_sys::ncclDataType_t::ncclFloat64,
         Dtype::F32 => nccl_sys::ncclDataType_t::ncclFloat32,
         Dtype::Bf16 => nccl_sys::ncclDataType_t::ncclBfloat16,
         Dtype::F16 => nccl_sys::ncclDataType_t::ncclFloat16,

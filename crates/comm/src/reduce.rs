@@ -41,6 +41,7 @@ pub(crate) unsafe fn reduce(dtype: Dtype, reduce: Reduce, inputs: &[*const u8], 
     // SAFETY: passed on.
     unsafe {
         match dtype {
+            Dtype::F64 => reduce_typed::<f64>(reduce, inputs, output, len),
             Dtype::F32 => reduce_typed::<f32>(reduce, inputs, output, len),
             Dtype::Bf16 => reduce_typed::<bf16>(reduce, inputs, output, len),
             Dtype::F16 => reduce_typed::<f16>(reduce, inputs, output, len),
@@ -66,12 +67,12 @@ unsafe fn reduce_typed<T: Reducible>(reduce: Reduce, inputs: &[*const u8], outpu
             }
             T::widen(tile, wide);
             match reduce {
-                Reduce::Sum | Reduce::Mean => sums.iter_mut().zip(&*wide).for_each(|(sum, &x)| *sum = T::add(*sum, x)),
-                Reduce::Max => sums.iter_mut().zip(&*wide).for_each(|(sum, &x)| *sum = T::max(*sum, x)),
+                Reduce::Sum | Reduce::Mean => sums.iter_mut().zip(&*wide).for_each(|(sum, &x)| *sum = sum.add(x)),
+                Reduce::Max => sums.iter_mut().zip(&*wide).for_each(|(sum, &x)| *sum = sum.max(x)),
             }
         }
         if reduce == Reduce::Mean {
-            sums.iter_mut().for_each(|sum| *sum = T::divide(*sum, inputs.len()));
+            sums.iter_mut().for_each(|sum| *sum = sum.divided(inputs.len()));
         }
         // SAFETY: inside the output, and no reference to a tile is alive.
         T::narrow(sums, unsafe { std::slice::from_raw_parts_mut(output.add(start), count) });
@@ -80,36 +81,64 @@ unsafe fn reduce_typed<T: Reducible>(reduce: Reduce, inputs: &[*const u8], outpu
 
 /// An element with the type in which it is summed.
 trait Reducible: Element {
-    type Wide: Copy + Default;
+    type Wide: Wide;
     fn widen(from: &[Self], to: &mut [Self::Wide]);
     fn narrow(from: &[Self::Wide], to: &mut [Self]);
-    fn add(a: Self::Wide, b: Self::Wide) -> Self::Wide;
-    fn max(a: Self::Wide, b: Self::Wide) -> Self::Wide;
-    fn divide(sum: Self::Wide, count: usize) -> Self::Wide;
 }
 
-fn max_or_nan(a: f32, b: f32) -> f32 {
-    if a.is_nan() || a > b { a } else { b }
+/// A type in which contributions are summed.
+trait Wide: Copy + Default {
+    fn add(self, other: Self) -> Self;
+    fn max(self, other: Self) -> Self;
+    fn divided(self, count: usize) -> Self;
 }
 
-impl Reducible for f32 {
-    type Wide = f32;
-    fn widen(from: &[f32], to: &mut [f32]) {
-        to.copy_from_slice(from);
+macro_rules! wide_float {
+    ($float:ty) => {
+        impl Wide for $float {
+            fn add(self, other: Self) -> Self {
+                self + other
+            }
+            fn max(self, other: Self) -> Self {
+                if self.is_nan() || self > other { self } else { other }
+            }
+            fn divided(self, count: usize) -> Self {
+                self / count as $float
+            }
+        }
+    };
+}
+wide_float!(f32);
+wide_float!(f64);
+
+impl Wide for i64 {
+    fn add(self, other: Self) -> Self {
+        self.wrapping_add(other)
     }
-    fn narrow(from: &[f32], to: &mut [f32]) {
-        to.copy_from_slice(from);
+    fn max(self, other: Self) -> Self {
+        Ord::max(self, other)
     }
-    fn add(a: f32, b: f32) -> f32 {
-        a + b
-    }
-    fn max(a: f32, b: f32) -> f32 {
-        max_or_nan(a, b)
-    }
-    fn divide(sum: f32, count: usize) -> f32 {
-        sum / count as f32
+    fn divided(self, _: usize) -> Self {
+        unreachable!("Group refuses means of integers")
     }
 }
+
+macro_rules! reducible_as_it_is {
+    ($number:ty) => {
+        impl Reducible for $number {
+            type Wide = $number;
+            fn widen(from: &[$number], to: &mut [$number]) {
+                to.copy_from_slice(from);
+            }
+            fn narrow(from: &[$number], to: &mut [$number]) {
+                to.copy_from_slice(from);
+            }
+        }
+    };
+}
+reducible_as_it_is!(f64);
+reducible_as_it_is!(f32);
+reducible_as_it_is!(i64);
 
 macro_rules! reducible_half {
     ($half:ty) => {
@@ -121,39 +150,11 @@ macro_rules! reducible_half {
             fn narrow(from: &[f32], to: &mut [$half]) {
                 to.convert_from_f32_slice(from);
             }
-            fn add(a: f32, b: f32) -> f32 {
-                a + b
-            }
-            fn max(a: f32, b: f32) -> f32 {
-                max_or_nan(a, b)
-            }
-            fn divide(sum: f32, count: usize) -> f32 {
-                sum / count as f32
-            }
         }
     };
 }
 reducible_half!(bf16);
 reducible_half!(f16);
-
-impl Reducible for i64 {
-    type Wide = i64;
-    fn widen(from: &[i64], to: &mut [i64]) {
-        to.copy_from_slice(from);
-    }
-    fn narrow(from: &[i64], to: &mut [i64]) {
-        to.copy_from_slice(from);
-    }
-    fn add(a: i64, b: i64) -> i64 {
-        a.wrapping_add(b)
-    }
-    fn max(a: i64, b: i64) -> i64 {
-        Ord::max(a, b)
-    }
-    fn divide(_: i64, _: usize) -> i64 {
-        unreachable!("Group refuses means of integers")
-    }
-}
 
 #[cfg(test)]
 mod tests {

@@ -3,8 +3,9 @@
 use shardwise_torch::tch::{Kind, Tensor};
 
 use crate::loss::head_loss;
+use crate::recompute::computed_again;
 use crate::unit::Tied;
-use crate::{Batch, Error, Init, Layer, Model, Parameter, Parameters, Result, Unit, attention};
+use crate::{Activations, Batch, Error, Init, Layer, Model, Parameter, Parameters, Result, Unit, attention};
 
 /// The shape of a GPT-2.
 #[derive(Clone, Debug, PartialEq)]
@@ -92,10 +93,27 @@ impl Gpt2 {
         .collect()
     }
 
-    fn norm(&self, parameters: &Parameters<'_>, x: &Tensor, name: &str) -> Result<Tensor> {
-        let weight = parameters.get(&format!("{name}.weight"));
-        let bias = parameters.get(&format!("{name}.bias"));
-        Ok(x.f_layer_norm([self.width as i64], Some(weight), Some(bias), self.norm_epsilon, false)?)
+    fn norm(&self, parameters: &Parameters<'_>, name: &str) -> Norm {
+        let get = |kind: &str| parameters.get(&format!("{name}.{kind}")).shallow_clone();
+        Norm { width: self.width as i64, weight: get("weight"), bias: get("bias"), epsilon: self.norm_epsilon }
+    }
+}
+
+struct Norm {
+    width: i64,
+    weight: Tensor,
+    bias: Tensor,
+    epsilon: f64,
+}
+
+impl Norm {
+    fn of(&self, x: &Tensor) -> Result<Tensor> {
+        Ok(x.f_layer_norm([self.width], Some(&self.weight), Some(&self.bias), self.epsilon, false)?)
+    }
+
+    /// The same without the graph behind it.
+    fn detached(&self) -> Norm {
+        Norm { weight: self.weight.detach(), bias: self.bias.detach(), ..*self }
     }
 }
 
@@ -107,7 +125,13 @@ fn linear(parameters: &Parameters<'_>, x: &Tensor, name: &str) -> Result<Tensor>
 struct Embedding(Gpt2);
 
 impl Layer for Embedding {
-    fn forward(&self, parameters: &Parameters<'_>, _: Option<&Tensor>, batch: &Batch) -> Result<Tensor> {
+    fn forward(
+        &self,
+        parameters: &Parameters<'_>,
+        _: Option<&Tensor>,
+        batch: &Batch,
+        _: Activations,
+    ) -> Result<Tensor> {
         let positions = batch.tokens.size()[1];
         if positions > self.0.positions as i64 {
             let problem = format!("sequences have {positions} positions, and the model has {}", self.0.positions);
@@ -117,34 +141,73 @@ impl Layer for Embedding {
         let places = Tensor::f_arange(positions, (Kind::Int64, batch.tokens.device()))?;
         Ok(lookup("wte.weight", &batch.tokens)?.f_add(&lookup("wpe.weight", &places)?)?)
     }
+
+    fn backward_reads_parameters(&self) -> bool {
+        false
+    }
 }
 
 struct Block(Gpt2);
 
 impl Layer for Block {
-    fn forward(&self, parameters: &Parameters<'_>, input: Option<&Tensor>, _: &Batch) -> Result<Tensor> {
+    fn forward(
+        &self,
+        parameters: &Parameters<'_>,
+        input: Option<&Tensor>,
+        _: &Batch,
+        activations: Activations,
+    ) -> Result<Tensor> {
         let x = input.expect("a block has an input");
-        let x = x.f_add(&self.attend(parameters, &self.0.norm(parameters, x, "ln_1")?)?)?;
-        let wide = linear(parameters, &self.0.norm(parameters, &x, "ln_2")?, "mlp.c_fc")?.f_gelu("tanh")?;
-        Ok(x.f_add(&linear(parameters, &wide, "mlp.c_proj")?)?)
+        let x = x.f_add(&self.attend(parameters, x, activations)?)?;
+        Ok(x.f_add(&self.mlp(parameters, &x, activations)?)?)
     }
 }
 
 impl Block {
-    fn attend(&self, parameters: &Parameters<'_>, x: &Tensor) -> Result<Tensor> {
-        let (sequences, positions) = (x.size()[0], x.size()[1]);
-        let heads = |joined: &Tensor| joined.f_view([sequences, positions, self.0.heads as i64, -1])?.f_transpose(1, 2);
-        let all = linear(parameters, x, "attn.c_attn")?.f_split(self.0.width as i64, 2)?;
-        let seen = attention::causal(&heads(&all[0])?, &heads(&all[1])?, &heads(&all[2])?, None)?;
-        linear(parameters, &seen.f_transpose(1, 2)?.f_reshape([sequences, positions, -1])?, "attn.c_proj")
+    fn attend(&self, parameters: &Parameters<'_>, x: &Tensor, activations: Activations) -> Result<Tensor> {
+        let (sequences, positions, heads) = (x.size()[0], x.size()[1], self.0.heads as i64);
+        let norm = self.0.norm(parameters, "ln_1");
+        let normed = norm.of(x)?;
+        let projected = linear(parameters, &normed, "attn.c_attn")?;
+        let core = move |projected: &Tensor| -> Result<Tensor> {
+            let all = projected.f_chunk(3, 2)?;
+            let heads = |joined: &Tensor| joined.f_view([sequences, positions, heads, -1])?.f_transpose(1, 2);
+            Ok(attention::causal(&heads(&all[0])?, &heads(&all[1])?, &heads(&all[2])?, None)?.output)
+        };
+        let joined = core(&projected)?;
+        let output = linear(parameters, &joined, "attn.c_proj")?;
+        if activations == Activations::Kept {
+            return Ok(output);
+        }
+        let (x, norm, projected) = (x.detach(), norm.detached(), projected.detach());
+        computed_again(output, &[&joined, &normed], move || Ok(vec![core(&projected)?, norm.of(&x)?]))
+    }
+
+    fn mlp(&self, parameters: &Parameters<'_>, x: &Tensor, activations: Activations) -> Result<Tensor> {
+        let norm = self.0.norm(parameters, "ln_2");
+        let normed = norm.of(x)?;
+        let wide = linear(parameters, &normed, "mlp.c_fc")?;
+        let activated = wide.f_gelu("tanh")?;
+        let output = linear(parameters, &activated, "mlp.c_proj")?;
+        if activations == Activations::Kept {
+            return Ok(output);
+        }
+        let (x, norm, wide) = (x.detach(), norm.detached(), wide.detach());
+        computed_again(output, &[&activated, &normed], move || Ok(vec![wide.f_gelu("tanh")?, norm.of(&x)?]))
     }
 }
 
 struct Head(Gpt2);
 
 impl Layer for Head {
-    fn forward(&self, parameters: &Parameters<'_>, input: Option<&Tensor>, batch: &Batch) -> Result<Tensor> {
-        let normed = self.0.norm(parameters, input.expect("the head has an input"), "ln_f")?;
+    fn forward(
+        &self,
+        parameters: &Parameters<'_>,
+        input: Option<&Tensor>,
+        batch: &Batch,
+        _: Activations,
+    ) -> Result<Tensor> {
+        let normed = self.0.norm(parameters, "ln_f").of(input.expect("the head has an input"))?;
         let weight = parameters.tied().expect("GPT-2's head is the embedding's matrix");
         head_loss(&normed, weight, &batch.targets, self.0.head_chunk)
     }

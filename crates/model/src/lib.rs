@@ -14,11 +14,13 @@ mod gpt2;
 pub mod init;
 mod llama;
 mod loss;
+mod recompute;
 mod unit;
 
 pub use gpt2::Gpt2;
 pub use llama::{Llama, Llama3Rope};
 pub use loss::{IGNORED, head_loss};
+pub use recompute::Activations;
 pub use unit::{Batch, Init, Layer, Model, Parameter, Parameters, Unit};
 
 use shardwise_torch::tch::TchError;

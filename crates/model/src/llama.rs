@@ -5,8 +5,9 @@ use std::f64::consts::PI;
 use shardwise_torch::tch::{Device, Kind, Tensor};
 
 use crate::loss::head_loss;
+use crate::recompute::computed_again;
 use crate::unit::Tied;
-use crate::{Batch, Error, Init, Layer, Model, Parameter, Parameters, Result, Unit, attention};
+use crate::{Activations, Batch, Error, Init, Layer, Model, Parameter, Parameters, Result, Unit, attention};
 
 /// The shape of a model of the family.
 #[derive(Clone, Debug, PartialEq)]
@@ -167,58 +168,151 @@ impl Llama {
 struct Embedding;
 
 impl Layer for Embedding {
-    fn forward(&self, parameters: &Parameters<'_>, _: Option<&Tensor>, batch: &Batch) -> Result<Tensor> {
+    fn forward(
+        &self,
+        parameters: &Parameters<'_>,
+        _: Option<&Tensor>,
+        batch: &Batch,
+        _: Activations,
+    ) -> Result<Tensor> {
         Ok(Tensor::f_embedding(parameters.get("embed_tokens.weight"), &batch.tokens, -1, false, false)?)
+    }
+
+    fn backward_reads_parameters(&self) -> bool {
+        false
     }
 }
 
 struct Block(Llama);
 
 impl Layer for Block {
-    fn forward(&self, parameters: &Parameters<'_>, input: Option<&Tensor>, _: &Batch) -> Result<Tensor> {
+    fn forward(
+        &self,
+        parameters: &Parameters<'_>,
+        input: Option<&Tensor>,
+        _: &Batch,
+        activations: Activations,
+    ) -> Result<Tensor> {
         let x = input.expect("a block has an input");
-        let normed = self.0.norm(x, parameters.get("input_layernorm.weight"))?;
-        let x = x.f_add(&self.attend(parameters, &normed)?)?;
-        let normed = self.0.norm(&x, parameters.get("post_attention_layernorm.weight"))?;
-        Ok(x.f_add(&mlp(parameters, &normed)?)?)
+        let x = x.f_add(&self.attend(parameters, x, activations)?)?;
+        Ok(x.f_add(&self.mlp(parameters, &x, activations)?)?)
     }
 }
 
 impl Block {
-    fn attend(&self, parameters: &Parameters<'_>, x: &Tensor) -> Result<Tensor> {
+    fn attend(&self, parameters: &Parameters<'_>, x: &Tensor, activations: Activations) -> Result<Tensor> {
         let llama = &self.0;
-        let (sequences, positions) = (x.size()[0], x.size()[1]);
-        let heads = |projection: &str, norm: &str| -> Result<Tensor> {
-            let weight = parameters.get(&format!("{projection}.weight"));
-            let bias = parameters.find(&format!("{projection}.bias"));
-            let split = x.f_linear(weight, bias)?.f_view([sequences, positions, -1, llama.head_width as i64])?;
-            let normed = match parameters.find(norm) {
+        let norm = parameters.get("input_layernorm.weight");
+        let normed = llama.norm(x, norm)?;
+        let project = |name: &str| -> Result<Tensor> {
+            let weight = parameters.get(&format!("{name}.weight"));
+            Ok(normed.f_linear(weight, parameters.find(&format!("{name}.bias")))?)
+        };
+        let core = Core {
+            llama: llama.clone(),
+            query: project("self_attn.q_proj")?,
+            key: project("self_attn.k_proj")?,
+            value: project("self_attn.v_proj")?,
+            query_norm: parameters.find("self_attn.q_norm.weight").map(Tensor::shallow_clone),
+            key_norm: parameters.find("self_attn.k_norm.weight").map(Tensor::shallow_clone),
+        };
+        let attended = core.attend()?;
+        let joined = attended.last().expect("attention has an output");
+        let output = joined.f_linear(parameters.get("self_attn.o_proj.weight"), None::<&Tensor>)?;
+        if activations == Activations::Kept {
+            return Ok(output);
+        }
+        let saved: Vec<&Tensor> = attended.iter().chain([&normed]).collect();
+        let (x, norm, core) = (x.detach(), norm.detach(), core.detached());
+        computed_again(output, &saved, move || {
+            let mut again = core.attend()?;
+            again.push(core.llama.norm(&x, &norm)?);
+            Ok(again)
+        })
+    }
+
+    fn mlp(&self, parameters: &Parameters<'_>, x: &Tensor, activations: Activations) -> Result<Tensor> {
+        let llama = &self.0;
+        let linear = |x: &Tensor, name: &str| x.f_linear(parameters.get(name), None::<&Tensor>);
+        let norm = parameters.get("post_attention_layernorm.weight");
+        let normed = llama.norm(x, norm)?;
+        let gate = linear(&normed, "mlp.gate_proj.weight")?;
+        let up = linear(&normed, "mlp.up_proj.weight")?;
+        let opened = gate.f_silu()?;
+        let gated = opened.f_mul(&up)?;
+        let output = linear(&gated, "mlp.down_proj.weight")?;
+        if activations == Activations::Kept {
+            return Ok(output);
+        }
+        let (llama, x, norm, gate, up) = (llama.clone(), x.detach(), norm.detach(), gate.detach(), up.detach());
+        computed_again(output, &[&normed, &opened, &gated], move || {
+            let opened = gate.f_silu()?;
+            let gated = opened.f_mul(&up)?;
+            Ok(vec![llama.norm(&x, &norm)?, opened, gated])
+        })
+    }
+}
+
+/// From the projections to the heads' outputs.
+struct Core {
+    llama: Llama,
+    /// Sequences by positions by heads' widths, as are the next two.
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_norm: Option<Tensor>,
+    key_norm: Option<Tensor>,
+}
+
+impl Core {
+    /// Everything that was computed: query and key as the kernel sees them, expanded or not; the value, if it was expanded;
+    /// and last the output.
+    fn attend(&self) -> Result<Vec<Tensor>> {
+        let llama = &self.llama;
+        let (sequences, positions) = (self.query.size()[0], self.query.size()[1]);
+        let rope = Rope::new(llama, positions, self.query.kind(), self.query.device())?;
+        let heads = |projected: &Tensor, norm: &Option<Tensor>| -> Result<Tensor> {
+            let split = projected.f_view([sequences, positions, -1, llama.head_width as i64])?;
+            let normed = match norm {
                 Some(weight) => llama.norm(&split, weight)?,
                 None => split,
             };
             Ok(normed.f_transpose(1, 2)?)
         };
-        let rope = Rope::new(llama, positions, x.kind(), x.device())?;
-        let query = rope.turn(&heads("self_attn.q_proj", "self_attn.q_norm.weight")?)?;
-        let key = rope.turn(&heads("self_attn.k_proj", "self_attn.k_norm.weight")?)?;
-        let value = heads("self_attn.v_proj", "")?;
-        let seen = attention::causal(&query, &key, &value, llama.window)?;
-        let joined = seen.f_transpose(1, 2)?.f_reshape([sequences, positions, -1])?;
-        Ok(joined.f_linear(parameters.get("self_attn.o_proj.weight"), None::<&Tensor>)?)
+        let query = rope.turn(&heads(&self.query, &self.query_norm)?)?;
+        let key = rope.turn(&heads(&self.key, &self.key_norm)?)?;
+        let value = heads(&self.value, &None)?;
+        let attention::Attended { output, expanded } = attention::causal(&query, &key, &value, llama.window)?;
+        Ok(match expanded {
+            Some([key, value]) => vec![query, key, value, output],
+            None => vec![query, key, output],
+        })
     }
-}
 
-fn mlp(parameters: &Parameters<'_>, x: &Tensor) -> Result<Tensor> {
-    let linear = |x: &Tensor, name: &str| x.f_linear(parameters.get(name), None::<&Tensor>);
-    let gate = linear(x, "mlp.gate_proj.weight")?.f_silu()?;
-    let gated = gate.f_mul(&linear(x, "mlp.up_proj.weight")?)?;
-    Ok(linear(&gated, "mlp.down_proj.weight")?)
+    /// The same without the graph behind it.
+    fn detached(&self) -> Core {
+        let detach = |norm: &Option<Tensor>| norm.as_ref().map(Tensor::detach);
+        Core {
+            llama: self.llama.clone(),
+            query: self.query.detach(),
+            key: self.key.detach(),
+            value: self.value.detach(),
+            query_norm: detach(&self.query_norm),
+            key_norm: detach(&self.key_norm),
+        }
+    }
 }
 
 struct Head(Llama);
 
 impl Layer for Head {
-    fn forward(&self, parameters: &Parameters<'_>, input: Option<&Tensor>, batch: &Batch) -> Result<Tensor> {
+    fn forward(
+        &self,
+        parameters: &Parameters<'_>,
+        input: Option<&Tensor>,
+        batch: &Batch,
+        _: Activations,
+    ) -> Result<Tensor> {
         let x = input.expect("the head has an input");
         let normed = self.0.norm(x, parameters.get("model.norm.weight"))?;
         let weight = parameters.tied().unwrap_or_else(|| parameters.get("lm_head.weight"));

@@ -1,8 +1,8 @@
 //! A model as a chain of units.
 
-use shardwise_torch::tch::Tensor;
+use shardwise_torch::tch::{Device, Tensor};
 
-use crate::Result;
+use crate::{Activations, Error, Result};
 
 /// A model: units that are run one after the other.
 pub struct Model {
@@ -37,6 +37,8 @@ pub struct Parameter {
     pub init: Init,
     /// Whether weight decay applies: to matrices, not to norms and biases.
     pub decays: bool,
+    /// Whether it is trained; [`Model::freeze`] says which are not.
+    pub trainable: bool,
 }
 
 /// How a parameter begins.
@@ -61,11 +63,29 @@ pub struct Batch {
     pub targets: Tensor,
 }
 
+impl Batch {
+    /// The same on a device.
+    pub fn to_device(&self, device: Device) -> Batch {
+        Batch { tokens: self.tokens.to_device(device), targets: self.targets.to_device(device) }
+    }
+}
+
 /// The maths of a unit.
 pub trait Layer: Send {
     /// Its output: hidden states, sequences by positions by width; of the head, the sum of all tokens' losses. The first
     /// unit of a chain reads the batch's tokens, and has no input.
-    fn forward(&self, parameters: &Parameters<'_>, input: Option<&Tensor>, batch: &Batch) -> Result<Tensor>;
+    fn forward(
+        &self,
+        parameters: &Parameters<'_>,
+        input: Option<&Tensor>,
+        batch: &Batch,
+        activations: Activations,
+    ) -> Result<Tensor>;
+
+    /// Whether the backward pass reads the parameters' values. A table that is only looked up in does not need them twice.
+    fn backward_reads_parameters(&self) -> bool {
+        true
+    }
 }
 
 /// A unit's parameters, whole, by name.
@@ -122,6 +142,11 @@ impl Unit {
         self.tied
     }
 
+    /// Whether its backward pass reads the parameters' values.
+    pub fn backward_reads_parameters(&self) -> bool {
+        self.layer.backward_reads_parameters()
+    }
+
     /// The number of elements of its own parameters.
     pub fn elements(&self) -> usize {
         self.parameters.iter().map(Parameter::elements).sum()
@@ -134,10 +159,11 @@ impl Unit {
         tied: Option<&Tensor>,
         input: Option<&Tensor>,
         batch: &Batch,
+        activations: Activations,
     ) -> Result<Tensor> {
         assert_eq!(tensors.len(), self.parameters.len(), "{} is given all of its parameters", self.name);
         assert_eq!(tied.is_some(), self.tied.is_some(), "{} is given what it shares", self.name);
-        self.layer.forward(&Parameters { declared: &self.parameters, tensors, tied }, input, batch)
+        self.layer.forward(&Parameters { declared: &self.parameters, tensors, tied }, input, batch, activations)
     }
 }
 
@@ -145,12 +171,12 @@ impl Parameter {
     /// A matrix, which begins normally distributed and decays.
     pub(crate) fn matrix(name: String, shape: [usize; 2], std: f64) -> Self {
         let shape = shape.map(|size| size as i64).to_vec();
-        Parameter { name, shape, init: Init::Normal { std }, decays: true }
+        Parameter { name, shape, init: Init::Normal { std }, decays: true, trainable: true }
     }
 
     /// A vector, which does not decay.
     pub(crate) fn vector(name: String, len: usize, init: Init) -> Self {
-        Parameter { name, shape: vec![len as i64], init, decays: false }
+        Parameter { name, shape: vec![len as i64], init, decays: false, trainable: true }
     }
 
     /// The number of its elements.
@@ -162,6 +188,22 @@ impl Parameter {
 impl Model {
     pub(crate) fn new(units: Vec<Unit>) -> Self {
         Model { units }
+    }
+
+    /// Keeps parameters as they begin: those whose names begin with one of `prefixes`. Each must name at least one.
+    pub fn freeze<P: AsRef<str>>(&mut self, prefixes: &[P]) -> Result<()> {
+        for prefix in prefixes.iter().map(AsRef::as_ref) {
+            let named = |parameter: &&mut Parameter| parameter.name.starts_with(prefix);
+            let mut parameters = self.units.iter_mut().flat_map(|unit| &mut unit.parameters).filter(named).peekable();
+            if parameters.peek().is_none() {
+                let known = self.units.iter().find_map(|unit| unit.parameters.first());
+                let example = known.map_or("", |parameter| parameter.name.as_str());
+                let problem = format!("no parameter's name begins with '{prefix}'; names are like '{example}'");
+                return Err(Error::Config { key: "frozen", problem });
+            }
+            parameters.for_each(|parameter| parameter.trainable = false);
+        }
+        Ok(())
     }
 
     /// The chain.

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::Command;
 
 use serde_json::{Value, json};
-use shardwise_model::{Batch, Gpt2, IGNORED, Init, Llama, Llama3Rope, Model, head_loss};
+use shardwise_model::{Activations, Batch, Gpt2, IGNORED, Init, Llama, Llama3Rope, Model, head_loss};
 use shardwise_torch::autograd::{self, Graph};
 use shardwise_torch::tch::{Device, Kind, Tensor, manual_seed};
 
@@ -38,7 +38,7 @@ fn run(model: &Model, parameters: &[Vec<Tensor>], batch: &Batch) -> BTreeMap<Str
     let mut x: Option<Tensor> = None;
     for (index, unit) in model.units().iter().enumerate() {
         let tied = unit.tied().map(|tied| &leaves[tied.unit][tied.parameter]);
-        x = Some(unit.forward(&leaves[index], tied, x.as_ref(), batch).unwrap());
+        x = Some(unit.forward(&leaves[index], tied, x.as_ref(), batch, Activations::Kept).unwrap());
     }
     let loss = x.unwrap();
     let inputs: Vec<&Tensor> = leaves.iter().flatten().collect();
@@ -178,6 +178,6 @@ fn wrong_shapes_are_explained() {
     assert!(message(Llama { head_width: 7, ..small() }).contains("head_width: 7 is not a positive even number"));
     let gpt2 = Gpt2::new(101, 8, 36, 1, 6).model().unwrap();
     let parameters = parameters(&gpt2);
-    let error = gpt2.units()[0].forward(&parameters[0], None, None, &batch(101)).unwrap_err();
+    let error = gpt2.units()[0].forward(&parameters[0], None, None, &batch(101), Activations::Kept).unwrap_err();
     assert_eq!(error.to_string(), "positions: sequences have 19 positions, and the model has 8");
 }

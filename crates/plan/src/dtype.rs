@@ -5,6 +5,8 @@ use std::fmt;
 /// The type of one element of a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Dtype {
+    /// IEEE 754 double precision: losses and norms.
+    F64,
     /// IEEE 754 single precision.
     F32,
     /// bfloat16: the upper half of an `F32`.
@@ -19,12 +21,12 @@ pub enum Dtype {
 
 impl Dtype {
     /// Every element type, for tables and tests.
-    pub const ALL: [Dtype; 5] = [Dtype::F32, Dtype::Bf16, Dtype::F16, Dtype::I64, Dtype::U8];
+    pub const ALL: [Dtype; 6] = [Dtype::F64, Dtype::F32, Dtype::Bf16, Dtype::F16, Dtype::I64, Dtype::U8];
 
     /// The size of one element.
     pub const fn bytes(self) -> usize {
         match self {
-            Dtype::I64 => 8,
+            Dtype::F64 | Dtype::I64 => 8,
             Dtype::F32 => 4,
             Dtype::Bf16 | Dtype::F16 => 2,
             Dtype::U8 => 1,
@@ -35,6 +37,7 @@ impl Dtype {
 impl fmt::Display for Dtype {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
+            Dtype::F64 => "f64",
             Dtype::F32 => "f32",
             Dtype::Bf16 => "bf16",
             Dtype::F16 => "f16",

@@ -2,6 +2,8 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <malloc.h>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -66,6 +68,14 @@ bool is_taken(c10::StorageImpl &storage) {
   return storage.nbytes() > 0 && storage._mutable_data_ptr_no_checks().get() == nullptr;
 }
 
+// Memory that is longer than the storage it is in. It remembers its length for the time when it is taken out again.
+struct Longer {
+  c10::DataPtr data;
+  size_t bytes;
+};
+
+void delete_longer(void *longer) { delete static_cast<Longer *>(longer); }
+
 struct Closure : torch::CustomClassHolder {
   Closure(void *data, Backward backward, Drop drop) : data(data), backward(backward), drop(drop) {}
   ~Closure() override { drop(data); }
@@ -129,6 +139,11 @@ Message sw_message_new(const char *text, size_t length) {
 
 void sw_message_free(Message message) { std::free(message); }
 
+size_t sw_malloc_bytes() {
+  struct mallinfo2 info = mallinfo2();
+  return info.uordblks + info.hblkhd;
+}
+
 const char *sw_torch_version() { return TORCH_VERSION; }
 
 Message sw_block_new(int8_t device_type, int8_t device_index, size_t bytes, Block **out) {
@@ -152,7 +167,14 @@ Message sw_storage_take(at::Tensor *tensor, const char *reason, Block **out) {
     TORCH_CHECK(!is_taken(storage), "the storage's memory has been taken already");
     TORCH_CHECK(storage.allocator() != nullptr, "the storage's memory was not made by a libtorch allocator");
     c10::Device device = storage.device();
-    *out = new Block{storage.set_data_ptr(c10::DataPtr(nullptr, device)), storage.allocator(), storage.nbytes()};
+    c10::DataPtr data = storage.set_data_ptr(c10::DataPtr(nullptr, device));
+    size_t bytes = storage.nbytes();
+    if (data.get_deleter() == &delete_longer) {
+      std::unique_ptr<Longer> longer(static_cast<Longer *>(data.release_context()));
+      data = std::move(longer->data);
+      bytes = longer->bytes;
+    }
+    *out = new Block{std::move(data), storage.allocator(), bytes};
     if (storage.nbytes() > 0)
       storage.release_data_and_set_meta_custom_data_ptr_error_msg_(std::string(reason));
   });
@@ -162,12 +184,18 @@ Message sw_storage_put(at::Tensor *tensor, Block *block) {
   return guarded([&] {
     c10::StorageImpl &storage = storage_of(*tensor);
     TORCH_CHECK(is_taken(storage) || storage.nbytes() == 0, "the storage has memory; take it before putting other memory in");
-    TORCH_CHECK(block->bytes == storage.nbytes(), "the storage needs ", storage.nbytes(), " bytes, and the block has ",
+    TORCH_CHECK(block->bytes >= storage.nbytes(), "the storage needs ", storage.nbytes(), " bytes, and the block has ",
                 block->bytes);
     TORCH_CHECK(block->data.device() == storage.device(), "the storage is on ", storage.device().str(),
                 ", and the block is on ", block->data.device().str());
     storage.clear_data_ptr_access_error_msg_();
-    storage.set_data_ptr_noswap(std::move(block->data));
+    if (block->bytes > storage.nbytes()) {
+      void *data = block->data.get();
+      auto *longer = new Longer{std::move(block->data), block->bytes};
+      storage.set_data_ptr_noswap(c10::DataPtr(data, longer, &delete_longer, storage.device()));
+    } else {
+      storage.set_data_ptr_noswap(std::move(block->data));
+    }
     storage.set_allocator(block->allocator);
     delete block;
   });

@@ -50,10 +50,27 @@ impl Block {
     }
 
     /// Takes over a block that the shim made.
-    pub(crate) fn from_raw(raw: *mut ffi::Block, dtype: Dtype) -> Self {
-        let raw = NonNull::new(raw).expect("the shim made a block");
-        // SAFETY: a block of the shim's.
-        let len = unsafe { ffi::sw_block_bytes(raw.as_ptr()) } / dtype.bytes();
+    pub(crate) fn from_raw(raw: *mut ffi::Block, dtype: Dtype, len: usize) -> Self {
+        let block = Block { raw: NonNull::new(raw).expect("the shim made a block"), dtype, len };
+        assert!(len * dtype.bytes() <= block.capacity_bytes(), "{block:?} has the memory of its elements");
+        block
+    }
+
+    /// How much memory the block has; its elements may use less of it.
+    pub fn capacity_bytes(&self) -> usize {
+        // SAFETY: a live block of the shim's.
+        unsafe { ffi::sw_block_bytes(self.raw()) }
+    }
+
+    /// The same memory for `len` elements of a type, with arbitrary contents.
+    ///
+    /// # Panics
+    /// If they do not fit.
+    pub fn reused(self, dtype: Dtype, len: usize) -> Self {
+        let bytes = len.checked_mul(dtype.bytes());
+        assert!(bytes.is_some_and(|bytes| bytes <= self.capacity_bytes()), "{len} × {dtype} do not fit in {self:?}");
+        let raw = self.raw;
+        self.forget();
         Block { raw, dtype, len }
     }
 

@@ -16,6 +16,10 @@ pub unsafe trait Element: Copy + Default + PartialEq + std::fmt::Debug + Send + 
 }
 
 // SAFETY: plain numbers of the sizes that `Dtype::bytes` says; any bits are a number.
+unsafe impl Element for f64 {
+    const DTYPE: Dtype = Dtype::F64;
+}
+// SAFETY: as above.
 unsafe impl Element for f32 {
     const DTYPE: Dtype = Dtype::F32;
 }
@@ -39,6 +43,7 @@ unsafe impl Element for u8 {
 /// libtorch's name of an element type.
 pub fn kind_of(dtype: Dtype) -> Kind {
     match dtype {
+        Dtype::F64 => Kind::Double,
         Dtype::F32 => Kind::Float,
         Dtype::Bf16 => Kind::BFloat16,
         Dtype::F16 => Kind::Half,

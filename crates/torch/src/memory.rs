@@ -1,4 +1,4 @@
-//! A tensor's elements as a Rust slice.
+//! A tensor's elements as a Rust slice, and how much memory there is in use.
 
 use tch::{Device, Tensor};
 
@@ -45,4 +45,10 @@ pub fn exclusive<T: Element>(tensor: &mut Tensor) -> Result<&mut [T]> {
     // SAFETY: contiguous CPU memory of `numel` elements of type T, with one tensor on the storage and one handle to the
     // tensor, which is mutably borrowed for as long as the slice lives.
     Ok(unsafe { std::slice::from_raw_parts_mut(data.as_ptr(), tensor.numel()) })
+}
+
+/// What this process holds of the C library's memory, in which libtorch keeps the tensors of the CPU.
+pub fn allocated_bytes() -> usize {
+    // SAFETY: reads the C library's own books.
+    unsafe { ffi::sw_malloc_bytes() }
 }

@@ -22,11 +22,12 @@ use crate::{Block, Error, Result, dtype_of, ffi};
 /// gets an error with `reason` in it.
 pub fn take(tensor: &Tensor, reason: &str) -> Result<Block> {
     let dtype = dtype_of(tensor.f_kind()?)?;
+    let len = bytes(tensor)? / dtype.bytes();
     let reason = CString::new(reason.replace('\0', " ")).expect("zero bytes were replaced");
     let mut raw = std::ptr::null_mut();
     // SAFETY: a live tensor; `raw` is written where the call succeeds.
     check(unsafe { ffi::sw_storage_take(tensor.as_ptr().cast_mut(), reason.as_ptr(), &mut raw) })?;
-    Ok(Block::from_raw(raw, dtype))
+    Ok(Block::from_raw(raw, dtype, len))
 }
 
 /// A block that a storage did not accept, given back.
@@ -39,7 +40,8 @@ pub struct Refused {
     pub block: Block,
 }
 
-/// Puts memory into a storage whose own has been taken. It must have the storage's size and device.
+/// Puts memory into a storage whose own has been taken. It must be on the storage's device and have at least its
+/// size; a block that is longer is whole again when it is taken out.
 pub fn put(tensor: &Tensor, block: Block) -> std::result::Result<(), Refused> {
     // SAFETY: a live tensor and a live block; where the call succeeds, the block is the storage's.
     match check(unsafe { ffi::sw_storage_put(tensor.as_ptr().cast_mut(), block.raw()) }) {

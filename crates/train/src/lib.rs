@@ -5,9 +5,18 @@
 
 #![forbid(unsafe_code)]
 
+mod fault;
+mod options;
+mod scale;
+mod schedule;
+pub mod start;
 mod step;
 
-pub use step::{Options, Recomputation, Report, Trainer};
+pub use fault::{Fault, OnNotFinite};
+pub use options::{Accumulation, Options, Ranks, Recomputation};
+pub use scale::LossScale;
+pub use schedule::{Kind, Pace, Schedule};
+pub use step::{Report, Trainer};
 
 /// The result of a step.
 pub type Result<T> = std::result::Result<T, Error>;
@@ -57,12 +66,28 @@ pub enum Error {
         /// The step.
         step: u64,
     },
+    /// Options that contradict each other.
+    #[error("{0}")]
+    Options(String),
+    /// Nothing to train.
+    #[error("every parameter is frozen, so there is nothing to train; leave some out of 'frozen'")]
+    AllFrozen,
     /// Numbers that are not finite. The parameters are as they were before the step.
-    #[error("step {step}: the gradients of unit {unit} are not finite; nothing was updated")]
+    #[error("step {step}: {fault}; nothing was updated")]
     NotFinite {
         /// The step.
         step: u64,
-        /// The first unit at fault.
-        unit: String,
+        /// What was first at fault.
+        fault: Fault,
+    },
+    /// Numbers that are not finite, however small the loss scale.
+    #[error("step {step}: {fault}, also with a loss scale of {scale}; f16 will not do here, bf16 or f32 may")]
+    ScaleTooSmall {
+        /// The step.
+        step: u64,
+        /// The scale that would be next.
+        scale: f64,
+        /// What was first at fault.
+        fault: Fault,
     },
 }

@@ -2,57 +2,50 @@
 
 use std::sync::Arc;
 
-use shardwise_comm::Group;
-use shardwise_model::{Batch, IGNORED, Model, Unit, init};
+use shardwise_comm::Reduce;
+use shardwise_model::{Activations, Batch, IGNORED, Model, Parameter, Unit};
 use shardwise_torch::autograd::{self, Graph};
-use shardwise_torch::optim::AdamW;
 use shardwise_torch::tch::{Kind, Tensor, no_grad};
-use shardwise_zero::{Shape, ShardedUnit, Sharding};
+use shardwise_zero::{Bytes, Layout, Pool, Shape, ShardedUnit};
 
-use crate::{Error, Result};
-
-/// How to train.
-#[derive(Clone, Copy, Debug)]
-pub struct Options {
-    /// What is sliced.
-    pub sharding: Sharding,
-    /// With what the parameters begin.
-    pub seed: u64,
-    /// What the backward pass finds of the forward pass.
-    pub recomputation: Recomputation,
-    /// The optimizer's numbers.
-    pub adamw: AdamW,
-    /// The largest norm of all gradients together; larger ones are scaled down to it.
-    pub clip_norm: Option<f64>,
-}
-
-/// What is kept of a unit's forward pass for its backward pass.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Recomputation {
-    /// All that autograd wants.
-    None,
-    /// Its input alone; the rest is computed again. The same numbers, for about a third more work.
-    Full,
-}
+use crate::fault::{Fault, OnNotFinite};
+use crate::scale::Scale;
+use crate::start::Start;
+use crate::{Accumulation, Error, Options, Ranks, Recomputation, Result};
 
 /// What a step did.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Report {
+    /// Which step it was, from one.
+    pub step: u64,
     /// The mean loss of all tokens that count, of all ranks and micro-batches.
     pub loss: f64,
     /// The norm of all gradients together, before clipping.
     pub gradient_norm: f64,
+    /// The learning rate.
+    pub rate: f64,
     /// How many tokens counted.
     pub tokens: u64,
+    /// What the loss was multiplied by for the backward pass.
+    pub loss_scale: f64,
+    /// Why nothing was updated in this step, if nothing was.
+    pub skipped: Option<Fault>,
+    /// How many steps were skipped so far, this one included.
+    pub skipped_so_far: u64,
 }
 
 /// A model in training, as one rank holds it.
 pub struct Trainer {
     model: Model,
     shards: Vec<ShardedUnit>,
-    group: Arc<Group>,
+    pool: Arc<Pool>,
+    ranks: Ranks,
     options: Options,
+    /// The first unit that learns anything; the backward pass ends there.
+    first_trained: usize,
+    scale: Scale,
     steps: u64,
+    skipped: u64,
 }
 
 /// What a unit's forward pass leaves for its backward pass. Each unit has a graph of its own: its input is a leaf.
@@ -63,24 +56,43 @@ struct Passed {
 }
 
 impl Trainer {
-    /// Begins a model from a seed. Each rank makes what it keeps, and nothing else.
-    pub fn new(model: Model, group: Arc<Group>, options: Options) -> Result<Self> {
-        let shard = |unit: &Unit| {
-            let parameters = unit.parameters().iter();
-            let shapes: Vec<Shape> =
-                parameters.map(|p| Shape { dimensions: p.shape.clone(), decays: p.decays }).collect();
-            let mut begin = |parameter: usize, range, elements: &mut [f32]| {
-                init::begin(options.seed, &unit.parameters()[parameter], range, elements);
-            };
-            ShardedUnit::new(unit.name(), &shapes, group.clone(), options.sharding, &mut begin)
+    /// Begins a model. `start` is asked for the elements of parameters that this rank keeps, and for no others.
+    pub fn new(model: Model, ranks: Ranks, options: Options, start: &mut Start<'_>) -> Result<Self> {
+        options.check()?;
+        let pool = Arc::new(Pool::new(options.device));
+        let layout = Layout {
+            groups: ranks.groups.clone(),
+            sharding: options.sharding,
+            precision: options.precision,
+            states: options.optimizer.states(),
+            pool: pool.clone(),
         };
-        let shards = model.units().iter().map(shard).collect::<std::result::Result<_, _>>()?;
-        Ok(Trainer { model, shards, group, options, steps: 0 })
+        let mut shard = |unit: &Unit| {
+            let shape = |p: &Parameter| Shape { dimensions: p.shape.clone(), decays: p.decays, trainable: p.trainable };
+            let shapes: Vec<Shape> = unit.parameters().iter().map(shape).collect();
+            let mut begin =
+                |index: usize, range, elements: &mut [f32]| start(&unit.parameters()[index], range, elements);
+            ShardedUnit::new(unit.name(), &shapes, layout.clone(), &mut begin)
+        };
+        let shards: Vec<ShardedUnit> = model.units().iter().map(&mut shard).collect::<std::result::Result<_, _>>()?;
+        let first_trained = shards.iter().position(ShardedUnit::is_trainable).ok_or(Error::AllFrozen)?;
+        let scale = Scale::new(options.loss_scale);
+        Ok(Trainer { model, shards, pool, ranks, options, first_trained, scale, steps: 0, skipped: 0 })
     }
 
     /// The shards, unit by unit.
     pub fn shards_mut(&mut self) -> &mut [ShardedUnit] {
         &mut self.shards
+    }
+
+    /// What this rank holds of parameters, gradients and optimizer state; and, besides, for use in passing.
+    pub fn bytes(&self) -> (Bytes, usize) {
+        let held = self.shards.iter().map(ShardedUnit::bytes).fold(Bytes::default(), |sum, unit| Bytes {
+            parameters: sum.parameters + unit.parameters,
+            gradients: sum.gradients + unit.gradients,
+            optimizer: sum.optimizer + unit.optimizer,
+        });
+        (held, self.pool.bytes())
     }
 
     // ---- the step -----------------------------------------------------------------------------------------------------
@@ -93,86 +105,122 @@ impl Trainer {
         let counted =
             micro_batches.iter().map(|batch| batch.targets.ne(IGNORED).sum(Kind::Int64).int64_value(&[])).sum();
         let tokens = self.agree_on_batches(counted, micro_batches.len())?;
-        let weight = Tensor::from(1. / tokens as f32);
+        let loss_scale = self.scale.value();
+        let weight = Tensor::from((loss_scale / tokens as f64) as f32).to_device(self.options.device);
 
-        let mut loss = 0.;
+        let (mut loss, mut fault) = (0., None);
         for (index, batch) in micro_batches.iter().enumerate() {
-            let passed = self.forward(batch)?;
-            loss += passed.last().map_or(0., |head| head.output.double_value(&[]));
-            // The last backward pass completes the gradients of unit after unit, and starts to reduce each at once.
+            let batch = batch.to_device(self.options.device);
+            let passed = self.forward(&batch)?;
+            let own = passed.last().map_or(0., |head| head.output.double_value(&[]));
+            fault = fault.or_else(|| self.fault_of_outputs(own, &passed));
+            loss += own;
+            // Gradients are added up here until the last micro-batch, or on the ranks that own them after each. Either way
+            // the backward pass completes those of unit after unit, and starts to reduce each at once.
             let last = index + 1 == micro_batches.len();
-            self.backward(batch, passed, &weight, last)?;
+            let reduce = last || self.options.accumulation == Accumulation::Sharded;
+            self.backward(&batch, passed, &weight, reduce)?;
         }
-
         let mut squares = Vec::new();
         for shard in &mut self.shards {
             shard.finish_reduce()?;
             squares.push(shard.gradient_squares()?);
         }
-        let (loss, gradient_norm) = self.agree(loss, &squares)?;
+        let (loss, scaled_norm) = self.agree(loss, &squares)?;
+        let gradient_norm = scaled_norm / loss_scale;
 
-        if let Some(largest) = self.options.clip_norm.filter(|&largest| gradient_norm > largest) {
+        let pace = self.options.schedule.at(self.steps);
+        let mut skipped = None;
+        if loss.is_finite() && gradient_norm.is_finite() {
+            let clip = self.options.clip_norm.map_or(1., |largest| (largest / gradient_norm).min(1.));
+            let optimizer = self.options.optimizer.at(pace.rate, pace.momentum);
             for shard in &mut self.shards {
-                shard.scale_gradients(largest / gradient_norm)?;
+                shard.update(&optimizer, clip / loss_scale)?;
             }
+            self.scale.went_well();
+        } else {
+            skipped = Some(self.skip(fault)?);
         }
-        for shard in &mut self.shards {
-            shard.update(self.options.adamw)?;
-        }
-        Ok(Report { loss: loss / tokens as f64, gradient_norm, tokens: tokens as u64 })
+        Ok(Report {
+            step: self.steps,
+            loss: loss / tokens as f64,
+            gradient_norm,
+            rate: pace.rate,
+            tokens: tokens as u64,
+            loss_scale,
+            skipped,
+            skipped_so_far: self.skipped,
+        })
     }
 
-    /// From the tokens to the loss, unit by unit. While one computes, the next one's parameters are on their way.
+    /// From the tokens to the loss, unit by unit. While one computes, the next ones' parameters are on their way.
     fn forward(&mut self, batch: &Batch) -> Result<Vec<Passed>> {
         let mut passed: Vec<Passed> = Vec::with_capacity(self.shards.len());
         for index in 0..self.shards.len() {
             self.gather(index)?;
-            self.begin_gather(index + 1)?;
-            let input = passed.last().map(|before| before.output.detach().set_requires_grad(true));
-            let output = match self.options.recomputation {
-                Recomputation::None => self.compute(index, input.as_ref(), batch)?,
-                Recomputation::Full => no_grad(|| self.compute(index, input.as_ref(), batch))?,
+            for next in index + 1..=index + self.options.units_in_flight {
+                self.begin_gather(next)?;
+            }
+            let learns = index > self.first_trained;
+            let input = passed.last().map(|before| before.output.detach().set_requires_grad(learns));
+            let output = match self.is_computed_again(index) || index < self.first_trained {
+                true => no_grad(|| self.compute(index, input.as_ref(), batch, Activations::Kept))?,
+                false => self.compute(index, input.as_ref(), batch, self.options.recomputation.activations())?,
             };
-            self.release(index)?;
+            // The last unit's backward pass is next.
+            if index + 1 < self.shards.len() {
+                self.release(index)?;
+            }
             passed.push(Passed { input, output });
         }
         Ok(passed)
     }
 
-    /// From the loss back to the tokens, leaving gradients behind. While one unit computes, the one before it is gathered and
-    /// those after it are reduced.
+    /// From the loss back to the first unit that learns, leaving gradients behind. While one unit computes, those before it
+    /// are gathered and those after it are reduced.
     fn backward(&mut self, batch: &Batch, passed: Vec<Passed>, weight: &Tensor, reduce: bool) -> Result<()> {
         let mut output_grad = weight.shallow_clone();
-        for (index, Passed { input, output }) in passed.into_iter().enumerate().rev() {
-            self.gather(index)?;
-            if index > 0 {
-                self.begin_gather(index - 1)?;
+        for (index, Passed { input, output }) in passed.into_iter().enumerate().skip(self.first_trained).rev() {
+            let reads = self.model.units()[index].backward_reads_parameters();
+            if reads {
+                self.gather(index)?;
             }
-            let output = match self.options.recomputation {
-                Recomputation::None => output,
-                Recomputation::Full => self.compute(index, input.as_ref(), batch)?,
+            for next in (self.first_trained..index).rev().take(self.options.units_in_flight) {
+                if self.model.units()[next].backward_reads_parameters() {
+                    self.begin_gather(next)?;
+                }
+            }
+            let output = match self.is_computed_again(index) {
+                true => self.compute(index, input.as_ref(), batch, Activations::Kept)?,
+                false => output,
             };
-            let (own, tied) = (self.shards[index].parameters(), self.tied(index));
-            let inputs: Vec<&Tensor> = own.iter().chain(tied).chain(&input).collect();
+            let trained = self.trained(index);
+            let tensors = trained.iter().map(|&(unit, parameter)| &self.shards[unit].parameters()[parameter]);
+            let inputs: Vec<&Tensor> = tensors.chain(&input).filter(|tensor| tensor.requires_grad()).collect();
             let mut grads = autograd::grad(&[&output], &[Some(&output_grad)], &inputs, Graph::Free)
                 .map_err(|error| Error::Backward { unit: self.shards[index].name().to_string(), error })?
                 .into_iter();
-            let own_grads: Vec<Option<Tensor>> = grads.by_ref().take(own.len()).collect();
-            let tied_grad = tied.is_some().then(|| grads.next().flatten()).flatten();
-            let input_grad = grads.next().flatten();
             drop(output);
-            self.release(index)?;
-
-            self.shards[index].add_gradients(own_grads)?;
-            if let (Some(tied), Some(grad)) = (self.model.units()[index].tied(), tied_grad) {
-                self.shards[tied.unit].add_gradient(tied.parameter, &grad)?;
+            if reads {
+                self.release(index)?;
+            }
+            for (&(unit, parameter), grad) in trained.iter().zip(grads.by_ref()) {
+                if let Some(grad) = grad {
+                    self.shards[unit].add_gradient(parameter, &grad)?;
+                }
+            }
+            if let Some(input_grad) = grads.next().flatten() {
+                output_grad = input_grad;
             }
             if reduce {
                 self.shards[index].begin_reduce()?;
+                if let Some(earlier) = self.shards.get_mut(index + self.options.units_in_flight) {
+                    earlier.settle_reduce()?;
+                }
             }
-            if let Some(grad) = input_grad {
-                output_grad = grad;
-            }
+        }
+        if reduce && self.options.accumulation == Accumulation::Sharded {
+            self.shards.iter_mut().try_for_each(ShardedUnit::finish_reduce)?;
         }
         Ok(())
     }
@@ -180,34 +228,50 @@ impl Trainer {
     // ---- its parts ----------------------------------------------------------------------------------------------------
 
     /// A unit's output.
-    fn compute(&self, index: usize, input: Option<&Tensor>, batch: &Batch) -> Result<Tensor> {
+    fn compute(&self, index: usize, input: Option<&Tensor>, batch: &Batch, activations: Activations) -> Result<Tensor> {
         let unit = &self.model.units()[index];
-        unit.forward(self.shards[index].parameters(), self.tied(index), input, batch)
+        let tied = unit.tied().map(|tied| &self.shards[tied.unit].parameters()[tied.parameter]);
+        unit.forward(self.shards[index].parameters(), tied, input, batch, activations)
             .map_err(|error| Error::Model { unit: unit.name().to_string(), error })
     }
 
-    /// The parameter that a unit uses of another one.
-    fn tied(&self, index: usize) -> Option<&Tensor> {
-        let tied = self.model.units()[index].tied()?;
-        Some(&self.shards[tied.unit].parameters()[tied.parameter])
+    /// Whether a unit's graph is made in the backward pass. It is not where that would save nothing: in the last unit, whose
+    /// backward pass follows at once, and where the graph holds next to nothing.
+    fn is_computed_again(&self, index: usize) -> bool {
+        self.options.recomputation == Recomputation::Full
+            && index + 1 < self.shards.len()
+            && self.model.units()[index].backward_reads_parameters()
     }
 
-    /// Starts to make a unit's parameters whole, if there is such a unit.
+    /// The parameters that a unit's backward pass has gradients for, as unit and place: its own, and the one that it uses of
+    /// another unit.
+    fn trained(&self, index: usize) -> Vec<(usize, usize)> {
+        let own = (0..self.shards[index].parameters().len()).map(|parameter| (index, parameter));
+        let tied = self.model.units()[index].tied().map(|tied| (tied.unit, tied.parameter));
+        own.chain(tied)
+            .filter(|&(unit, parameter)| self.model.units()[unit].parameters()[parameter].trainable)
+            .collect()
+    }
+
+    /// Starts to make a unit's parameters whole, with the one that it uses of another unit; if there is such a unit.
     fn begin_gather(&mut self, index: usize) -> Result<()> {
-        match self.shards.get_mut(index) {
-            Some(shard) => Ok(shard.begin_gather()?),
-            None => Ok(()),
+        let Some(unit) = self.model.units().get(index) else { return Ok(()) };
+        if let Some(tied) = unit.tied() {
+            self.shards[tied.unit].begin_gather()?;
         }
+        Ok(self.shards[index].begin_gather()?)
     }
 
-    /// Makes a unit's parameters whole, with the one that it uses of another unit.
+    /// Makes them whole.
     fn gather(&mut self, index: usize) -> Result<()> {
+        self.begin_gather(index)?;
         if let Some(tied) = self.model.units()[index].tied() {
             self.shards[tied.unit].gather()?;
         }
         Ok(self.shards[index].gather()?)
     }
 
+    /// Gives their memory back.
     fn release(&mut self, index: usize) -> Result<()> {
         if let Some(tied) = self.model.units()[index].tied() {
             self.shards[tied.unit].release()?;
@@ -217,9 +281,9 @@ impl Trainer {
 
     /// The number of tokens that count on all ranks. All ranks must have as many micro-batches: they gather together.
     fn agree_on_batches(&self, counted: i64, micro_batches: usize) -> Result<i64> {
-        let step = self.steps;
+        let (step, world) = (self.steps, &self.ranks.world);
         let own = vec![counted, micro_batches as i64];
-        let (own, all) = self.group.all_gather("tokens", own, vec![0i64; 2 * self.group.size()]).wait()?;
+        let (own, all) = world.all_gather("tokens", own, vec![0i64; 2 * world.size()]).wait()?;
         if let Some(rank) = all.chunks_exact(2).position(|other| other[1] != own[1] || other[1] == 0) {
             return Err(Error::MicroBatches { step, rank, theirs: all[2 * rank + 1], ours: own[1] });
         }
@@ -232,20 +296,60 @@ impl Trainer {
     /// The sum of all ranks' losses, and the norm of all gradients, from every rank's sums of squares per unit. Both are added
     /// in f64, in rank order.
     fn agree(&self, loss: f64, squares: &[f64]) -> Result<(f64, f64)> {
-        let own: Vec<u8> = std::iter::once(&loss).chain(squares).flat_map(|number| number.to_le_bytes()).collect();
-        let len = own.len();
-        let all = vec![0u8; len * self.group.size()];
-        let (_, all) = self.group.all_gather("loss and norm", own, all).wait()?;
-        let numbers: Vec<f64> =
-            all.chunks_exact(8).map(|bytes| f64::from_le_bytes(bytes.try_into().expect("eight bytes"))).collect();
-        let rank_of = |rank: usize| &numbers[rank * (1 + squares.len())..(rank + 1) * (1 + squares.len())];
-        let total = |place: usize| (0..self.group.size()).map(|rank| rank_of(rank)[place]).sum::<f64>();
-        for (unit, place) in self.model.units().iter().zip(1..) {
-            if !total(place).is_finite() {
-                return Err(Error::NotFinite { step: self.steps, unit: unit.name().to_string() });
-            }
+        let own: Vec<f64> = std::iter::once(loss).chain(squares.iter().copied()).collect();
+        let all = self.ranks.world.all_reduce("loss and norm", Reduce::Sum, own).wait()?;
+        // Every replica has counted the same gradients.
+        let replicas = self.ranks.groups.replicate.size() as f64;
+        Ok((all[0], (all[1..].iter().sum::<f64>() / replicas).sqrt()))
+    }
+
+    // ---- numbers that are not finite ----------------------------------------------------------------------------------
+
+    /// The first unit whose output is not finite on this rank, if the loss is not.
+    fn fault_of_outputs(&self, loss: f64, passed: &[Passed]) -> Option<usize> {
+        let is_finite = |passed: &Passed| passed.output.isfinite().all().int64_value(&[]) != 0;
+        if loss.is_finite() { None } else { passed.iter().position(|passed| !is_finite(passed)) }
+    }
+
+    /// Leaves the gradients unused, and finds out where the fault is: an error, or a reason to go on without this step.
+    fn skip(&mut self, own_output: Option<usize>) -> Result<Fault> {
+        let world = &self.ranks.world;
+        let units = self.shards.len();
+        // Of the ranks' faults, the one that came first in the order of the computation.
+        let first = |own: Option<usize>| -> Result<Option<(usize, usize)>> {
+            let key = |own: usize| (own * world.size() + world.rank()) as i64;
+            let key = own.map_or(i64::MIN, |own| -key(own));
+            let first = world.all_reduce("fault", Reduce::Max, vec![key]).wait()?[0];
+            let split = |key: usize| (key / world.size(), key % world.size());
+            Ok((first != i64::MIN).then(|| split(-first as usize)))
+        };
+        let fault = if let Some((unit, rank)) = first(own_output)? {
+            let parameter = first(self.shards[unit].first_parameter_not_finite()?)?.map(|(parameter, _)| parameter);
+            Fault::Output { unit: self.shards[unit].name().to_string(), rank, parameter: self.named(unit, parameter) }
+        } else {
+            let unit = self.shards.iter().rev().map(|shard| Ok(shard.first_not_finite()?.is_some()));
+            let own = unit.collect::<Result<Vec<bool>>>()?.into_iter().position(|at_fault| at_fault);
+            let unit = first(own)?.map(|(from_last, _)| units - 1 - from_last);
+            let parameter = match unit {
+                Some(unit) => first(self.shards[unit].first_not_finite()?)?.map(|(parameter, _)| parameter),
+                None => None,
+            };
+            let unit_name = unit.map_or("no single unit", |unit| self.shards[unit].name()).to_string();
+            Fault::Gradient { unit: unit_name, parameter: unit.and_then(|unit| self.named(unit, parameter)) }
+        };
+        self.shards.iter_mut().try_for_each(ShardedUnit::discard_gradients)?;
+        let step = self.steps;
+        if self.options.on_not_finite == OnNotFinite::Stop {
+            return Err(Error::NotFinite { step, fault });
         }
-        let all_squares: f64 = (1..=squares.len()).map(total).sum();
-        Ok((total(0), all_squares.sqrt()))
+        self.skipped += 1;
+        match self.scale.went_wrong() {
+            true => Ok(fault),
+            false => Err(Error::ScaleTooSmall { step, scale: self.scale.value(), fault }),
+        }
+    }
+
+    fn named(&self, unit: usize, parameter: Option<usize>) -> Option<String> {
+        Some(self.model.units()[unit].parameters()[parameter?].name.clone())
     }
 }

@@ -11,10 +11,9 @@ use std::time::Duration;
 use shardwise_comm::mpi;
 use shardwise_harness::{Launch, ranks};
 use shardwise_model::{Batch, Gpt2, IGNORED, Llama, Model};
-use shardwise_torch::optim::AdamW;
 use shardwise_torch::tch::{Device, Kind, Tensor};
-use shardwise_train::{Options, Recomputation, Trainer};
-use shardwise_zero::Sharding;
+use shardwise_train::{Options, Ranks, Recomputation, Schedule, Trainer, start};
+use shardwise_zero::{AdamW, Optimizer, Sharding};
 
 const VOCABULARY: i64 = 101;
 const STEPS: i64 = 50;
@@ -78,14 +77,14 @@ fn oracle(name: &str, family: &str, model: &Model, initial: &[Tensor]) -> Vec<[f
 fn agrees(name: &str, family: &str, model: impl Fn() -> Model) {
     let group = Arc::new(mpi::world(mpi::Options { time_limit: Duration::from_secs(100) }).unwrap());
     assert_eq!(group.size() as i64, RANKS);
+    let sharding = Sharding::stage(3).unwrap();
     let options = Options {
-        sharding: Sharding::stage(3).unwrap(),
         recomputation: Recomputation::Full,
-        seed: 11,
-        adamw: ADAMW,
         clip_norm: Some(CLIP_NORM),
+        ..Options::new(sharding, Optimizer::AdamW(ADAMW), Schedule::constant(ADAMW.rate))
     };
-    let mut trainer = Trainer::new(model(), group.clone(), options).unwrap();
+    let ranks = Ranks::sharded(group.clone());
+    let mut trainer = Trainer::new(model(), ranks, options, &mut start::from_seed(11)).unwrap();
     let mut initial = Vec::new();
     for shard in trainer.shards_mut() {
         shard.gather().unwrap();

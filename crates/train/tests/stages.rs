@@ -5,13 +5,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use shardwise_comm::{Group, Verb, mpi};
+use shardwise_comm::{Group, mpi};
 use shardwise_harness::{Launch, ranks};
 use shardwise_model::{Batch, Gpt2, IGNORED, Llama, Model};
-use shardwise_torch::optim::AdamW;
+use shardwise_plan::Dtype;
 use shardwise_torch::tch::{Device, Kind, Tensor};
-use shardwise_train::{Options, Recomputation, Trainer};
-use shardwise_zero::Sharding;
+use shardwise_train::{Accumulation, LossScale, OnNotFinite, Options, Ranks, Recomputation, Schedule, Trainer, start};
+use shardwise_zero::{AdamW, Lamb, Optimizer, Precision, Sgd, Sharding};
 
 const VOCABULARY: i64 = 101;
 
@@ -26,13 +26,21 @@ fn gpt2() -> Model {
 }
 
 fn options(stage: u8, recomputation: Recomputation) -> Options {
+    let adamw = AdamW { rate: 0., beta1: 0.9, beta2: 0.95, weight_decay: 0.1, epsilon: 1e-8 };
+    let sharding = Sharding::stage(stage).unwrap();
     Options {
-        sharding: Sharding::stage(stage).unwrap(),
         recomputation,
-        seed: 5,
-        adamw: AdamW { rate: 3e-3, beta1: 0.9, beta2: 0.95, weight_decay: 0.1, epsilon: 1e-8 },
         clip_norm: Some(0.5),
+        ..Options::new(sharding, Optimizer::AdamW(adamw), Schedule::constant(3e-3))
     }
+}
+
+fn world() -> Arc<Group> {
+    Arc::new(mpi::world(mpi::Options { time_limit: Duration::from_secs(60) }).unwrap())
+}
+
+fn trainer(model: Model, ranks: &Ranks, options: Options) -> Trainer {
+    Trainer::new(model, ranks.clone(), options, &mut start::from_seed(5)).unwrap()
 }
 
 /// Micro-batch `micro` of a step, as its global number says: the same whoever trains on it. Some targets do not count.
@@ -45,92 +53,261 @@ fn batch(step: i64, micro: i64) -> Batch {
 }
 
 /// Losses, norms and final parameters, as bits.
-fn train(model: Model, group: &Arc<Group>, options: Options, steps: i64, micro: i64) -> (Vec<u64>, Vec<u32>) {
-    let mut trainer = Trainer::new(model, group.clone(), options).unwrap();
+type Bits = (Vec<u64>, Vec<u32>);
+
+fn train(model: Model, ranks: &Ranks, options: Options, steps: i64, micro: i64) -> Bits {
+    let mut trainer = trainer(model, ranks, options);
     let mut numbers = Vec::new();
-    let (rank, size) = (group.rank() as i64, group.size() as i64);
+    let (rank, size) = (ranks.world.rank() as i64, ranks.world.size() as i64);
     for step in 0..steps {
         let batches: Vec<Batch> = (0..micro).map(|index| batch(step, index * size + rank)).collect();
         let report = trainer.step(&batches).unwrap();
         numbers.extend([report.loss.to_bits(), report.gradient_norm.to_bits()]);
     }
+    (numbers, parameters(&mut trainer))
+}
+
+fn parameters(trainer: &mut Trainer) -> Vec<u32> {
     let mut parameters = Vec::new();
     for shard in trainer.shards_mut() {
         shard.gather().unwrap();
         for tensor in shard.parameters() {
-            parameters.extend(
-                Vec::<f32>::try_from(tensor.detach().contiguous().view(-1)).unwrap().iter().map(|x| x.to_bits()),
-            );
+            let elements = tensor.detach().to_kind(Kind::Float).contiguous().view(-1);
+            parameters.extend(Vec::<f32>::try_from(elements).unwrap().iter().map(|x| x.to_bits()));
         }
+        shard.release().unwrap();
     }
-    (numbers, parameters)
+    parameters
 }
 
+fn assert_learns(bits: &Bits) {
+    let (first, last) = (f64::from_bits(bits.0[0]), f64::from_bits(bits.0[bits.0.len() - 2]));
+    assert!(last < 0.9 * first, "it learns: {first} to {last}");
+}
+
+const RECOMPUTATIONS: [Recomputation; 3] = [Recomputation::None, Recomputation::Selective, Recomputation::Full];
+
 fn same_bits(size: usize) {
-    let group = Arc::new(mpi::world(mpi::Options { time_limit: Duration::from_secs(60) }).unwrap());
-    assert_eq!(group.size(), size);
+    let ranks = Ranks::sharded(world());
+    assert_eq!(ranks.world.size(), size);
     let every = |run: &dyn Fn(Options, &str)| {
         for stage in [0, 1, 2, 3] {
-            for recomputation in [Recomputation::None, Recomputation::Full] {
+            for recomputation in RECOMPUTATIONS {
                 run(options(stage, recomputation), &format!("stage {stage}, recomputation {recomputation:?}"));
             }
         }
     };
     for micro in [1, 4] {
-        let expected = train(llama(), &group, options(0, Recomputation::None), 50, micro);
-        let first = f64::from_bits(expected.0[0]);
-        let last = f64::from_bits(expected.0[expected.0.len() - 2]);
-        assert!(last < 0.8 * first, "it learns: {first} to {last}");
+        let expected = train(llama(), &ranks, options(0, Recomputation::None), 50, micro);
+        assert_learns(&expected);
+        // The first of these is the same setting a second time.
         every(&|options, what| {
-            let found = train(llama(), &group, options, 50, micro);
+            let found = train(llama(), &ranks, options, 50, micro);
             assert!(found.0 == expected.0, "{what}, {micro} micro-batches: other losses or norms");
             assert!(found.1 == expected.1, "{what}, {micro} micro-batches: other parameters");
         });
     }
-    let expected = train(gpt2(), &group, options(0, Recomputation::None), 20, 2);
-    every(&|options, what| assert!(train(gpt2(), &group, options, 20, 2) == expected, "GPT-2, {what}"));
+    let expected = train(gpt2(), &ranks, options(0, Recomputation::None), 20, 2);
+    every(&|options, what| assert!(train(gpt2(), &ranks, options, 20, 2) == expected, "GPT-2, {what}"));
+    for precision in [Precision::BF16, Precision { gradients: Dtype::Bf16, ..Precision::BF16 }] {
+        let narrow = |options: Options| Options { precision, ..options };
+        let expected = train(llama(), &ranks, narrow(options(0, Recomputation::None)), 50, 2);
+        assert_learns(&expected);
+        every(&|options, what| {
+            assert!(train(llama(), &ranks, narrow(options), 50, 2) == expected, "{precision:?}, {what}")
+        });
+    }
 }
 
 #[test]
 fn stages_give_the_same_bits_on_2_ranks() {
-    ranks!(Launch::ranks(2).limit(Duration::from_secs(300)), || same_bits(2));
+    ranks!(Launch::ranks(2).limit(Duration::from_secs(500)), || same_bits(2));
 }
 
 #[test]
 fn stages_give_the_same_bits_on_3_ranks() {
-    ranks!(Launch::ranks(3).limit(Duration::from_secs(300)), || same_bits(3));
+    ranks!(Launch::ranks(3).limit(Duration::from_secs(500)), || same_bits(3));
 }
 
 #[test]
 fn stages_give_the_same_bits_on_4_ranks() {
-    ranks!(Launch::ranks(4).limit(Duration::from_secs(300)), || same_bits(4));
+    ranks!(Launch::ranks(4).limit(Duration::from_secs(500)), || same_bits(4));
 }
 
 #[test]
-fn traffic_is_the_theory() {
-    ranks!(4, || {
-        let group = Arc::new(mpi::world(mpi::Options { time_limit: Duration::from_secs(60) }).unwrap());
-        let elements = llama().elements() as f64;
-        for stage in [0, 1, 2, 3] {
-            let mut trainer = Trainer::new(llama(), group.clone(), options(stage, Recomputation::None)).unwrap();
-            group.meter().reset();
-            trainer.step(&[batch(0, group.rank() as i64)]).unwrap();
-            // The last gathers of stages 1 and 2 are finished by the next use.
-            trainer.shards_mut().iter_mut().for_each(|shard| shard.gather().unwrap());
-            if stage == 3 {
-                // That was one more than the step's own.
-                let extra = elements * 3. / 4.;
-                let sent =
-                    group.meter().total(|tally| tally.verb != Verb::Barrier && &*tally.label != "tokens").elements
-                        as f64;
-                assert!((sent - extra - 3. * extra).abs() < 0.01 * sent, "stage 3 sent {sent}");
-                continue;
+fn replicas_optimizers_and_units_in_flight_change_no_bit_between_stages() {
+    ranks!(Launch::ranks(4).limit(Duration::from_secs(300)), || {
+        let world = world();
+        let sharded = Ranks::sharded(world.clone());
+        let hybrid = Ranks::hybrid(world, 2).unwrap();
+        assert_eq!((hybrid.groups.shard.size(), hybrid.groups.replicate.size()), (2, 2));
+        let sgd = Sgd { rate: 0., momentum: 0.9, weight_decay: 0.01 };
+        let lamb = Lamb { rate: 0., beta1: 0.9, beta2: 0.99, weight_decay: 0.05, epsilon: 1e-6 };
+        let with =
+            |optimizer, rate| move |options| Options { optimizer, schedule: Schedule::constant(rate), ..options };
+        let same = |what: &str, ranks: &Ranks, change: &dyn Fn(Options) -> Options| -> Bits {
+            let bits = |stage| train(llama(), ranks, change(options(stage, Recomputation::None)), 30, 2);
+            let expected = bits(0);
+            assert_learns(&expected);
+            (1..4).for_each(|stage| assert!(bits(stage) == expected, "{what}, stage {stage}"));
+            expected
+        };
+        let plain = same("plain", &sharded, &|options| options);
+        let two = same("two replicas", &hybrid, &|options| options);
+        // Another order of summation, but the same sums.
+        let near = |a: u64, b: u64| (f64::from_bits(a) / f64::from_bits(b) - 1.).abs() < 1e-3;
+        assert!(plain.0.iter().zip(&two.0).all(|(&a, &b)| near(a, b)), "replicas give the same losses");
+        let five = same("five units in flight", &sharded, &|options| Options { units_in_flight: 5, ..options });
+        assert!(plain == five, "how many units are in flight changes nothing");
+        same("SGD", &sharded, &with(Optimizer::Sgd(sgd), 0.3));
+        same("LAMB", &sharded, &with(Optimizer::Lamb(lamb), 0.02));
+        same("LAMB on two replicas", &hybrid, &with(Optimizer::Lamb(lamb), 0.02));
+    });
+}
+
+#[test]
+fn sharded_accumulation_gives_the_same_sums() {
+    ranks!(Launch::ranks(3).limit(Duration::from_secs(200)), || {
+        let ranks = Ranks::sharded(world());
+        let with = |accumulation, stage| {
+            let options = Options { accumulation, ..options(stage, Recomputation::None) };
+            train(llama(), &ranks, options, 30, 4)
+        };
+        let whole = with(Accumulation::Whole, 3);
+        let sharded = with(Accumulation::Sharded, 3);
+        assert!(with(Accumulation::Sharded, 2) == sharded, "stages 2 and 3 add in the same order");
+        let near = |(&a, &b): (&u64, &u64)| (f64::from_bits(a) / f64::from_bits(b) - 1.).abs() < 1e-3;
+        assert!(whole.0.iter().zip(&sharded.0).all(near), "the sums are the same, if not to the last bit");
+        let refused = Options { accumulation: Accumulation::Sharded, ..options(1, Recomputation::None) };
+        let error = Trainer::new(llama(), ranks.clone(), refused, &mut start::from_seed(5)).err().unwrap();
+        assert!(error.to_string().contains("use stage 2 or 3"), "{error}");
+    });
+}
+
+#[test]
+fn frozen_parameters_stay_and_cost_nothing() {
+    ranks!(3, || {
+        let ranks = Ranks::sharded(world());
+        let frozen = |prefixes: &[&str]| {
+            let mut model = llama();
+            model.freeze(prefixes).unwrap();
+            model
+        };
+        // Units without, with some, and with nothing but frozen parameters.
+        for prefixes in [
+            &["model.embed_tokens", "model.layers.0.", "model.layers.1.self_attn"][..],
+            &["model.layers.1.", "lm_head"][..],
+        ] {
+            let bits = |stage, recomputation| train(frozen(prefixes), &ranks, options(stage, recomputation), 30, 2);
+            let expected = bits(0, Recomputation::None);
+            assert_learns(&expected);
+            for stage in 0..4 {
+                for recomputation in RECOMPUTATIONS {
+                    assert!(bits(stage, recomputation) == expected, "{prefixes:?} stage {stage} {recomputation:?}");
+                }
             }
-            let sent = group.meter().total(|tally| {
-                tally.label.starts_with("block") || &*tally.label == "head" || &*tally.label == "embedding"
-            });
-            let theory = 2. * elements * 3. / 4.;
-            assert!((sent.elements as f64 - theory).abs() < 0.005 * theory, "stage {stage} sent {}", sent.elements);
+            let begun = parameters(&mut trainer(llama(), &ranks, options(0, Recomputation::None)));
+            let mut place = 0;
+            for parameter in frozen(prefixes).units().iter().flat_map(|unit| unit.parameters()) {
+                let range = place..place + parameter.elements();
+                let same = expected.1[range.clone()] == begun[range];
+                assert_eq!(same, !parameter.trainable, "{}", parameter.name);
+                place += parameter.elements();
+            }
+        }
+        let trained = |model: &Model| -> usize {
+            let parameters = model.units().iter().flat_map(|unit| unit.parameters());
+            parameters.filter(|parameter| parameter.trainable).map(|parameter| parameter.elements()).sum()
+        };
+        let model = frozen(&["model.embed_tokens"]);
+        let (elements, all) = (trained(&model), model.elements());
+        let (bytes, _) = trainer(model, &ranks, options(0, Recomputation::None)).bytes();
+        assert_eq!((bytes.parameters, bytes.optimizer), (4 * all, 8 * elements));
+        let error = llama().freeze(&["model.layer.0"]).unwrap_err().to_string();
+        assert!(error.contains("no parameter's name begins with 'model.layer.0'"), "{error}");
+        let all_frozen = Trainer::new(
+            frozen(&["model.", "lm_head"]),
+            ranks.clone(),
+            options(3, Recomputation::None),
+            &mut start::from_seed(5),
+        );
+        assert!(all_frozen.err().unwrap().to_string().contains("nothing to train"));
+    });
+}
+
+#[test]
+fn sixteen_ranks_train_like_one() {
+    ranks!(Launch::ranks(16).limit(Duration::from_secs(300)), || {
+        let ranks = Ranks::sharded(world());
+        let alone = Ranks::sharded(Arc::new(shardwise_comm::single::group()));
+        let mut together = trainer(llama(), &ranks, options(3, Recomputation::None));
+        let mut single = trainer(llama(), &alone, options(0, Recomputation::None));
+        for step in 0..20 {
+            let own = batch(step, ranks.world.rank() as i64);
+            let all: Vec<Batch> = (0..16).map(|index| batch(step, index)).collect();
+            let (found, expected) = (together.step(&[own]).unwrap(), single.step(&all).unwrap());
+            let near = |a: f64, b: f64| (a / b - 1.).abs() < 1e-5;
+            assert!(near(found.loss, expected.loss), "step {step}: {found:?} {expected:?}");
+            assert!(near(found.gradient_norm, expected.gradient_norm), "step {step}: {found:?} {expected:?}");
+        }
+    });
+}
+
+/// Sets elements of a parameter through the start: what a corrupted checkpoint would do.
+fn spoiled(
+    parameter_name: &'static str,
+    value: f32,
+) -> impl FnMut(&shardwise_model::Parameter, std::ops::Range<usize>, &mut [f32]) -> Result<(), shardwise_zero::StartError>
+{
+    let mut seed = start::from_seed(5);
+    move |parameter, range, elements| {
+        seed(parameter, range.clone(), elements)?;
+        if parameter.name == parameter_name && range.contains(&7) {
+            elements[7 - range.start] = value;
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn numbers_that_are_not_finite_are_named_and_follow_the_policy() {
+    ranks!(3, || {
+        let ranks = Ranks::sharded(world());
+        let own = || batch(0, ranks.world.rank() as i64);
+        for stage in 0..4 {
+            let options = options(stage, Recomputation::Full);
+            let name = "model.layers.1.mlp.up_proj.weight";
+            let mut trainer = Trainer::new(llama(), ranks.clone(), options, &mut spoiled(name, f32::NAN)).unwrap();
+            for step in 1..3 {
+                let error = trainer.step(&[own()]).unwrap_err().to_string();
+                assert_eq!(
+                    error,
+                    format!(
+                        "step {step}: the output of unit block.1 on rank 0 is not finite, as is its parameter {name}; nothing \
+                         was updated"
+                    )
+                );
+            }
+            // Finite parameters, but an infinite gradient: f16 overflows on the way back, not on the way there.
+            let skipping = Options {
+                precision: Precision::F16,
+                loss_scale: LossScale::Dynamic { initial: 1e9, patience: 5 },
+                on_not_finite: OnNotFinite::Skip,
+                ..options
+            };
+            let mut trainer = self::trainer(llama(), &ranks, skipping);
+            let before = parameters(&mut trainer);
+            let first = trainer.step(&[own()]).unwrap();
+            let fault = first.skipped.expect("the scale is too large").to_string();
+            assert!(fault.contains("is not finite") && fault.starts_with("the gradient of "), "{fault}");
+            assert!(first.loss.is_finite() && first.skipped_so_far == 1, "the loss of a skipped step is still told");
+            assert_eq!(parameters(&mut trainer), before, "a skipped step changes nothing");
+            let reports: Vec<_> = (1..60).map(|step| trainer.step(&[batch(step, 0)]).unwrap()).collect();
+            let last = reports.last().unwrap();
+            assert!(last.skipped_so_far > 2 && last.skipped_so_far < 30, "{last:?}");
+            assert!(last.loss < 0.8 * first.loss, "it learns after all: {} to {}", first.loss, last.loss);
+            let rises = reports.windows(2).filter(|pair| pair[1].loss_scale == 2. * pair[0].loss_scale).count();
+            assert!(rises > 1, "the scale rises again");
         }
     });
 }
@@ -138,16 +315,16 @@ fn traffic_is_the_theory() {
 #[test]
 fn uneven_batches_equal_one_big_batch() {
     ranks!(3, || {
-        let group = Arc::new(mpi::world(mpi::Options { time_limit: Duration::from_secs(60) }).unwrap());
-        let alone = Arc::new(shardwise_comm::single::group());
-        let size = group.size() as i64;
-        let mut together = Trainer::new(llama(), group.clone(), options(3, Recomputation::None)).unwrap();
-        let mut single = Trainer::new(llama(), alone, options(0, Recomputation::None)).unwrap();
+        let ranks = Ranks::sharded(world());
+        let alone = Ranks::sharded(Arc::new(shardwise_comm::single::group()));
+        let size = ranks.world.size() as i64;
+        let mut together = trainer(llama(), &ranks, options(3, Recomputation::None));
+        let mut single = trainer(llama(), &alone, options(0, Recomputation::None));
         for step in 0..10 {
             let all: Vec<Batch> = (0..2 * size).map(|index| batch(step, index)).collect();
             let joined = |part: fn(&Batch) -> &Tensor| Tensor::cat(&all.iter().map(part).collect::<Vec<_>>(), 0);
             let big = Batch { tokens: joined(|batch| &batch.tokens), targets: joined(|batch| &batch.targets) };
-            let own: Vec<Batch> = (0..2).map(|index| batch(step, index * size + group.rank() as i64)).collect();
+            let own: Vec<Batch> = (0..2).map(|index| batch(step, index * size + ranks.world.rank() as i64)).collect();
             let (found, expected) = (together.step(&own).unwrap(), single.step(&[big]).unwrap());
             assert_eq!(found.tokens, expected.tokens);
             assert!((found.loss / expected.loss - 1.).abs() < 1e-5, "step {step}: {found:?} {expected:?}");
@@ -162,18 +339,19 @@ fn uneven_batches_equal_one_big_batch() {
 #[test]
 fn ranks_with_different_numbers_of_micro_batches_are_told() {
     ranks!(3, || {
-        let group = Arc::new(mpi::world(mpi::Options { time_limit: Duration::from_secs(60) }).unwrap());
-        let mut trainer = Trainer::new(llama(), group.clone(), options(3, Recomputation::None)).unwrap();
-        let micro = if group.rank() == 1 { 3 } else { 2 };
+        let ranks = Ranks::sharded(world());
+        let rank = ranks.world.rank();
+        let mut trainer = trainer(llama(), &ranks, options(3, Recomputation::None));
+        let micro = if rank == 1 { 3 } else { 2 };
         let batches: Vec<Batch> = (0..micro).map(|index| batch(0, index)).collect();
         let error = trainer.step(&batches).unwrap_err().to_string();
-        let expected = match group.rank() {
+        let expected = match rank {
             1 => "step 1: rank 0 has 2 micro-batches and this rank 3; all ranks need as many, and at least one",
             _ => "step 1: rank 1 has 3 micro-batches and this rank 2; all ranks need as many, and at least one",
         };
         assert_eq!(error, expected);
         // Nothing is lost: the next step can be right.
-        trainer.step(&[batch(0, group.rank() as i64)]).unwrap();
+        trainer.step(&[batch(0, rank as i64)]).unwrap();
         let nothing = Batch { tokens: batch(0, 0).tokens, targets: batch(0, 0).targets.fill_(IGNORED) };
         let error = trainer.step(&[nothing]).unwrap_err().to_string();
         assert!(error.contains("step 3: no rank has a token that counts"), "{error}");

@@ -15,35 +15,16 @@
 
 #![forbid(unsafe_code)]
 
+mod error;
+mod flat;
+mod optimizer;
+mod pool;
 mod sharding;
 mod unit;
 
-pub use sharding::Sharding;
-pub use unit::{Shape, ShardedUnit, Start};
-
-/// The result of an operation on sharded state.
-pub type Result<T> = std::result::Result<T, Error>;
-
-/// What can go wrong.
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    /// libtorch refused.
-    #[error("unit {unit}: {error}")]
-    Torch {
-        /// The unit at fault.
-        unit: String,
-        /// What libtorch says.
-        error: shardwise_torch::Error,
-    },
-    /// Communication failed.
-    #[error("unit {unit}: {error}")]
-    Comm {
-        /// The unit at fault.
-        unit: String,
-        /// What went wrong.
-        error: shardwise_comm::Error,
-    },
-    /// There is no such stage.
-    #[error("there is no ZeRO stage {0}; stages are 0 to 3")]
-    Stage(u8),
-}
+pub use error::{Error, Result, StartError};
+pub use optimizer::{Lamb, Optimizer, Sgd};
+pub use pool::Pool;
+pub use sharding::{Groups, Precision, Sharding};
+pub use shardwise_torch::optim::AdamW;
+pub use unit::{Bytes, Layout, Shape, ShardedUnit, Start};

@@ -3,13 +3,15 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use shardwise_comm::{Group, Pending, Reduce};
+use shardwise_comm::{Part, Pending, Reduce};
 use shardwise_plan::{Dtype, Partition};
-use shardwise_torch::optim::{AdamW, AdamWSlice, adamw_step};
-use shardwise_torch::tch::{Device, Kind, Tensor, no_grad};
-use shardwise_torch::{Block, exclusive, storage};
+use shardwise_torch::tch::{Kind, TchError, Tensor, no_grad};
+use shardwise_torch::{Block, storage};
 
-use crate::{Error, Result, Sharding};
+use crate::error::{Faults, StartError};
+use crate::flat::Flat;
+use crate::optimizer::{Run, Squares, sum_of_squares};
+use crate::{Error, Groups, Optimizer, Pool, Precision, Result, Sharding};
 
 /// A parameter of a unit.
 #[derive(Clone, Debug)]
@@ -18,152 +20,202 @@ pub struct Shape {
     pub dimensions: Vec<i64>,
     /// Whether weight decay applies to it.
     pub decays: bool,
+    /// Whether it is trained. One that is not has no gradient, no master and no optimizer state.
+    pub trainable: bool,
+}
+
+/// How a unit is held.
+#[derive(Clone)]
+pub struct Layout {
+    /// Among whom.
+    pub groups: Groups,
+    /// What is sliced.
+    pub sharding: Sharding,
+    /// In which types.
+    pub precision: Precision,
+    /// How many numbers the optimizer keeps for each element: [`Optimizer::states`].
+    pub states: usize,
+    /// Where the memory for passing use comes from; its device is the unit's.
+    pub pool: Arc<Pool>,
 }
 
 /// Writes the beginning of some elements of a parameter: which parameter, which of its elements, where to.
-pub type Start<'a> = dyn FnMut(usize, Range<usize>, &mut [f32]) + 'a;
+pub type Start<'a> = dyn FnMut(usize, Range<usize>, &mut [f32]) -> std::result::Result<(), StartError> + 'a;
 
-/// A unit of a model, as one rank of a group holds it.
+/// Bytes that a rank holds, by what for. The pool's are not among them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Bytes {
+    /// Parameters, in the type in which units compute.
+    pub parameters: usize,
+    /// Gradients between their reduction and the update, and the memory that is kept for them.
+    pub gradients: usize,
+    /// f32 masters and the optimizer's state.
+    pub optimizer: usize,
+}
+
+/// A unit of a model, as one rank holds it.
 pub struct ShardedUnit {
-    name: String,
-    group: Arc<Group>,
-    sharding: Sharding,
-    /// Where each parameter stands in the flat buffer.
-    places: Vec<Range<usize>>,
-    partition: Partition,
-    /// All parameters one after the other. Its storage has memory only while they are whole.
-    flat: Tensor,
-    /// The parameters, as leaves of autograd's and views of `flat`.
+    faults: Faults,
+    layout: Layout,
+    trainable: Flat,
+    frozen: Flat,
+    /// All parameters in their order: leaves of autograd's where they are trainable, and views of one of the flat buffers.
     views: Vec<Tensor>,
-    parameters: Parameters,
-    gradients: Gradients,
-    /// For each slice that this rank updates.
-    moments: Vec<Moments>,
+    /// Where a parameter stands in the trainable buffer, if it does.
+    places: Vec<Option<Range<usize>>>,
+    own: Own,
+    sums: Sums,
+    /// What this rank updates.
+    slices: Vec<Slice>,
     steps: u32,
 }
 
-/// Where the parameters are.
-enum Parameters {
-    /// In the flat buffer, all of them: 4 bytes for each element of the unit.
-    Whole {
-        /// This rank's slice, kept beside them to be updated: 4 bytes for each element of the slice, where parameters are
-        /// sliced; otherwise the slice is a part of the flat buffer.
-        slice: Option<Tensor>,
-    },
-    /// Under way from all ranks; memory as when whole.
-    Gathering(Gathering),
-    /// This rank's slice alone: 4 bytes for each of its elements.
-    Sliced { slice: Tensor },
-    /// Being moved from one of the others to the next.
-    Moving,
-}
-
-enum Gathering {
-    /// From slices that stay.
-    Beside(Pending<(Block, Block)>, Tensor),
-    /// From the updated parts of the flat buffer.
-    InPlace(Pending<Block>),
-}
-
-/// Where the gradients are.
-enum Gradients {
-    /// Nowhere.
+/// This rank's own gradients. `bytes` are those of their type.
+enum Own {
+    /// None.
     None,
-    /// This rank's own, of the whole unit: 4 bytes for each element.
-    Own(Tensor),
-    /// On their way to the ranks that own them.
-    Reducing(Reducing),
-    /// Summed over all ranks. Where they are sliced: this rank's slice. Otherwise the whole, of which the slices that this
-    /// rank updates are the sums.
-    Reduced(Tensor),
+    /// Of the whole unit, added up over micro-batches: `bytes` for each element.
+    Adding {
+        /// In memory of the pool's where gradients are sliced; otherwise in that of the sums.
+        whole: Tensor,
+        /// Which parameters have one yet.
+        begun: Vec<bool>,
+    },
+    /// On their way to the ranks that own them: memory as before, and that of the sums.
+    Scattering(Scattering),
+    /// Summed inside the shard group, and on their way between replicas: memory of the sums.
+    Replicating(Replicating),
 }
 
-enum Reducing {
+enum Scattering {
     Whole(Pending<Block>),
     Sliced(Pending<(Block, Block)>),
 }
 
-struct Moments {
-    owner: usize,
-    first: Tensor,
-    second: Tensor,
-    /// The parts of the slice that are of one parameter, and whether they decay.
-    runs: Vec<(Range<usize>, bool)>,
+enum Replicating {
+    Whole(Pending<Part<Block>>),
+    Sliced(Pending<Block>),
 }
+
+/// Gradients summed over all ranks: of this rank's slice, where gradients are sliced; otherwise of the whole, of which the
+/// slices that this rank updates are the sums.
+enum Sums {
+    /// None, with the memory for them once there were some.
+    None(Option<Block>),
+    /// Over all micro-batches that were reduced since the last update.
+    Summed(Tensor),
+}
+
+/// What of the unit this rank updates: its own slice or, where optimizer state is not sliced, everyone's.
+struct Slice {
+    owner: usize,
+    /// f32 parameters, where the unit does not compute with f32.
+    master: Option<Tensor>,
+    state: Vec<Tensor>,
+    runs: Vec<Place>,
+}
+
+/// The part of a parameter that is in a slice.
+struct Place {
+    parameter: usize,
+    range: Range<usize>,
+    decays: bool,
+}
+
+/// Elements of a parameter that are begun at once.
+const START_CHUNK: usize = 1 << 20;
 
 impl ShardedUnit {
     /// A unit with these parameters. `start` is asked for the elements that this rank keeps, and for no others.
-    pub fn new(
-        name: &str,
-        shapes: &[Shape],
-        group: Arc<Group>,
-        sharding: Sharding,
-        start: &mut Start<'_>,
-    ) -> Result<Self> {
-        let mut end = 0;
-        let places: Vec<Range<usize>> = shapes
+    pub fn new(name: &str, shapes: &[Shape], layout: Layout, start: &mut Start<'_>) -> Result<Self> {
+        let faults = Faults::of(name);
+        let [mut trained, mut frozen_len] = [0, 0];
+        let both: Vec<Range<usize>> = shapes
             .iter()
             .map(|shape| {
-                let begin = end;
-                end += shape.dimensions.iter().product::<i64>() as usize;
-                begin..end
+                let end = if shape.trainable { &mut trained } else { &mut frozen_len };
+                let begin = *end;
+                *end += shape.dimensions.iter().product::<i64>() as usize;
+                begin..*end
             })
             .collect();
-        let partition = group.partition(end);
-        let torch = |error| Error::Torch { unit: name.to_string(), error };
-
-        let own = partition.range(group.rank());
-        let kept = if sharding.parameters { own.clone() } else { 0..end };
-        let mut elements = Tensor::zeros([kept.len() as i64], (Kind::Float, Device::Cpu));
-        fill(exclusive::<f32>(&mut elements).map_err(torch)?, kept, &places, start);
-        let (flat, parameters) = match sharding.parameters {
-            false => (elements, Parameters::Whole { slice: None }),
-            true => {
-                let flat = emptied(name, end).map_err(torch)?;
-                (flat, Parameters::Sliced { slice: elements })
-            }
+        let flat = |len| {
+            let (group, pool) = (layout.groups.shard.clone(), layout.pool.clone());
+            Flat::new(name, group, pool, layout.precision.parameters, len, layout.sharding.parameters)
         };
-        let views = places
+        let (trainable, frozen) = (flat(trained)?, flat(frozen_len)?);
+        let views = both
             .iter()
             .zip(shapes)
             .map(|(place, shape)| {
-                let view = flat.narrow(0, place.start as i64, place.len() as i64).view(&shape.dimensions[..]);
-                view.detach().set_requires_grad(true)
+                let flat = if shape.trainable { &trainable } else { &frozen };
+                flat.view(place.clone(), &shape.dimensions).set_requires_grad(shape.trainable)
             })
             .collect();
-        let owners = if sharding.optimizer { group.rank()..group.rank() + 1 } else { 0..group.size() };
-        let moments = owners
+        let places: Vec<Option<Range<usize>>> =
+            both.iter().zip(shapes).map(|(place, shape)| shape.trainable.then(|| place.clone())).collect();
+
+        let group = &layout.groups.shard;
+        let owners = if layout.sharding.optimizer { group.rank()..group.rank() + 1 } else { 0..group.size() };
+        let slices = owners
             .map(|owner| {
-                let zeros = || Tensor::zeros([partition.part_len(owner) as i64], (Kind::Float, Device::Cpu));
-                let slice = partition.range(owner);
-                let runs = places
-                    .iter()
-                    .zip(shapes)
-                    .map(|(place, shape)| (place.start.max(slice.start)..place.end.min(slice.end), shape.decays))
-                    .filter(|(run, _)| run.start < run.end)
-                    .map(|(run, decays)| (run.start - slice.start..run.end - slice.start, decays))
-                    .collect();
-                Moments { owner, first: zeros(), second: zeros(), runs }
+                let range = trainable.partition().range(owner);
+                let zeros = || faults.tch(Tensor::f_zeros([range.len() as i64], (Kind::Float, layout.pool.device())));
+                let master = (layout.precision.parameters != Dtype::F32).then(zeros).transpose()?;
+                let state = (0..layout.states).map(|_| zeros()).collect::<Result<_>>()?;
+                let runs = places.iter().zip(shapes).enumerate().filter_map(|(parameter, (place, shape))| {
+                    let inside = intersection(place.as_ref()?, &range)?;
+                    let range = inside.start - range.start..inside.end - range.start;
+                    Some(Place { parameter, range, decays: shape.decays })
+                });
+                Ok(Slice { owner, master, state, runs: runs.collect() })
             })
-            .collect();
-        Ok(ShardedUnit {
-            name: name.to_string(),
-            group,
-            sharding,
-            places,
-            partition,
-            flat,
+            .collect::<Result<_>>()?;
+        let mut unit = ShardedUnit {
+            faults,
+            layout,
+            trainable,
+            frozen,
             views,
-            parameters,
-            gradients: Gradients::None,
-            moments,
+            places,
+            own: Own::None,
+            sums: Sums::None(None),
+            slices,
             steps: 0,
-        })
+        };
+        for (parameter, place) in both.into_iter().enumerate() {
+            unit.begin(parameter, place, shapes[parameter].trainable, start)?;
+        }
+        Ok(unit)
+    }
+
+    /// Asks `start` for what this rank keeps of a parameter, a piece at a time.
+    fn begin(&mut self, parameter: usize, place: Range<usize>, trainable: bool, start: &mut Start<'_>) -> Result<()> {
+        let flat = if trainable { &self.trainable } else { &self.frozen };
+        let kept = flat.kept();
+        let Some(wanted) = intersection(&place, &kept) else { return Ok(()) };
+        let mut places = vec![(flat.kept_elements(), kept)];
+        if trainable {
+            let masters = self.slices.iter().filter_map(|slice| Some((slice.master.as_ref()?, slice.owner)));
+            places.extend(masters.map(|(master, owner)| (master.shallow_clone(), flat.partition().range(owner))));
+        }
+        let mut elements = Vec::new();
+        for from in wanted.clone().step_by(START_CHUNK) {
+            let range = from..wanted.end.min(from + START_CHUNK);
+            elements.resize(range.len(), 0f32);
+            start(parameter, range.start - place.start..range.end - place.start, &mut elements)
+                .map_err(|error| Error::Start { unit: self.name().to_string(), error })?;
+            let chunk = self.faults.tch(Tensor::f_from_slice(&elements))?;
+            for (tensor, standing) in &places {
+                self.faults.tch(copy(&chunk, &range, tensor, standing))?;
+            }
+        }
+        Ok(())
     }
 
     /// The unit's name.
     pub fn name(&self) -> &str {
-        &self.name
+        self.faults.unit()
     }
 
     /// The parameters, as leaves of autograd's. They can be read while they are whole, and fail with the unit's name
@@ -172,220 +224,330 @@ impl ShardedUnit {
         &self.views
     }
 
+    /// Whether any of them is trained.
+    pub fn is_trainable(&self) -> bool {
+        !self.trainable.partition().is_empty()
+    }
+
+    /// What this rank holds of the unit.
+    pub fn bytes(&self) -> Bytes {
+        let floats = |tensor: &Tensor| tensor.numel() * Dtype::F32.bytes();
+        let gradient_bytes = self.layout.precision.gradients.bytes();
+        Bytes {
+            parameters: self.trainable.bytes() + self.frozen.bytes(),
+            gradients: match &self.sums {
+                Sums::None(memory) => memory.as_ref().map_or(0, Block::capacity_bytes),
+                Sums::Summed(sums) => sums.numel() * gradient_bytes,
+            },
+            optimizer: self.slices.iter().flat_map(|slice| slice.master.iter().chain(&slice.state)).map(floats).sum(),
+        }
+    }
+
+    // ---- parameters ---------------------------------------------------------------------------------------------------
+
     /// Starts to make the parameters whole, if they are not.
     pub fn begin_gather(&mut self) -> Result<()> {
-        self.parameters = match self.take_parameters() {
-            Parameters::Sliced { slice } => {
-                let part = self.torch(storage::take(&slice, "the slice is being gathered"))?;
-                let whole = self.torch(Block::new(Dtype::F32, self.partition.len(), Device::Cpu))?;
-                Parameters::Gathering(Gathering::Beside(self.group.all_gather(&self.name, part, whole), slice))
-            }
-            already => already,
-        };
-        Ok(())
+        self.trainable.begin_gather()?;
+        self.frozen.begin_gather()
     }
 
     /// Makes the parameters whole.
     pub fn gather(&mut self) -> Result<()> {
         self.begin_gather()?;
-        self.parameters = match self.take_parameters() {
-            Parameters::Gathering(Gathering::Beside(pending, slice)) => {
-                let (part, whole) = self.comm(pending.wait())?;
-                self.put(&slice, part)?;
-                self.put(&self.flat, whole)?;
-                Parameters::Whole { slice: Some(slice) }
-            }
-            Parameters::Gathering(Gathering::InPlace(pending)) => {
-                let whole = self.comm(pending.wait())?;
-                self.put(&self.flat, whole)?;
-                Parameters::Whole { slice: None }
-            }
-            whole => whole,
-        };
-        Ok(())
+        self.trainable.gather()?;
+        self.frozen.gather()
     }
 
     /// Gives the memory of the whole back, where parameters are sliced.
     pub fn release(&mut self) -> Result<()> {
-        self.parameters = match self.take_parameters() {
-            Parameters::Whole { slice: Some(slice) } => {
-                drop(self.torch(storage::take(&self.flat, &released(&self.name)))?);
-                Parameters::Sliced { slice }
-            }
-            whole @ Parameters::Whole { slice: None } => whole,
-            _ => panic!("{}: parameters that are not whole cannot be released", self.name),
-        };
-        Ok(())
+        self.trainable.release()?;
+        self.frozen.release()
     }
 
-    /// Adds to the gradients of parameter after parameter; `None` adds nothing.
-    pub fn add_gradients(&mut self, grads: impl IntoIterator<Item = Option<Tensor>>) -> Result<()> {
-        grads.into_iter().enumerate().try_for_each(|(parameter, grad)| match grad {
-            Some(grad) => self.add_gradient(parameter, &grad),
-            None => Ok(()),
-        })
-    }
+    // ---- gradients ----------------------------------------------------------------------------------------------------
 
     /// Adds to the gradient of one parameter.
     pub fn add_gradient(&mut self, parameter: usize, grad: &Tensor) -> Result<()> {
-        if let Gradients::None = self.gradients {
-            let zeros = Tensor::zeros([self.partition.len() as i64], (Kind::Float, Device::Cpu));
-            self.gradients = Gradients::Own(zeros);
+        let place = self.places[parameter].clone().expect("a gradient is of a parameter that is trained");
+        if let Own::None = self.own {
+            let memory = self.memory_for_own()?;
+            let whole = self.faults.torch(memory.into_tensor())?;
+            self.own = Own::Adding { whole, begun: vec![false; self.places.len()] };
         }
-        let Gradients::Own(own) = &self.gradients else {
-            panic!("{}: gradients are added before they are reduced, and after they were used", self.name);
+        let Own::Adding { whole, begun } = &mut self.own else {
+            panic!("{}: gradients are added before they are reduced, and after they were used", self.faults.unit());
         };
-        let place = &self.places[parameter];
+        let first = !std::mem::replace(&mut begun[parameter], true);
         let added = no_grad(|| {
-            let mut sum = own.f_narrow(0, place.start as i64, place.len() as i64)?;
-            sum.f_add_(&grad.f_reshape(-1)?).map(drop)
+            let mut sum = whole.f_narrow(0, place.start as i64, place.len() as i64)?;
+            let grad = grad.f_reshape(-1)?;
+            match first {
+                true => sum.f_copy_(&grad),
+                false => sum.f_add_(&grad).map(drop),
+            }
         });
-        self.tch(added)
+        self.faults.tch(added)
     }
 
-    /// Starts to sum the gradients over all ranks.
+    /// Where the whole's gradients are added up: in the pool's memory until they are sliced, otherwise in that of the sums.
+    fn memory_for_own(&mut self) -> Result<Block> {
+        let (dtype, len) = (self.layout.precision.gradients, self.partition().len());
+        if self.layout.sharding.gradients {
+            return self.faults.torch(self.layout.pool.lend(dtype, len));
+        }
+        match &mut self.sums {
+            Sums::None(memory) => match memory.take() {
+                Some(memory) => Ok(memory),
+                None => self.faults.torch(Block::new(dtype, len, self.layout.pool.device())),
+            },
+            Sums::Summed(_) => panic!("{}: gradients that are kept whole are reduced once a step", self.name()),
+        }
+    }
+
+    /// Starts to sum the gradients over all ranks, and adds the result to what was reduced since the last update.
     pub fn begin_reduce(&mut self) -> Result<()> {
-        let Gradients::Own(own) = std::mem::replace(&mut self.gradients, Gradients::None) else {
-            panic!("{}: there are no gradients to reduce", self.name);
+        if !self.is_trainable() {
+            return Ok(());
+        }
+        let Own::Adding { whole, begun } = std::mem::replace(&mut self.own, Own::None) else {
+            panic!("{}: there are no gradients to reduce", self.name());
         };
-        let whole = self.torch(storage::take(&own, "the gradients are being reduced"))?;
-        let (label, sum) = (&self.name, Reduce::Sum);
-        let reducing = if self.sharding.gradients {
-            let part = self.torch(Block::new(Dtype::F32, self.partition.part_len(self.group.rank()), Device::Cpu))?;
-            Reducing::Sliced(self.group.reduce_scatter(label, sum, whole, part))
-        } else if self.sharding.optimizer {
-            Reducing::Whole(self.group.reduce_scatter_in_place(label, sum, whole))
+        for (place, begun) in self.places.iter().zip(begun) {
+            if let (Some(place), false) = (place, begun) {
+                let mut unused = whole.narrow(0, place.start as i64, place.len() as i64);
+                self.faults.tch(unused.f_zero_().map(drop))?;
+            }
+        }
+        let whole = self.faults.torch(storage::take(&whole, "the gradients are being reduced"))?;
+        let (group, label) = (&self.layout.groups.shard, self.faults.unit());
+        self.own = Own::Scattering(if self.layout.sharding.gradients {
+            let (dtype, len) = (self.layout.precision.gradients, self.partition().part_len(group.rank()));
+            let part = match &mut self.sums {
+                Sums::None(memory) => match memory.take() {
+                    Some(memory) => memory,
+                    None => self.faults.torch(Block::new(dtype, len, self.layout.pool.device()))?,
+                },
+                Sums::Summed(_) => self.faults.torch(self.layout.pool.lend(dtype, len))?,
+            };
+            Scattering::Sliced(group.reduce_scatter(label, Reduce::Sum, whole, part))
+        } else if self.layout.sharding.optimizer {
+            Scattering::Whole(group.reduce_scatter_in_place(label, Reduce::Sum, whole))
         } else {
-            Reducing::Whole(self.group.all_reduce(label, sum, whole))
+            Scattering::Whole(group.all_reduce(label, Reduce::Sum, whole))
+        });
+        Ok(())
+    }
+
+    /// Waits until this rank's own gradients are sent, and starts to sum between replicas.
+    pub fn settle_reduce(&mut self) -> Result<()> {
+        let (group, label) = (&self.layout.groups.replicate, self.faults.unit());
+        self.own = match std::mem::replace(&mut self.own, Own::None) {
+            Own::Scattering(Scattering::Sliced(pending)) => {
+                let (whole, part) = self.faults.comm(pending.wait())?;
+                self.layout.pool.give_back(whole);
+                Own::Replicating(Replicating::Sliced(group.all_reduce(label, Reduce::Sum, part)))
+            }
+            Own::Scattering(Scattering::Whole(pending)) => {
+                let whole = self.faults.comm(pending.wait())?;
+                let summed = match self.layout.sharding.optimizer {
+                    true => self.partition().range(self.layout.groups.shard.rank()),
+                    false => 0..self.partition().len(),
+                };
+                let part = Part::new(whole, summed);
+                Own::Replicating(Replicating::Whole(group.all_reduce(label, Reduce::Sum, part)))
+            }
+            settled => settled,
         };
-        self.gradients = Gradients::Reducing(reducing);
         Ok(())
     }
 
     /// Finishes what `begin_reduce` started.
     pub fn finish_reduce(&mut self) -> Result<()> {
-        let reduced = match std::mem::replace(&mut self.gradients, Gradients::None) {
-            Gradients::Reducing(Reducing::Whole(pending)) => self.comm(pending.wait())?,
-            Gradients::Reducing(Reducing::Sliced(pending)) => self.comm(pending.wait())?.1,
-            _ => panic!("{}: no reduction is under way", self.name),
+        self.settle_reduce()?;
+        let summed = match std::mem::replace(&mut self.own, Own::None) {
+            Own::Replicating(Replicating::Sliced(pending)) => self.faults.comm(pending.wait())?,
+            Own::Replicating(Replicating::Whole(pending)) => self.faults.comm(pending.wait())?.into_whole(),
+            Own::None => return Ok(()),
+            _ => panic!("{}: no reduction is under way", self.name()),
         };
-        self.gradients = Gradients::Reduced(self.torch(reduced.into_tensor())?);
+        let summed = self.faults.torch(summed.into_tensor())?;
+        self.sums = match std::mem::replace(&mut self.sums, Sums::None(None)) {
+            Sums::None(_) => Sums::Summed(summed),
+            Sums::Summed(mut sums) => {
+                self.faults.tch(sums.f_add_(&summed).map(drop))?;
+                let memory = self.faults.torch(storage::take(&summed, "the sums have been added"))?;
+                self.layout.pool.give_back(memory);
+                Sums::Summed(sums)
+            }
+        };
         Ok(())
     }
 
     /// The sum of the squares of this rank's slice of the reduced gradients.
     pub fn gradient_squares(&self) -> Result<f64> {
-        let slice = self.reduced_slice(self.group.rank());
-        let squares = slice.f_square().and_then(|squares| squares.f_sum(Kind::Double));
-        self.tch(squares.and_then(|sum| sum.f_double_value(&[])))
+        if !self.is_trainable() {
+            return Ok(0.);
+        }
+        self.faults.tch(sum_of_squares(&self.summed_slice(self.layout.groups.shard.rank())))
     }
 
-    /// Multiplies the reduced gradients by a number: clipping.
-    pub fn scale_gradients(&mut self, factor: f64) -> Result<()> {
-        let Gradients::Reduced(reduced) = &mut self.gradients else {
-            panic!("{}: gradients are scaled when they are reduced", self.name);
-        };
-        let scaled = reduced.f_mul_scalar_(factor).map(drop);
-        self.tch(scaled)
-    }
-
-    /// One step of the optimizer on the slices that this rank updates. The gradients are used up, and where every rank keeps
-    /// the whole, it starts to gather the others' updates.
-    pub fn update(&mut self, adamw: AdamW) -> Result<()> {
-        self.steps += 1;
-        let step = Tensor::from(self.steps as f32);
-        let mut moments = std::mem::take(&mut self.moments);
-        for Moments { owner, first, second, runs } in &mut moments {
-            let (slice, grads) = (self.parameter_slice(*owner), self.reduced_slice(*owner));
-            for (run, decays) in runs {
-                let part = |whole: &Tensor| whole.narrow(0, run.start as i64, run.len() as i64);
-                let slices = AdamWSlice {
-                    parameters: &mut part(&slice),
-                    grads: &part(&grads),
-                    first_moments: &mut part(first),
-                    second_moments: &mut part(second),
-                    step: &step,
-                };
-                let weight_decay = if *decays { adamw.weight_decay } else { 0. };
-                self.torch(adamw_step(AdamW { weight_decay, ..adamw }, &mut [slices]))?;
+    /// The first parameter of which this rank's slice of the reduced gradients has an element that is not finite.
+    pub fn first_not_finite(&self) -> Result<Option<usize>> {
+        let rank = self.layout.groups.shard.rank();
+        for slice in self.slices.iter().filter(|slice| slice.owner == rank) {
+            let grads = self.summed_slice(rank);
+            for run in &slice.runs {
+                let part = grads.narrow(0, run.range.start as i64, run.range.len() as i64);
+                if !self.faults.tch(is_finite(&part))? {
+                    return Ok(Some(run.parameter));
+                }
             }
         }
-        self.moments = moments;
-        self.gradients = Gradients::None;
-        if self.sharding.optimizer && !self.sharding.parameters {
-            let whole = self.torch(storage::take(&self.flat, "the updated parameters are being gathered"))?;
-            let pending = self.group.all_gather_in_place(&self.name, whole);
-            self.parameters = Parameters::Gathering(Gathering::InPlace(pending));
+        Ok(None)
+    }
+
+    /// The first parameter of which this rank's slice has an element that is not finite, as it is updated.
+    pub fn first_parameter_not_finite(&self) -> Result<Option<usize>> {
+        for slice in &self.slices {
+            let parameters = self.updated(slice);
+            for run in &slice.runs {
+                let part = parameters.narrow(0, run.range.start as i64, run.range.len() as i64);
+                if !self.faults.tch(is_finite(&part))? {
+                    return Ok(Some(run.parameter));
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    // ---- the update ---------------------------------------------------------------------------------------------------
+
+    /// One step of the optimizer on what this rank updates, with the gradients multiplied by `factor`. They are used up, and
+    /// where every rank keeps the whole, it starts to gather the others' updates.
+    pub fn update(&mut self, optimizer: &Optimizer, factor: f64) -> Result<()> {
+        if !self.is_trainable() {
+            return Ok(());
+        }
+        self.steps += 1;
+        let step = Tensor::from(self.steps as f32).to_device(self.layout.pool.device());
+        let runs: Vec<Vec<Run<'_>>> = self.slices.iter().map(|slice| self.runs_of(slice, &step, factor)).collect();
+        let every = || runs.iter().flatten();
+        self.faults.torch(match *optimizer {
+            Optimizer::AdamW(adamw) => every().try_for_each(|run| run.adamw(adamw)),
+            Optimizer::Sgd(sgd) => every().try_for_each(|run| run.sgd(sgd)),
+            Optimizer::Lamb(_) => Ok(()),
+        })?;
+        if let Optimizer::Lamb(lamb) = *optimizer {
+            let squares: Vec<Vec<Squares>> = runs
+                .iter()
+                .map(|slice| slice.iter().map(|run| self.faults.torch(run.lamb_moments(lamb))).collect())
+                .collect::<Result<_>>()?;
+            let total = self.squares_of_all(&squares)?;
+            for (slice, runs) in self.slices.iter().zip(&runs) {
+                for (place, run) in slice.runs.iter().zip(runs) {
+                    self.faults.torch(run.lamb_step(lamb, total[place.parameter]))?;
+                }
+            }
+        }
+        drop(runs);
+        for slice in &self.slices {
+            if let Some(master) = &slice.master {
+                self.faults.tch(self.trainable.slice(slice.owner).f_copy_(master))?;
+            }
+        }
+        self.discard_gradients()?;
+        if self.layout.sharding.optimizer { self.trainable.begin_update() } else { Ok(()) }
+    }
+
+    /// Leaves the reduced gradients unused: a step that is not taken.
+    pub fn discard_gradients(&mut self) -> Result<()> {
+        if let Sums::Summed(sums) = &self.sums {
+            let memory = self.faults.torch(storage::take(sums, "the gradients have been used"))?;
+            self.sums = Sums::None(Some(memory));
         }
         Ok(())
     }
 
-    /// The parameters that `owner` updates.
-    fn parameter_slice(&self, owner: usize) -> Tensor {
-        match &self.parameters {
-            Parameters::Sliced { slice } | Parameters::Whole { slice: Some(slice) } => slice.shallow_clone(),
-            Parameters::Whole { slice: None } => self.slice_of(&self.flat, owner),
-            Parameters::Gathering(_) | Parameters::Moving => {
-                panic!("{}: parameters are updated while nobody moves them", self.name)
+    fn runs_of<'a>(&self, slice: &Slice, step: &'a Tensor, factor: f64) -> Vec<Run<'a>> {
+        let parameters = self.updated(slice);
+        let grads = self.summed_slice(slice.owner);
+        let run = |place: &Place| {
+            let part = |whole: &Tensor| whole.narrow(0, place.range.start as i64, place.range.len() as i64);
+            Run {
+                parameters: part(&parameters),
+                grads: part(&grads),
+                state: slice.state.iter().map(part).collect(),
+                step,
+                step_number: self.steps,
+                decays: place.decays,
+                factor,
+            }
+        };
+        slice.runs.iter().map(run).collect()
+    }
+
+    /// The f32 parameters of a slice.
+    fn updated(&self, slice: &Slice) -> Tensor {
+        match &slice.master {
+            Some(master) => master.shallow_clone(),
+            None => self.trainable.slice(slice.owner),
+        }
+    }
+
+    /// Each parameter's squares, added up over all slices in the order of their owners.
+    fn squares_of_all(&self, squares: &[Vec<Squares>]) -> Result<Vec<Squares>> {
+        let mut totals = vec![0f64; 2 * self.places.len()];
+        for (slice, squares) in self.slices.iter().zip(squares) {
+            for (place, squares) in slice.runs.iter().zip(squares) {
+                totals[2 * place.parameter] += squares.parameter;
+                totals[2 * place.parameter + 1] += squares.direction;
             }
         }
+        if self.layout.sharding.optimizer {
+            let shard = &self.layout.groups.shard;
+            let own = Tensor::from_slice(&totals).to_device(self.layout.pool.device());
+            let own = self.faults.torch(storage::take(&own, "LAMB's norms are being summed"))?;
+            let all = self.faults.comm(shard.all_reduce("LAMB's norms", Reduce::Sum, own).wait())?;
+            totals = self.faults.tch(Vec::try_from(self.faults.torch(all.into_tensor())?))?;
+        }
+        Ok(totals.chunks_exact(2).map(|pair| Squares { parameter: pair[0], direction: pair[1] }).collect())
     }
 
-    fn reduced_slice(&self, owner: usize) -> Tensor {
-        match &self.gradients {
-            Gradients::Reduced(slice) if self.sharding.gradients => slice.shallow_clone(),
-            Gradients::Reduced(whole) => self.slice_of(whole, owner),
-            _ => panic!("{}: the gradients are not reduced", self.name),
+    fn partition(&self) -> Partition {
+        self.trainable.partition()
+    }
+
+    fn summed_slice(&self, owner: usize) -> Tensor {
+        match &self.sums {
+            Sums::Summed(slice) if self.layout.sharding.gradients => slice.shallow_clone(),
+            Sums::Summed(whole) => {
+                let range = self.partition().range(owner);
+                whole.narrow(0, range.start as i64, range.len() as i64)
+            }
+            Sums::None(_) => panic!("{}: the gradients are not reduced", self.name()),
         }
     }
-
-    fn slice_of(&self, whole: &Tensor, owner: usize) -> Tensor {
-        let range = self.partition.range(owner);
-        whole.narrow(0, range.start as i64, range.len() as i64)
-    }
-
-    fn take_parameters(&mut self) -> Parameters {
-        std::mem::replace(&mut self.parameters, Parameters::Moving)
-    }
-
-    fn put(&self, tensor: &Tensor, block: Block) -> Result<()> {
-        self.torch(storage::put(tensor, block).map_err(|refused| refused.error))
-    }
-
-    fn torch<T>(&self, result: shardwise_torch::Result<T>) -> Result<T> {
-        result.map_err(|error| Error::Torch { unit: self.name.clone(), error })
-    }
-
-    fn tch<T>(&self, result: std::result::Result<T, shardwise_torch::tch::TchError>) -> Result<T> {
-        self.torch(result.map_err(shardwise_torch::Error::from))
-    }
-
-    fn comm<T>(&self, result: shardwise_comm::Result<T>) -> Result<T> {
-        result.map_err(|error| Error::Comm { unit: self.name.clone(), error })
-    }
 }
 
-fn released(name: &str) -> String {
-    format!("the parameters of {name} are released; gather them before they are used")
+fn is_finite(elements: &Tensor) -> std::result::Result<bool, TchError> {
+    Ok(elements.f_isfinite()?.f_all()?.f_int64_value(&[])? != 0)
 }
 
-/// A flat tensor without memory.
-fn emptied(name: &str, len: usize) -> shardwise_torch::Result<Tensor> {
-    // Never touched, so it never becomes resident.
-    let flat = Tensor::f_empty([len as i64], (Kind::Float, Device::Cpu))?;
-    if len > 0 {
-        drop(storage::take(&flat, &released(name))?);
-    }
-    Ok(flat)
+fn intersection(a: &Range<usize>, b: &Range<usize>) -> Option<Range<usize>> {
+    let both = a.start.max(b.start)..a.end.min(b.end);
+    (both.start < both.end).then_some(both)
 }
 
-/// Asks `start` for the elements `kept` of the flat buffer, parameter by parameter.
-fn fill(elements: &mut [f32], kept: Range<usize>, places: &[Range<usize>], start: &mut Start<'_>) {
-    for (parameter, place) in places.iter().enumerate() {
-        let (from, to) = (place.start.max(kept.start), place.end.min(kept.end));
-        if from < to {
-            let wanted = from - place.start..to - place.start;
-            start(parameter, wanted, &mut elements[from - kept.start..to - kept.start]);
-        }
-    }
+/// Copies what `from`, which stands at `from_place`, and `to`, which stands at `to_place`, have in common.
+fn copy(
+    from: &Tensor,
+    from_place: &Range<usize>,
+    to: &Tensor,
+    to_place: &Range<usize>,
+) -> std::result::Result<(), TchError> {
+    let Some(both) = intersection(from_place, to_place) else { return Ok(()) };
+    let part = |tensor: &Tensor, place: &Range<usize>| {
+        tensor.f_narrow(0, (both.start - place.start) as i64, both.len() as i64)
+    };
+    part(to, to_place)?.f_copy_(&part(from, from_place)?)
 }

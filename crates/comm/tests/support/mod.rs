@@ -83,6 +83,23 @@ float_value!(f32, |x| x, |x: f32| x);
 float_value!(bf16, bf16::from_f32, bf16::to_f32);
 float_value!(f16, f16::from_f32, f16::to_f32);
 
+impl Value for f64 {
+    fn of(bits: u64) -> Self {
+        f64::from(float_of(bits)) * (1. + (bits & 0xffff) as f64 * 1e-12)
+    }
+    fn reduced(contributions: &[Self], how: Reduce) -> Self {
+        let sum = contributions[1..].iter().fold(contributions[0], |sum, x| sum + x);
+        match how {
+            Reduce::Sum => sum,
+            Reduce::Mean => sum / contributions.len() as f64,
+            Reduce::Max => contributions.iter().copied().fold(f64::NEG_INFINITY, f64::max),
+        }
+    }
+    fn bits(self) -> u64 {
+        self.to_bits()
+    }
+}
+
 impl Value for i64 {
     fn of(bits: u64) -> Self {
         bits as i64 >> 8
@@ -134,6 +151,7 @@ pub(crate) type Check = Box<dyn FnOnce()>;
 pub(crate) fn start_random_call(group: &Group, case: u64) -> Check {
     let mut chance = Chance(case.wrapping_mul(0x5851_f42d_4c95_7f2d));
     match chance.pick(&Dtype::ALL) {
+        Dtype::F64 => start_typed::<f64>(group, chance),
         Dtype::F32 => start_typed::<f32>(group, chance),
         Dtype::Bf16 => start_typed::<bf16>(group, chance),
         Dtype::F16 => start_typed::<f16>(group, chance),

@@ -1,0 +1,96 @@
+//! What parameters begin with: a seed, or a file of weights. Each rank makes or reads the elements that it keeps, and no
+//! others.
+
+use std::fs::File;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+use safetensors::tensor::{Metadata, SafeTensors};
+use shardwise_model::{Parameter, init};
+use shardwise_zero::StartError;
+
+/// Writes the beginning of some elements of a parameter.
+pub type Start<'a> = dyn FnMut(&Parameter, Range<usize>, &mut [f32]) -> Result<(), StartError> + 'a;
+
+/// Parameters as a seed begins them: the same whoever makes them.
+pub fn from_seed(seed: u64) -> impl FnMut(&Parameter, Range<usize>, &mut [f32]) -> Result<(), StartError> {
+    move |parameter, range, elements| {
+        init::begin(seed, parameter, range, elements);
+        Ok(())
+    }
+}
+
+/// A safetensors file, of which only the header is read at first.
+pub struct Weights {
+    path: PathBuf,
+    file: File,
+    metadata: Metadata,
+    /// Where the tensors begin.
+    data_offset: u64,
+}
+
+/// The longest header that is believed.
+const HEADER_BYTES_MAX: u64 = 100 << 20;
+
+impl Weights {
+    /// Opens a file and reads its header.
+    pub fn open(path: &Path) -> Result<Self, StartError> {
+        let at = |error: &dyn std::fmt::Display| format!("{}: {error}", path.display());
+        let file = File::open(path).map_err(|error| at(&error))?;
+        let mut length = [0; 8];
+        file.read_exact_at(&mut length, 0).map_err(|_| at(&"it is too short for a safetensors file"))?;
+        let length = u64::from_le_bytes(length);
+        let file_bytes = file.metadata().map_err(|error| at(&error))?.len();
+        if length > HEADER_BYTES_MAX || length + 8 > file_bytes {
+            return Err(at(&format!("it is no safetensors file: its header would have {length} bytes")).into());
+        }
+        let mut header = vec![0; length as usize + 8];
+        file.read_exact_at(&mut header, 0).map_err(|error| at(&error))?;
+        let (_, metadata) = SafeTensors::read_metadata(&header).map_err(|error| at(&error))?;
+        Ok(Weights { path: path.to_path_buf(), file, metadata, data_offset: length + 8 })
+    }
+
+    /// Reads elements of a parameter.
+    pub fn read(&self, parameter: &Parameter, range: Range<usize>, elements: &mut [f32]) -> Result<(), StartError> {
+        let at = |problem: String| StartError::from(format!("{}: {}: {problem}", self.path.display(), parameter.name));
+        let found = self.metadata.info(&parameter.name).ok_or_else(|| at("there is no such tensor".to_string()))?;
+        let shape: Vec<i64> = found.shape.iter().map(|&size| size as i64).collect();
+        if shape != parameter.shape {
+            return Err(at(format!("its shape is {shape:?}, and the model's is {:?}", parameter.shape)));
+        }
+        let (begin, end) = found.data_offsets;
+        let size = match found.dtype {
+            safetensors::Dtype::F32 => 4,
+            safetensors::Dtype::BF16 | safetensors::Dtype::F16 => 2,
+            other => return Err(at(format!("its elements are {other:?}, and only F32, BF16 and F16 can be read"))),
+        };
+        if end.saturating_sub(begin) != parameter.elements() * size || range.end > parameter.elements() {
+            return Err(at("its length is not that of its shape".to_string()));
+        }
+        let mut bytes = vec![0; range.len() * size];
+        let offset = self.data_offset + (begin + range.start * size) as u64;
+        self.file.read_exact_at(&mut bytes, offset).map_err(|error| at(error.to_string()))?;
+        let halves = |bytes: &[u8]| -> Vec<u16> {
+            bytes.chunks_exact(2).map(|pair| u16::from_le_bytes([pair[0], pair[1]])).collect()
+        };
+        match found.dtype {
+            safetensors::Dtype::F32 => {
+                for (element, four) in elements.iter_mut().zip(bytes.chunks_exact(4)) {
+                    *element = f32::from_le_bytes([four[0], four[1], four[2], four[3]]);
+                }
+            }
+            safetensors::Dtype::BF16 => {
+                let read: Vec<bf16> = halves(&bytes).into_iter().map(bf16::from_bits).collect();
+                read.convert_to_f32_slice(elements);
+            }
+            _ => {
+                let read: Vec<f16> = halves(&bytes).into_iter().map(f16::from_bits).collect();
+                read.convert_to_f32_slice(elements);
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,196 @@
+//! Optimizers on slices.
+//!
+//! An optimizer sees a run: consecutive elements of one parameter, inside one owner's slice. AdamW and SGD treat each element
+//! by itself, so a run is all they need. LAMB scales the update of a whole parameter by norms of that parameter; it sums
+//! squares per run, and the ranks add those up.
+
+use shardwise_torch::Result;
+use shardwise_torch::optim::{AdamW, AdamWSlice, adamw_step};
+use shardwise_torch::tch::{Kind, TchError, Tensor};
+
+/// An optimizer with its numbers.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Optimizer {
+    /// Adam with decoupled weight decay, by libtorch's fused kernel.
+    AdamW(AdamW),
+    /// Stochastic gradient descent with momentum.
+    Sgd(Sgd),
+    /// Adam's direction, scaled per parameter to the parameter's own norm: for very large batches.
+    Lamb(Lamb),
+}
+
+/// SGD's numbers.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Sgd {
+    /// The learning rate.
+    pub rate: f64,
+    /// How much of the last step's direction is kept.
+    pub momentum: f64,
+    /// Added to the gradient, in proportion to the parameter.
+    pub weight_decay: f64,
+}
+
+/// LAMB's numbers. Parameters without weight decay (norms and biases) are updated as Adam would.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Lamb {
+    /// The learning rate.
+    pub rate: f64,
+    /// The decay of the first moment.
+    pub beta1: f64,
+    /// The decay of the second moment.
+    pub beta2: f64,
+    /// Added to the direction, in proportion to the parameter.
+    pub weight_decay: f64,
+    /// Added to the root of the second moment.
+    pub epsilon: f64,
+}
+
+/// A part of a run that is worked on at once: with its state it fits the second-level cache.
+pub(crate) const CHUNK: usize = 1 << 16;
+
+/// Consecutive elements of one parameter, all of one length: f32 parameters, f32 state, gradients of any type.
+pub(crate) struct Run<'a> {
+    pub(crate) parameters: Tensor,
+    pub(crate) grads: Tensor,
+    pub(crate) state: Vec<Tensor>,
+    /// The step, counted from one: an f32 tensor of one element.
+    pub(crate) step: &'a Tensor,
+    pub(crate) step_number: u32,
+    pub(crate) decays: bool,
+    /// What gradients are multiplied by on the way.
+    pub(crate) factor: f64,
+}
+
+/// Sums of squares of a parameter and of its direction.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Squares {
+    pub(crate) parameter: f64,
+    pub(crate) direction: f64,
+}
+
+impl Optimizer {
+    /// The same with another rate and, where the schedule moves it, another momentum (AdamW's and LAMB's `beta1`).
+    pub fn at(self, rate: f64, momentum: Option<f64>) -> Self {
+        match self {
+            Optimizer::AdamW(adamw) => {
+                Optimizer::AdamW(AdamW { rate, beta1: momentum.unwrap_or(adamw.beta1), ..adamw })
+            }
+            Optimizer::Sgd(sgd) => Optimizer::Sgd(Sgd { rate, momentum: momentum.unwrap_or(sgd.momentum), ..sgd }),
+            Optimizer::Lamb(lamb) => Optimizer::Lamb(Lamb { rate, beta1: momentum.unwrap_or(lamb.beta1), ..lamb }),
+        }
+    }
+
+    /// How many f32 numbers it keeps for each element.
+    pub fn states(&self) -> usize {
+        match self {
+            Optimizer::AdamW(_) | Optimizer::Lamb(_) => 2,
+            Optimizer::Sgd(_) => 1,
+        }
+    }
+}
+
+impl Run<'_> {
+    /// Elements from `start` on, as many as are worked on at once.
+    fn chunk(&self, start: usize) -> std::result::Result<Run<'_>, TchError> {
+        let len = CHUNK.min(self.parameters.numel() - start) as i64;
+        let part = |whole: &Tensor| whole.f_narrow(0, start as i64, len);
+        let grads = part(&self.grads)?.f_to_kind(Kind::Float)?;
+        let grads = if self.factor == 1. { grads } else { grads.f_mul_scalar(self.factor)? };
+        Ok(Run {
+            parameters: part(&self.parameters)?,
+            grads,
+            state: self.state.iter().map(part).collect::<std::result::Result<_, _>>()?,
+            ..*self
+        })
+    }
+
+    fn chunks(&self) -> impl Iterator<Item = std::result::Result<Run<'_>, TchError>> {
+        (0..self.parameters.numel()).step_by(CHUNK).map(|start| self.chunk(start))
+    }
+
+    pub(crate) fn adamw(&self, adamw: AdamW) -> Result<()> {
+        let weight_decay = if self.decays { adamw.weight_decay } else { 0. };
+        for chunk in self.chunks() {
+            let Run { mut parameters, grads, state, step, .. } = chunk?;
+            let [mut first_moments, mut second_moments] = pair(state);
+            let slice = AdamWSlice {
+                parameters: &mut parameters,
+                grads: &grads,
+                first_moments: &mut first_moments,
+                second_moments: &mut second_moments,
+                step,
+            };
+            adamw_step(AdamW { weight_decay, ..adamw }, &mut [slice])?;
+        }
+        Ok(())
+    }
+
+    pub(crate) fn sgd(&self, sgd: Sgd) -> Result<()> {
+        for chunk in self.chunks() {
+            let Run { mut parameters, grads, mut state, decays, .. } = chunk?;
+            let grads = match decays && sgd.weight_decay != 0. {
+                true => grads.f_add(&parameters.f_mul_scalar(sgd.weight_decay)?)?,
+                false => grads,
+            };
+            let mut direction = state.remove(0);
+            let direction = direction.f_mul_scalar_(sgd.momentum)?.f_add_(&grads)?;
+            let _ = parameters.f_sub_(&direction.f_mul_scalar(sgd.rate)?)?;
+        }
+        Ok(())
+    }
+
+    /// LAMB's first half: updates the moments, and sums the squares of parameter and direction.
+    pub(crate) fn lamb_moments(&self, lamb: Lamb) -> Result<Squares> {
+        let mut squares = Squares::default();
+        for chunk in self.chunks() {
+            let mut chunk = chunk?;
+            let [first, second] = &mut chunk.state[..] else { unreachable!("LAMB has two moments") };
+            let _ = first.f_mul_scalar_(lamb.beta1)?.f_add_(&chunk.grads.f_mul_scalar(1. - lamb.beta1)?)?;
+            let added = chunk.grads.f_square()?.f_mul_scalar(1. - lamb.beta2)?;
+            let _ = second.f_mul_scalar_(lamb.beta2)?.f_add_(&added)?;
+            squares.parameter += sum_of_squares(&chunk.parameters)?;
+            squares.direction += sum_of_squares(&chunk.lamb_direction(lamb)?)?;
+        }
+        Ok(squares)
+    }
+
+    /// LAMB's second half: one step along the direction, scaled by the norms of the whole parameter.
+    pub(crate) fn lamb_step(&self, lamb: Lamb, squares: Squares) -> Result<()> {
+        let Squares { parameter, direction } = squares;
+        let trust = match self.decays && parameter > 0. && direction > 0. {
+            true => (parameter / direction).sqrt(),
+            false => 1.,
+        };
+        for chunk in self.chunks() {
+            let mut chunk = chunk?;
+            let change = chunk.lamb_direction(lamb)?.f_mul_scalar(lamb.rate * trust)?;
+            let _ = chunk.parameters.f_sub_(&change)?;
+        }
+        Ok(())
+    }
+
+    fn lamb_direction(&self, lamb: Lamb) -> std::result::Result<Tensor, TchError> {
+        let corrected = |beta: f64| 1. - beta.powi(self.step_number as i32);
+        let root = self.state[1].f_div_scalar(corrected(lamb.beta2))?.f_sqrt()?.f_add_scalar(lamb.epsilon)?;
+        let direction = self.state[0].f_div_scalar(corrected(lamb.beta1))?.f_div(&root)?;
+        match self.decays {
+            true => direction.f_add(&self.parameters.f_mul_scalar(lamb.weight_decay)?),
+            false => Ok(direction),
+        }
+    }
+}
+
+fn pair(state: Vec<Tensor>) -> [Tensor; 2] {
+    state.try_into().expect("AdamW has two moments")
+}
+
+/// In f64, a chunk at a time, so that no second copy of a slice is ever made.
+pub(crate) fn sum_of_squares(elements: &Tensor) -> std::result::Result<f64, TchError> {
+    let len = elements.numel();
+    let mut sum = Tensor::f_zeros([], (Kind::Double, elements.device()))?;
+    for start in (0..len).step_by(CHUNK) {
+        let chunk = elements.f_narrow(0, start as i64, CHUNK.min(len - start) as i64)?.f_to_kind(Kind::Float)?;
+        sum = sum.f_add(&chunk.f_square()?.f_sum(Kind::Double)?)?;
+    }
+    sum.f_double_value(&[])
+}
