@@ -3,11 +3,13 @@
 //! Whatever needs libtorch or MPI is asked of `shardwise-rank` in a process of its own: a library that is missing, or that
 //! crashes, ends that process and not the doctor.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, ExitCode};
 
 use anyhow::Result;
 use serde::Deserialize;
+
+use crate::launch;
 
 /// One thing that was looked at.
 struct Finding {
@@ -25,8 +27,7 @@ enum State {
 }
 
 pub(crate) fn run() -> Result<ExitCode> {
-    let program = std::env::current_exe()?;
-    let rank_program = program.with_file_name("shardwise-rank");
+    let rank_program = launch::rank_program()?;
     let findings = [
         Finding { what: "libtorch", state: libtorch(&rank_program) },
         Finding { what: "MPI library", state: mpi_library(&rank_program) },
@@ -113,22 +114,13 @@ fn mpi_library(rank_program: &Path) -> State {
 
 /// Starts two ranks that add a number.
 fn mpi_launcher(rank_program: &Path) -> State {
-    // The one that scripts/setup found beside the MPI that this was built with, unless told otherwise.
-    let built_with = option_env!("MPIRUN").unwrap_or("mpirun");
-    let launcher = std::env::var_os("MPIRUN").map_or_else(|| PathBuf::from(built_with), PathBuf::from);
-    let version = Command::new(&launcher).arg("--version").output();
-    let Ok(version) = version.map(|output| String::from_utf8_lossy(&output.stdout).into_owned()) else {
-        return State::Wrong {
-            problem: format!("there is no '{}'", launcher.display()),
-            remedy: format!("{SETUP}  (or set MPIRUN to the launcher of your MPI)"),
-        };
+    let (mut command, version) = match launch::launcher(2) {
+        Ok(found) => found,
+        Err(problem) => {
+            let remedy = format!("{SETUP}  (or set MPIRUN to the launcher of your MPI)");
+            return State::Wrong { problem, remedy };
+        }
     };
-    let mut command = Command::new(&launcher);
-    command.args(["-n", "2"]);
-    // It calls itself by the one name or, where its file has another name than mpirun, by the other.
-    if version.contains("Open MPI") || version.contains("OpenRTE") {
-        command.args(["--oversubscribe", "--bind-to", "none", "--allow-run-as-root"]);
-    }
     match probe::<MpiProbe>(command.arg(rank_program).args(["probe", "mpi"])) {
         Ok(MpiProbe { ranks: 2, .. }) => {
             let name = version.lines().next().unwrap_or_default().to_string();
@@ -148,7 +140,7 @@ fn nccl(rank_program: &Path) -> State {
     match asked::<NcclProbe>(rank_program, "nccl") {
         Ok(NcclProbe { version: Some(version) }) => State::Fine(version),
         Ok(NcclProbe { version: None }) => {
-            State::Absent("not built in; for GPU ranks: cargo build --release --features nccl".into())
+            State::Absent("not built in; for GPU ranks: cargo build --release --features cuda".into())
         }
         Err(problem) => State::Wrong { problem, remedy: "apt-get install libnccl2, or scripts/setup".to_string() },
     }
@@ -160,8 +152,8 @@ fn cuda(rank_program: &Path) -> State {
     match (driver, devices) {
         (_, 1..) => State::Fine(format!("{devices} devices")),
         (None, _) => State::Absent("no NVIDIA driver; ranks use the CPU".to_string()),
-        (Some(_), _) if cfg!(not(feature = "nccl")) => {
-            State::Absent("a driver, but no GPU support built in: cargo build --release --features nccl".to_string())
+        (Some(_), _) if cfg!(not(feature = "cuda")) => {
+            State::Absent("a driver, but no GPU support built in: cargo build --release --features cuda".to_string())
         }
         (Some(_), _) => State::Wrong {
             problem: "there is an NVIDIA driver, and libtorch sees no device".to_string(),

@@ -7,6 +7,8 @@
 #![forbid(unsafe_code)]
 
 mod doctor;
+mod launch;
+mod train;
 
 use std::process::ExitCode;
 
@@ -29,10 +31,19 @@ enum Command {
     /// memory. Each thing that is wrong comes with the command that mends it. The exit code is 1 if anything is.
     #[command(after_help = "Example:\n  shardwise doctor")]
     Doctor,
+    /// Train what a recipe says
+    ///
+    /// Starts the ranks itself, on this host; or is started on every rank by mpirun or srun. Says beforehand what a rank needs
+    /// of memory, and does not start what cannot fit. The exit code is 2 if the recipe is wrong or does not fit.
+    #[command(
+        after_help = "Examples:\n  shardwise train recipes/small.toml -n 2\n  shardwise train recipes/small.toml -n 4 --dry-run\n  mpirun -n 4 shardwise train recipes/small.toml"
+    )]
+    Train(train::Options),
 }
 
 fn main() -> Result<ExitCode> {
     match Arguments::parse().command {
         Command::Doctor => doctor::run(),
+        Command::Train(options) => train::run(&options),
     }
 }

@@ -2,10 +2,10 @@
 
 use shardwise_torch::tch::{Kind, Tensor};
 
-use crate::loss::head_loss;
+use crate::loss::{self, head_loss};
 use crate::recompute::computed_again;
 use crate::unit::Tied;
-use crate::{Activations, Batch, Error, Init, Layer, Model, Parameter, Parameters, Result, Unit, attention};
+use crate::{Activations, Batch, Error, Footprint, Init, Layer, Model, Parameter, Parameters, Result, Unit, attention};
 
 /// The shape of a GPT-2.
 #[derive(Clone, Debug, PartialEq)]
@@ -142,6 +142,11 @@ impl Layer for Embedding {
         Ok(lookup("wte.weight", &batch.tokens)?.f_add(&lookup("wpe.weight", &places)?)?)
     }
 
+    fn footprint(&self, tokens: usize, element_bytes: usize, _: Activations) -> Footprint {
+        let output_bytes = tokens * self.0.width * element_bytes;
+        Footprint { kept_bytes: output_bytes, output_bytes, passing_bytes: 0 }
+    }
+
     fn backward_reads_parameters(&self) -> bool {
         false
     }
@@ -160,6 +165,21 @@ impl Layer for Block {
         let x = input.expect("a block has an input");
         let x = x.f_add(&self.attend(parameters, x, activations)?)?;
         Ok(x.f_add(&self.mlp(parameters, &x, activations)?)?)
+    }
+
+    fn footprint(&self, tokens: usize, element_bytes: usize, activations: Activations) -> Footprint {
+        let width = self.0.width;
+        // As autograd saves them: outputs of norms, residual and output; the projections and output of attention; the wide
+        // layer before and after its activation.
+        let kept = match activations {
+            Activations::Kept => 4 * width + 4 * width + 8 * width,
+            Activations::Few => 2 * width + 3 * width + 4 * width,
+        };
+        Footprint {
+            kept_bytes: tokens * kept * element_bytes,
+            output_bytes: tokens * width * element_bytes,
+            passing_bytes: tokens * 18 * width * element_bytes,
+        }
     }
 }
 
@@ -210,5 +230,9 @@ impl Layer for Head {
         let normed = self.0.norm(parameters, "ln_f").of(input.expect("the head has an input"))?;
         let weight = parameters.tied().expect("GPT-2's head is the embedding's matrix");
         head_loss(&normed, weight, &batch.targets, self.0.head_chunk)
+    }
+
+    fn footprint(&self, tokens: usize, element_bytes: usize, _: Activations) -> Footprint {
+        loss::footprint(tokens, self.0.vocabulary, self.0.width, self.0.head_chunk, element_bytes)
     }
 }

@@ -32,8 +32,8 @@ fn normal(key: u64, index: usize) -> f64 {
     radius * if index.is_multiple_of(2) { angle.cos() } else { angle.sin() }
 }
 
-/// splitmix64's finaliser.
-fn mixed(bits: u64) -> u64 {
+/// splitmix64's finaliser: a number that looks random, for a number.
+pub fn mixed(bits: u64) -> u64 {
     let z = bits.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

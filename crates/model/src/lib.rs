@@ -21,7 +21,7 @@ pub use gpt2::Gpt2;
 pub use llama::{Llama, Llama3Rope};
 pub use loss::{IGNORED, head_loss};
 pub use recompute::Activations;
-pub use unit::{Batch, Init, Layer, Model, Parameter, Parameters, Unit};
+pub use unit::{Batch, Footprint, Init, Layer, Model, Parameter, Parameters, Unit};
 
 use shardwise_torch::tch::TchError;
 

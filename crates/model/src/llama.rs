@@ -4,10 +4,10 @@ use std::f64::consts::PI;
 
 use shardwise_torch::tch::{Device, Kind, Tensor};
 
-use crate::loss::head_loss;
+use crate::loss::{self, head_loss};
 use crate::recompute::computed_again;
 use crate::unit::Tied;
-use crate::{Activations, Batch, Error, Init, Layer, Model, Parameter, Parameters, Result, Unit, attention};
+use crate::{Activations, Batch, Error, Footprint, Init, Layer, Model, Parameter, Parameters, Result, Unit, attention};
 
 /// The shape of a model of the family.
 #[derive(Clone, Debug, PartialEq)]
@@ -85,7 +85,7 @@ impl Llama {
     /// The model as a chain of units.
     pub fn model(&self) -> Result<Model> {
         self.check()?;
-        let mut units = vec![Unit::new("embedding", vec![self.embedding()], Embedding)];
+        let mut units = vec![Unit::new("embedding", vec![self.embedding()], Embedding(self.width))];
         for index in 0..self.blocks {
             units.push(Unit::new(format!("block.{index}"), self.block(index), Block(self.clone())));
         }
@@ -165,7 +165,8 @@ impl Llama {
     }
 }
 
-struct Embedding;
+/// With the width of what it looks up.
+struct Embedding(usize);
 
 impl Layer for Embedding {
     fn forward(
@@ -176,6 +177,11 @@ impl Layer for Embedding {
         _: Activations,
     ) -> Result<Tensor> {
         Ok(Tensor::f_embedding(parameters.get("embed_tokens.weight"), &batch.tokens, -1, false, false)?)
+    }
+
+    fn footprint(&self, tokens: usize, element_bytes: usize, _: Activations) -> Footprint {
+        let output_bytes = tokens * self.0 * element_bytes;
+        Footprint { kept_bytes: output_bytes, output_bytes, passing_bytes: 0 }
     }
 
     fn backward_reads_parameters(&self) -> bool {
@@ -196,6 +202,23 @@ impl Layer for Block {
         let x = input.expect("a block has an input");
         let x = x.f_add(&self.attend(parameters, x, activations)?)?;
         Ok(x.f_add(&self.mlp(parameters, &x, activations)?)?)
+    }
+
+    fn footprint(&self, tokens: usize, element_bytes: usize, activations: Activations) -> Footprint {
+        let Llama { width, mlp_width, heads, kv_heads, head_width, .. } = self.0;
+        let (query, key) = (heads * head_width, kv_heads * head_width);
+        // As autograd saves them: outputs of norms with what they were made of, residual and output; query, key, value and
+        // output of attention; gate, its activation, up and their product.
+        let kept = match activations {
+            Activations::Kept => 6 * width + 4 * query + 4 * mlp_width,
+            Activations::Few => 4 * width + query + 2 * key + 2 * mlp_width,
+        };
+        let again = 2 * width + 4 * query + 2 * mlp_width;
+        Footprint {
+            kept_bytes: tokens * kept * element_bytes,
+            output_bytes: tokens * width * element_bytes,
+            passing_bytes: tokens * (again + 3 * mlp_width) * element_bytes,
+        }
     }
 }
 
@@ -317,6 +340,10 @@ impl Layer for Head {
         let normed = self.0.norm(x, parameters.get("model.norm.weight"))?;
         let weight = parameters.tied().unwrap_or_else(|| parameters.get("lm_head.weight"));
         head_loss(&normed, weight, &batch.targets, self.0.head_chunk)
+    }
+
+    fn footprint(&self, tokens: usize, element_bytes: usize, _: Activations) -> Footprint {
+        loss::footprint(tokens, self.0.vocabulary, self.0.width, self.0.head_chunk, element_bytes)
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use shardwise_torch::autograd;
 use shardwise_torch::tch::{Kind, Tensor};
 
-use crate::Result;
+use crate::{Footprint, Result};
 
 /// A target that does not count.
 pub const IGNORED: i64 = -100;
@@ -40,6 +40,22 @@ pub fn head_loss(hidden: &Tensor, weight: &Tensor, targets: &Tensor, chunk: usiz
         },
     )?;
     Ok(outputs.remove(0))
+}
+
+/// What a head with this loss takes of memory.
+pub(crate) fn footprint(
+    tokens: usize,
+    vocabulary: usize,
+    width: usize,
+    chunk: usize,
+    element_bytes: usize,
+) -> Footprint {
+    let f32_bytes = 4;
+    // The logits of a chunk, their softmax and its gradient, and once more in the elements' type.
+    let logits = chunk.min(tokens) * vocabulary * (2 * f32_bytes + element_bytes);
+    // The gradient of the matrix is added up in f32.
+    let matrix = vocabulary * width * if element_bytes == f32_bytes { f32_bytes } else { f32_bytes + element_bytes };
+    Footprint { kept_bytes: tokens * 4 * width * element_bytes, output_bytes: 0, passing_bytes: logits + matrix }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -82,10 +82,24 @@ pub trait Layer: Send {
         activations: Activations,
     ) -> Result<Tensor>;
 
+    /// What it takes of memory besides its parameters, estimated for so many tokens and elements of so many bytes.
+    fn footprint(&self, tokens: usize, element_bytes: usize, activations: Activations) -> Footprint;
+
     /// Whether the backward pass reads the parameters' values. A table that is only looked up in does not need them twice.
     fn backward_reads_parameters(&self) -> bool {
         true
     }
+}
+
+/// What a unit takes of memory besides its parameters: an estimate.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Footprint {
+    /// From its forward to its backward pass, its output included.
+    pub kept_bytes: usize,
+    /// Its output alone.
+    pub output_bytes: usize,
+    /// While it computes, at the most.
+    pub passing_bytes: usize,
 }
 
 /// A unit's parameters, whole, by name.
@@ -140,6 +154,11 @@ impl Unit {
     /// The parameter that it uses of another unit.
     pub fn tied(&self) -> Option<Tied> {
         self.tied
+    }
+
+    /// What it takes of memory besides its parameters, estimated for so many tokens and elements of so many bytes.
+    pub fn footprint(&self, tokens: usize, element_bytes: usize, activations: Activations) -> Footprint {
+        self.layer.footprint(tokens, element_bytes, activations)
     }
 
     /// Whether its backward pass reads the parameters' values.

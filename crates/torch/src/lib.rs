@@ -25,7 +25,7 @@ pub mod storage;
 pub use block::Block;
 pub use element::{Element, dtype_of, kind_of};
 pub use error::{Error, Result};
-pub use memory::{allocated_bytes, exclusive};
+pub use memory::{allocated_bytes, exclusive, keep_freed_memory};
 pub use tch;
 
 /// The version of libtorch that this program was compiled for.

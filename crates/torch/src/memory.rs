@@ -52,3 +52,13 @@ pub fn allocated_bytes() -> usize {
     // SAFETY: reads the C library's own books.
     unsafe { ffi::sw_malloc_bytes() }
 }
+
+/// Makes this process keep the CPU memory that it frees, for its own next use. Returns whether the C library agreed.
+///
+/// libtorch takes every tensor's memory from the C library, which gives large blocks back to the system at once; the system
+/// clears each page before it hands it out again. A training step asks for the same blocks over and over: with this, a step
+/// of a small Llama took 2.55 s instead of 3.03 s. What is resident then stays at its peak.
+pub fn keep_freed_memory() -> bool {
+    // SAFETY: sets parameters of the C library's allocator, which may be done at any time.
+    unsafe { ffi::sw_malloc_keep() }
+}

@@ -5,8 +5,13 @@
 
 #![forbid(unsafe_code)]
 
+mod data;
 mod fault;
+pub mod fit;
 mod options;
+mod plot;
+pub mod recipe;
+mod run;
 mod scale;
 mod schedule;
 pub mod start;
@@ -14,6 +19,8 @@ mod step;
 
 pub use fault::{Fault, OnNotFinite};
 pub use options::{Accumulation, Options, Ranks, Recomputation};
+pub use recipe::Recipe;
+pub use run::{Line, run};
 pub use scale::LossScale;
 pub use schedule::{Kind, Pace, Schedule};
 pub use step::{Report, Trainer};
@@ -69,6 +76,22 @@ pub enum Error {
     /// Options that contradict each other.
     #[error("{0}")]
     Options(String),
+    /// A recipe that cannot be followed.
+    #[error("{}: {problem}", path.display())]
+    Recipe {
+        /// The file.
+        path: std::path::PathBuf,
+        /// What is wrong, and where.
+        problem: String,
+    },
+    /// Tokens that cannot be read.
+    #[error("{}: {problem}", path.display())]
+    Data {
+        /// The file.
+        path: std::path::PathBuf,
+        /// What is wrong.
+        problem: String,
+    },
     /// Nothing to train.
     #[error("every parameter is frozen, so there is nothing to train; leave some out of 'frozen'")]
     AllFrozen,
@@ -90,4 +113,16 @@ pub enum Error {
         /// What was first at fault.
         fault: Fault,
     },
+}
+
+impl Error {
+    /// Whether every rank has the same to say.
+    pub fn is_everyones(&self) -> bool {
+        match self {
+            Error::Options(_) | Error::Recipe { .. } | Error::AllFrozen => true,
+            Error::NotFinite { .. } | Error::ScaleTooSmall { .. } | Error::NothingToLearn { .. } => true,
+            Error::Model { .. } | Error::Backward { .. } | Error::Zero(_) | Error::Comm(_) => false,
+            Error::MicroBatches { .. } | Error::Data { .. } => false,
+        }
+    }
 }

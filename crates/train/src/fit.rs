@@ -1,0 +1,194 @@
+//! What a run needs of a rank's memory, before it starts.
+//!
+//! Parameters, gradients and optimizer state are counted exactly. Buffers, activations and what a unit makes in passing are
+//! estimated from the shapes; `cargo xtask show zero/fits` compares the estimate with what runs really take.
+
+use std::fmt;
+
+use shardwise_model::{Activations, Footprint, Model};
+use shardwise_plan::{Dtype, Partition};
+use shardwise_zero::Sharding;
+
+use crate::recipe::{AccumulationRecipe, FloatRecipe, Recipe, RecomputationRecipe};
+use crate::{Accumulation, Options, Recomputation, Result};
+use shardwise_torch::tch::Device;
+
+/// What a process has with libtorch and MPI before it holds a model.
+const PROCESS_BYTES: usize = 300 << 20;
+
+/// Bytes that the rank with the most needs, by what for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Need {
+    /// Parameters, in the type in which units compute.
+    pub parameters: usize,
+    /// Gradients, once reduced.
+    pub gradients: usize,
+    /// f32 masters and optimizer state.
+    pub optimizer: usize,
+    /// Whole units on their way: parameters at stage 3, gradients from stage 2 on.
+    pub in_flight: usize,
+    /// What forward passes leave for backward passes.
+    pub activations: usize,
+    /// What the unit with the most makes in passing.
+    pub passing: usize,
+    /// The process itself.
+    pub process: usize,
+}
+
+impl Need {
+    /// Of a recipe on so many ranks.
+    pub fn of(recipe: &Recipe, ranks: usize) -> Result<Self> {
+        let options = recipe.options(Device::Cpu)?;
+        let tokens = recipe.batch.sequences * recipe.batch.positions;
+        let shard = (ranks / recipe.sharding.replicas).max(1);
+        Ok(Need::of_model(&recipe.model()?, &options, shard, tokens, recipe.batch.micro_batches))
+    }
+
+    /// Of a model that is cut among `shard` ranks, with micro-batches of so many tokens.
+    pub fn of_model(model: &Model, options: &Options, shard: usize, tokens: usize, micro_batches: usize) -> Self {
+        let Sharding { optimizer, gradients, parameters } = options.sharding;
+        let (parameter_bytes, gradient_bytes) =
+            (options.precision.parameters.bytes(), options.precision.gradients.bytes());
+        let masters = usize::from(options.precision.parameters != Dtype::F32);
+        let state_bytes = (masters + options.optimizer.states()) * Dtype::F32.bytes();
+        let kept = |elements: usize, sliced: bool| {
+            if sliced { Partition::new(elements, shard).part_len(0) } else { elements }
+        };
+        let mut need = Need { process: PROCESS_BYTES, ..Need::default() };
+        let units = model.units();
+        let mut wholes = Vec::new();
+        for (index, unit) in units.iter().enumerate() {
+            let trained = unit.parameters().iter().filter(|p| p.trainable).map(|p| p.elements()).sum::<usize>();
+            need.parameters += kept(unit.elements(), parameters) * parameter_bytes;
+            need.gradients += kept(trained, gradients) * gradient_bytes;
+            need.optimizer += kept(trained, optimizer) * state_bytes;
+            let tied = unit.tied().map_or(0, |tied| units[tied.unit].elements());
+            wholes.push((unit.elements() + tied, trained));
+            let last = index + 1 == units.len();
+            let again = options.recomputation == Recomputation::Full && index > 0 && !last;
+            let Footprint { kept_bytes, output_bytes, passing_bytes } =
+                unit.footprint(tokens, parameter_bytes, options.recomputation.activations());
+            need.activations += if again { output_bytes } else { kept_bytes };
+            let computed =
+                if again { unit.footprint(tokens, parameter_bytes, Activations::Kept).kept_bytes } else { 0 };
+            need.passing = need.passing.max(passing_bytes + computed + trained * parameter_bytes);
+        }
+        // Units that follow each other share buffers of the largest inner unit's size, and the first and the last one more.
+        let flying = |size: &dyn Fn(&(usize, usize)) -> usize| {
+            let ends = wholes.first().into_iter().chain(wholes.last()).map(size).max().unwrap_or(0);
+            let inner = wholes.iter().skip(1).take(units.len().saturating_sub(2)).map(size).max().unwrap_or(0);
+            ends + inner * (1 + options.units_in_flight)
+        };
+        if parameters {
+            need.in_flight += flying(&|&(all, _)| all) * parameter_bytes;
+        }
+        if gradients {
+            let whole = micro_batches > 1 && options.accumulation == Accumulation::Whole;
+            let trained: usize = wholes.iter().map(|&(_, trained)| trained).sum();
+            need.in_flight += if whole { trained } else { flying(&|&(_, trained)| trained) } * gradient_bytes;
+        }
+        need
+    }
+
+    /// All of it.
+    pub fn total(&self) -> usize {
+        let Need { parameters, gradients, optimizer, in_flight, activations, passing, process } = *self;
+        parameters + gradients + optimizer + in_flight + activations + passing + process
+    }
+}
+
+impl fmt::Display for Need {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (what, bytes) in [
+            ("parameters", self.parameters),
+            ("gradients", self.gradients),
+            ("optimizer", self.optimizer),
+            ("units in flight", self.in_flight),
+            ("activations", self.activations),
+            ("in passing", self.passing),
+            ("process", self.process),
+        ] {
+            writeln!(f, "  {what:16} {:>10}", gib(bytes))?;
+        }
+        write!(f, "  {:16} {:>10}", "together", gib(self.total()))
+    }
+}
+
+/// The least change of a recipe that fits into `limit` bytes: which keys to what, and what it needs then.
+pub fn remedy(recipe: &Recipe, ranks: usize, limit: usize) -> Option<(Vec<&'static str>, Need)> {
+    type Change = (&'static str, fn(&mut Recipe) -> bool);
+    // From the cheapest to the dearest in speed. A change says whether it changes anything.
+    let changes: [Change; 5] = [
+        ("sharding.stage = 3", |recipe| std::mem::replace(&mut recipe.sharding.stage, 3) != 3),
+        ("recomputation = \"selective\"", |recipe| {
+            let none = recipe.recomputation == RecomputationRecipe::None;
+            recipe.recomputation = RecomputationRecipe::Selective;
+            none
+        }),
+        ("recomputation = \"full\"", |recipe| {
+            std::mem::replace(&mut recipe.recomputation, RecomputationRecipe::Full) != RecomputationRecipe::Full
+        }),
+        ("sharding.accumulation = \"sharded\"", |recipe| {
+            let whole = recipe.sharding.accumulation == AccumulationRecipe::Whole;
+            recipe.sharding.accumulation = AccumulationRecipe::Sharded;
+            whole && recipe.batch.micro_batches > 1 && recipe.sharding.stage >= 2
+        }),
+        ("precision.parameters = \"bf16\"", |recipe| {
+            std::mem::replace(&mut recipe.precision.parameters, FloatRecipe::Bf16) == FloatRecipe::F32
+        }),
+    ];
+    let mut subsets: Vec<u32> = (1..1 << changes.len()).collect();
+    subsets.sort_by_key(|subset| (subset.count_ones(), *subset));
+    subsets.into_iter().find_map(|subset| {
+        let mut changed = recipe.clone();
+        let mut keys = Vec::new();
+        for (index, (key, change)) in changes.iter().enumerate() {
+            if subset & (1 << index) != 0 {
+                if !change(&mut changed) {
+                    return None;
+                }
+                keys.push(*key);
+            }
+        }
+        let need = Need::of(&changed, ranks).ok()?;
+        (need.total() <= limit).then_some((keys, need))
+    })
+}
+
+/// The memory that a rank may use, and what limits it: the process's own limits, and its share of what the host's control
+/// group allows and the host has available.
+pub fn limit(ranks_here: usize) -> Option<(usize, &'static str)> {
+    let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
+    let limits = read("/proc/self/limits");
+    let own = |name: &str| -> Option<usize> {
+        let line = limits.lines().find(|line| line.starts_with(name))?;
+        line[name.len()..].split_whitespace().next()?.parse().ok()
+    };
+    let group: Option<usize> = ["/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"]
+        .iter()
+        .find_map(|path| read(path).trim().parse().ok());
+    let meminfo = read("/proc/meminfo");
+    let available = meminfo
+        .lines()
+        .find(|line| line.starts_with("MemAvailable:"))
+        .and_then(|line| line.split_whitespace().nth(1)?.parse::<usize>().ok())
+        .map(|kib| kib << 10);
+    let share = |bytes: usize| bytes / ranks_here.max(1);
+    [
+        (own("Max data size"), "the limit of a process's data (ulimit -d)"),
+        (own("Max address space"), "the limit of a process's address space (ulimit -v)"),
+        (group.map(share), "this rank's share of its control group's memory"),
+        (available.map(share), "this rank's share of the memory that is available"),
+    ]
+    .into_iter()
+    .filter_map(|(bytes, what)| Some((bytes?, what)))
+    .min_by_key(|&(bytes, _)| bytes)
+}
+
+/// Bytes for people.
+pub fn gib(bytes: usize) -> String {
+    match bytes as f64 / f64::from(1 << 30) {
+        much if much >= 1. => format!("{much:.2} GiB"),
+        little => format!("{:.0} MiB", little * 1024.),
+    }
+}

@@ -1,0 +1,526 @@
+//! A run as a file: what to train, on what, how.
+//!
+//! Parsed once, into narrow structs. A key that is not known is an error with its line; nothing is ignored.
+
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+use shardwise_model::{Gpt2, Llama, Model};
+use shardwise_plan::Dtype;
+use shardwise_torch::tch::Device;
+use shardwise_zero::{AdamW, Lamb, Optimizer, Precision, Sgd, Sharding};
+
+use crate::{Accumulation, Error, Kind, LossScale, OnNotFinite, Options, Recomputation, Result, Schedule};
+
+/// The longest recipe that is read.
+const RECIPE_BYTES_MAX: u64 = 1 << 20;
+
+/// A recipe. Relative paths in it are relative to the file.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Recipe {
+    /// What is trained.
+    pub model: ModelRecipe,
+    /// What its parameters begin with.
+    #[serde(default)]
+    pub start: StartRecipe,
+    /// What it is trained on.
+    pub data: DataRecipe,
+    /// How much of it in a step.
+    pub batch: BatchRecipe,
+    /// What is sliced, among whom.
+    #[serde(default)]
+    pub sharding: ShardingRecipe,
+    /// In which types.
+    #[serde(default)]
+    pub precision: PrecisionRecipe,
+    /// What is kept for the backward pass.
+    #[serde(default)]
+    pub recomputation: RecomputationRecipe,
+    /// How parameters are updated.
+    pub optimizer: OptimizerRecipe,
+    /// How the rate moves.
+    #[serde(default)]
+    pub schedule: ScheduleRecipe,
+    /// How long, and where.
+    pub run: RunRecipe,
+}
+
+/// `[model]`
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ModelRecipe {
+    /// `[model.llama]`
+    pub llama: Option<LlamaRecipe>,
+    /// `[model.gpt2]`
+    pub gpt2: Option<Gpt2Recipe>,
+    /// Parameters that stay as they begin, by the beginnings of their names.
+    #[serde(default)]
+    pub frozen: Vec<String>,
+}
+
+/// `[model.llama]`: Llama 2 and 3, Mistral, Qwen 2 and 3.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[allow(missing_docs, reason = "the keys are the fields of shardwise_model::Llama")]
+pub struct LlamaRecipe {
+    pub vocabulary: usize,
+    pub width: usize,
+    pub blocks: usize,
+    pub heads: usize,
+    pub mlp_width: usize,
+    pub kv_heads: Option<usize>,
+    pub head_width: Option<usize>,
+    pub rope_base: Option<f64>,
+    pub norm_epsilon: Option<f64>,
+    pub window: Option<usize>,
+    pub init_std: Option<f64>,
+    pub head_chunk: Option<usize>,
+    #[serde(default)]
+    pub tied: bool,
+    #[serde(default)]
+    pub qkv_bias: bool,
+    #[serde(default)]
+    pub qk_norm: bool,
+}
+
+/// `[model.gpt2]`
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[allow(missing_docs, reason = "the keys are the fields of shardwise_model::Gpt2")]
+pub struct Gpt2Recipe {
+    pub vocabulary: usize,
+    pub positions: usize,
+    pub width: usize,
+    pub blocks: usize,
+    pub heads: usize,
+    pub head_chunk: Option<usize>,
+}
+
+/// `[start]`
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct StartRecipe {
+    /// What parameters are made of.
+    pub seed: u64,
+    /// A safetensors file that they are read from instead.
+    pub weights: Option<PathBuf>,
+}
+
+impl Default for StartRecipe {
+    fn default() -> Self {
+        StartRecipe { seed: 1, weights: None }
+    }
+}
+
+/// `[data]`
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DataRecipe {
+    /// A file of token ids, little-endian; without one, tokens are random.
+    pub tokens: Option<PathBuf>,
+    /// The size of an id in that file: 2 or 4.
+    #[serde(default = "two")]
+    pub token_bytes: usize,
+    /// The order of the data.
+    #[serde(default)]
+    pub seed: u64,
+}
+
+fn two() -> usize {
+    2
+}
+
+/// `[batch]`
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BatchRecipe {
+    /// Sequences that a rank computes at once.
+    pub sequences: usize,
+    /// Tokens of a sequence.
+    pub positions: usize,
+    /// Micro-batches of a step, on every rank.
+    #[serde(default = "one")]
+    pub micro_batches: usize,
+}
+
+fn one() -> usize {
+    1
+}
+
+/// `[sharding]`
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct ShardingRecipe {
+    /// ZeRO's stage, 0 to 3.
+    pub stage: u8,
+    /// Into how many replicas the ranks are divided, each of which holds the whole model in slices.
+    pub replicas: usize,
+    /// Units on their way ahead of and behind the one that computes.
+    pub units_in_flight: usize,
+    /// Where gradients of several micro-batches are added up.
+    pub accumulation: AccumulationRecipe,
+}
+
+impl Default for ShardingRecipe {
+    fn default() -> Self {
+        ShardingRecipe { stage: 3, replicas: 1, units_in_flight: 1, accumulation: AccumulationRecipe::Whole }
+    }
+}
+
+/// `accumulation`
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq)]
+#[serde(rename_all = "lowercase")]
+#[allow(missing_docs, reason = "see Accumulation")]
+pub enum AccumulationRecipe {
+    Whole,
+    Sharded,
+}
+
+/// `[precision]`
+#[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct PrecisionRecipe {
+    /// Parameters, as units compute with them and as they are gathered.
+    pub parameters: FloatRecipe,
+    /// Gradients, as they are added up and sent to be reduced.
+    pub gradients: FloatRecipe,
+}
+
+impl Default for PrecisionRecipe {
+    fn default() -> Self {
+        PrecisionRecipe { parameters: FloatRecipe::F32, gradients: FloatRecipe::F32 }
+    }
+}
+
+/// A type of numbers.
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq)]
+#[serde(rename_all = "lowercase")]
+#[allow(missing_docs, reason = "see Dtype")]
+pub enum FloatRecipe {
+    F32,
+    Bf16,
+    F16,
+}
+
+impl FloatRecipe {
+    fn dtype(self) -> Dtype {
+        match self {
+            FloatRecipe::F32 => Dtype::F32,
+            FloatRecipe::Bf16 => Dtype::Bf16,
+            FloatRecipe::F16 => Dtype::F16,
+        }
+    }
+}
+
+/// `recomputation`
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq)]
+#[serde(rename_all = "lowercase")]
+#[allow(missing_docs, reason = "see Recomputation")]
+pub enum RecomputationRecipe {
+    #[default]
+    None,
+    Selective,
+    Full,
+}
+
+/// `[optimizer]`
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct OptimizerRecipe {
+    /// Which.
+    #[serde(default)]
+    pub kind: OptimizerKind,
+    /// The highest learning rate.
+    pub rate: f64,
+    /// AdamW's and LAMB's decays of the moments.
+    pub betas: Option<[f64; 2]>,
+    /// AdamW's and LAMB's guard against division by zero.
+    pub epsilon: Option<f64>,
+    /// SGD's momentum.
+    pub momentum: Option<f64>,
+    /// Weight decay.
+    #[serde(default)]
+    pub weight_decay: f64,
+    /// The largest norm of all gradients together.
+    pub clip_norm: Option<f64>,
+}
+
+/// `kind` of an optimizer.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq)]
+#[serde(rename_all = "lowercase")]
+#[allow(missing_docs, reason = "see Optimizer")]
+pub enum OptimizerKind {
+    #[default]
+    AdamW,
+    Sgd,
+    Lamb,
+}
+
+/// `[schedule]`
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ScheduleRecipe {
+    /// Which.
+    #[serde(default)]
+    pub kind: ScheduleKind,
+    /// Steps over which the rate rises.
+    #[serde(default)]
+    pub warmup_steps: u64,
+    /// The part of the rate with which it ends: of linear, cosine, stable-decay and 1-cycle.
+    pub end: Option<f64>,
+    /// Steps over which it falls: of stable-decay.
+    pub decay_steps: Option<u64>,
+    /// The part of the rate with which it begins: of 1-cycle.
+    pub start: Option<f64>,
+    /// The part of all steps over which it rises: of 1-cycle.
+    pub rising: Option<f64>,
+    /// The momentum at the lowest and at the highest rate: of 1-cycle.
+    pub momentum: Option<[f64; 2]>,
+    /// The first rate: of a range test.
+    pub from: Option<f64>,
+    /// Where a range test's plot goes.
+    pub plot: Option<PathBuf>,
+}
+
+/// `kind` of a schedule.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq)]
+#[serde(rename_all = "kebab-case")]
+#[allow(missing_docs, reason = "see Kind")]
+pub enum ScheduleKind {
+    #[default]
+    Constant,
+    Linear,
+    Cosine,
+    StableDecay,
+    #[serde(rename = "1-cycle")]
+    OneCycle,
+    RangeTest,
+}
+
+/// `[run]`
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RunRecipe {
+    /// How many steps.
+    pub steps: u64,
+    /// Where ranks compute.
+    #[serde(default)]
+    pub device: DeviceRecipe,
+    /// What to do when numbers are not finite; f16 skips unless told otherwise, the others stop.
+    pub on_not_finite: Option<NotFiniteRecipe>,
+    /// Every how many steps a line is printed.
+    #[serde(default = "one_step")]
+    pub print_every: u64,
+}
+
+fn one_step() -> u64 {
+    1
+}
+
+/// `device`
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq)]
+#[serde(rename_all = "lowercase")]
+#[allow(missing_docs, reason = "the names say it")]
+pub enum DeviceRecipe {
+    #[default]
+    Cpu,
+    Cuda,
+}
+
+/// `on_not_finite`
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq)]
+#[serde(rename_all = "lowercase")]
+#[allow(missing_docs, reason = "see OnNotFinite")]
+pub enum NotFiniteRecipe {
+    Stop,
+    Skip,
+}
+
+impl Recipe {
+    /// Reads a recipe, and makes its paths relative to the file.
+    pub fn read(path: &Path) -> Result<Self> {
+        let fail = |problem: String| Error::Recipe { path: path.to_path_buf(), problem };
+        let bytes = std::fs::metadata(path).map_err(|error| fail(error.to_string()))?.len();
+        if bytes > RECIPE_BYTES_MAX {
+            return Err(fail(format!("{bytes} bytes are too many for a recipe")));
+        }
+        let text = std::fs::read_to_string(path).map_err(|error| fail(error.to_string()))?;
+        let mut recipe: Recipe = toml::from_str(&text).map_err(|error| fail(error.to_string()))?;
+        let folder = path.parent().unwrap_or(Path::new(""));
+        for file in
+            [&mut recipe.start.weights, &mut recipe.data.tokens, &mut recipe.schedule.plot].into_iter().flatten()
+        {
+            *file = folder.join(&*file);
+        }
+        recipe.check().map_err(|error| fail(error.to_string()))?;
+        Ok(recipe)
+    }
+
+    /// What can be found wrong without a model or a rank.
+    fn check(&self) -> Result<()> {
+        let refuse = |problem: &str| Err(Error::Options(problem.to_string()));
+        for (key, value) in [
+            ("batch.sequences", self.batch.sequences),
+            ("batch.positions", self.batch.positions),
+            ("batch.micro_batches", self.batch.micro_batches),
+            ("sharding.replicas", self.sharding.replicas),
+            ("run.steps", usize::try_from(self.run.steps).unwrap_or(usize::MAX)),
+            ("run.print_every", usize::try_from(self.run.print_every).unwrap_or(usize::MAX)),
+        ] {
+            if value == 0 {
+                return refuse(&format!("{key} is 0, and must be at least 1"));
+            }
+        }
+        if ![2, 4].contains(&self.data.token_bytes) {
+            return refuse(&format!("data.token_bytes is {}, and must be 2 or 4", self.data.token_bytes));
+        }
+        self.model()?;
+        self.optimizer()?;
+        self.schedule()?;
+        self.options(Device::Cpu)?.check()
+    }
+
+    /// The model.
+    pub fn model(&self) -> Result<Model> {
+        let model = match (&self.model.llama, &self.model.gpt2) {
+            (Some(llama), None) => {
+                let plain = Llama::new(llama.vocabulary, llama.width, llama.blocks, llama.heads, llama.mlp_width);
+                let llama = Llama {
+                    kv_heads: llama.kv_heads.unwrap_or(plain.kv_heads),
+                    head_width: llama.head_width.unwrap_or(plain.head_width),
+                    rope_base: llama.rope_base.unwrap_or(plain.rope_base),
+                    norm_epsilon: llama.norm_epsilon.unwrap_or(plain.norm_epsilon),
+                    window: llama.window,
+                    init_std: llama.init_std.unwrap_or(plain.init_std),
+                    head_chunk: llama.head_chunk.unwrap_or(plain.head_chunk),
+                    tied: llama.tied,
+                    qkv_bias: llama.qkv_bias,
+                    qk_norm: llama.qk_norm,
+                    ..plain
+                };
+                llama.model()
+            }
+            (None, Some(gpt2)) => {
+                let plain = Gpt2::new(gpt2.vocabulary, gpt2.positions, gpt2.width, gpt2.blocks, gpt2.heads);
+                Gpt2 { head_chunk: gpt2.head_chunk.unwrap_or(plain.head_chunk), ..plain }.model()
+            }
+            _ => return Err(Error::Options("model needs one of [model.llama] and [model.gpt2]".to_string())),
+        };
+        let at = |error: shardwise_model::Error| Error::Options(format!("model.{error}"));
+        let mut model = model.map_err(at)?;
+        model.freeze(&self.model.frozen).map_err(at)?;
+        Ok(model)
+    }
+
+    /// Token ids are below this.
+    pub fn vocabulary(&self) -> usize {
+        let llama = self.model.llama.as_ref().map(|llama| llama.vocabulary);
+        llama.or(self.model.gpt2.as_ref().map(|gpt2| gpt2.vocabulary)).unwrap_or(0)
+    }
+
+    /// How to train, on a device.
+    pub fn options(&self, device: Device) -> Result<Options> {
+        let is_f16 = self.precision.parameters == FloatRecipe::F16;
+        Ok(Options {
+            sharding: Sharding::stage(self.sharding.stage)
+                .map_err(|error| Error::Options(format!("sharding.stage: {error}")))?,
+            precision: Precision {
+                parameters: self.precision.parameters.dtype(),
+                gradients: self.precision.gradients.dtype(),
+            },
+            recomputation: match self.recomputation {
+                RecomputationRecipe::None => Recomputation::None,
+                RecomputationRecipe::Selective => Recomputation::Selective,
+                RecomputationRecipe::Full => Recomputation::Full,
+            },
+            accumulation: match self.sharding.accumulation {
+                AccumulationRecipe::Whole => Accumulation::Whole,
+                AccumulationRecipe::Sharded => Accumulation::Sharded,
+            },
+            units_in_flight: self.sharding.units_in_flight,
+            optimizer: self.optimizer()?,
+            schedule: self.schedule()?,
+            clip_norm: self.optimizer.clip_norm,
+            loss_scale: if is_f16 { LossScale::DYNAMIC } else { LossScale::Fixed(1.) },
+            on_not_finite: match self.run.on_not_finite {
+                Some(NotFiniteRecipe::Stop) => OnNotFinite::Stop,
+                Some(NotFiniteRecipe::Skip) => OnNotFinite::Skip,
+                None if is_f16 => OnNotFinite::Skip,
+                None => OnNotFinite::Stop,
+            },
+            device,
+        })
+    }
+
+    fn optimizer(&self) -> Result<Optimizer> {
+        let OptimizerRecipe { kind, rate, betas, epsilon, momentum, weight_decay, clip_norm } = self.optimizer;
+        let unused = |key: &str, given: bool, of: &str| match given {
+            true => Err(Error::Options(format!("optimizer.{key} is of {of}, and this is {kind:?}; leave it out"))),
+            false => Ok(()),
+        };
+        for (key, value) in [("rate", Some(rate)), ("clip_norm", clip_norm)] {
+            if value.is_some_and(|value| !(value > 0. && value.is_finite())) {
+                return Err(Error::Options(format!("optimizer.{key} must be a positive number")));
+            }
+        }
+        Ok(match kind {
+            OptimizerKind::AdamW => {
+                unused("momentum", momentum.is_some(), "SGD")?;
+                let [beta1, beta2] = betas.unwrap_or([0.9, 0.95]);
+                Optimizer::AdamW(AdamW { rate, beta1, beta2, weight_decay, epsilon: epsilon.unwrap_or(1e-8) })
+            }
+            OptimizerKind::Lamb => {
+                unused("momentum", momentum.is_some(), "SGD")?;
+                let [beta1, beta2] = betas.unwrap_or([0.9, 0.999]);
+                Optimizer::Lamb(Lamb { rate, beta1, beta2, weight_decay, epsilon: epsilon.unwrap_or(1e-6) })
+            }
+            OptimizerKind::Sgd => {
+                unused("betas", betas.is_some(), "AdamW and LAMB")?;
+                unused("epsilon", epsilon.is_some(), "AdamW and LAMB")?;
+                Optimizer::Sgd(Sgd { rate, momentum: momentum.unwrap_or(0.), weight_decay })
+            }
+        })
+    }
+
+    fn schedule(&self) -> Result<Schedule> {
+        let given = &self.schedule;
+        let kind = given.kind;
+        // Each key belongs to some kinds; with another one it would do nothing, silently.
+        let falls = [ScheduleKind::Linear, ScheduleKind::Cosine, ScheduleKind::StableDecay, ScheduleKind::OneCycle];
+        for (key, is_given, of) in [
+            ("end", given.end.is_some(), &falls[..]),
+            ("decay_steps", given.decay_steps.is_some(), &[ScheduleKind::StableDecay]),
+            ("start", given.start.is_some(), &[ScheduleKind::OneCycle]),
+            ("rising", given.rising.is_some(), &[ScheduleKind::OneCycle]),
+            ("momentum", given.momentum.is_some(), &[ScheduleKind::OneCycle]),
+            ("from", given.from.is_some(), &[ScheduleKind::RangeTest]),
+            ("plot", given.plot.is_some(), &[ScheduleKind::RangeTest]),
+        ] {
+            if is_given && !of.contains(&kind) {
+                return Err(Error::Options(format!("schedule.{key} is of {of:?}, and this is {kind:?}; leave it out")));
+            }
+        }
+        let own_rise = [ScheduleKind::OneCycle, ScheduleKind::RangeTest].contains(&kind);
+        if own_rise && given.warmup_steps > 0 {
+            return Err(Error::Options(format!("schedule.warmup_steps: {kind:?} rises in its own way; leave it out")));
+        }
+        let kind = match kind {
+            ScheduleKind::Constant => Kind::Constant,
+            ScheduleKind::Linear => Kind::Linear { end: given.end.unwrap_or(0.) },
+            ScheduleKind::Cosine => Kind::Cosine { end: given.end.unwrap_or(0.1) },
+            ScheduleKind::StableDecay => Kind::StableDecay {
+                decay_steps: given.decay_steps.unwrap_or(self.run.steps / 10),
+                end: given.end.unwrap_or(0.),
+            },
+            ScheduleKind::OneCycle => Kind::OneCycle {
+                rising: given.rising.unwrap_or(0.3),
+                start: given.start.unwrap_or(0.04),
+                end: given.end.unwrap_or(4e-6),
+                momentum: given.momentum.unwrap_or([0.95, 0.85]),
+            },
+            ScheduleKind::RangeTest => Kind::RangeTest { from: given.from.unwrap_or(self.optimizer.rate * 1e-6) },
+        };
+        Ok(Schedule { rate: self.optimizer.rate, warmup_steps: given.warmup_steps, steps: self.run.steps, kind })
+    }
+}

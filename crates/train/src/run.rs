@@ -1,0 +1,168 @@
+//! A run: the loop around the step, and what it prints.
+
+use std::fmt;
+use std::io::Write;
+use std::sync::Arc;
+use std::time::Instant;
+
+use shardwise_comm::{Group, Reduce};
+use shardwise_torch::tch::Device;
+
+use crate::data::Data;
+use crate::fit::gib;
+use crate::plot::Range;
+use crate::recipe::{DeviceRecipe, Recipe};
+use crate::start::{Weights, from_seed};
+use crate::{Error, Kind, Options, Ranks, Report, Result, Trainer};
+
+/// What is printed for a step.
+#[derive(Clone, Debug)]
+pub struct Line {
+    /// What the step did.
+    pub report: Report,
+    /// Of how many steps.
+    pub steps: u64,
+    /// Tokens that all ranks together trained on, per second.
+    pub tokens_per_s: f64,
+    /// Resident memory of the rank that has the most, now.
+    pub memory_bytes: usize,
+    /// And the most that a rank ever had.
+    pub memory_peak_bytes: usize,
+    /// What the rank that sent the most has sent in this step.
+    pub sent_bytes: usize,
+}
+
+impl fmt::Display for Line {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Report { step, loss, gradient_norm, rate, .. } = self.report;
+        write!(
+            f,
+            "step {step:>width$}/{}  loss {loss:.4}  norm {gradient_norm:.3}  rate {rate:.2e}  {:.0} tokens/s  \
+             memory {} (peak {})  sent {:.1} MB",
+            self.steps,
+            self.tokens_per_s,
+            gib(self.memory_bytes),
+            gib(self.memory_peak_bytes),
+            self.sent_bytes as f64 / 1e6,
+            width = self.steps.to_string().len(),
+        )?;
+        if self.report.loss_scale != 1. {
+            write!(f, "  scale {}", self.report.loss_scale)?;
+        }
+        if self.report.skipped_so_far > 0 {
+            write!(f, "  skipped {}", self.report.skipped_so_far)?;
+        }
+        if let Some(fault) = &self.report.skipped {
+            write!(f, "\n  skipped: {fault}")?;
+        }
+        Ok(())
+    }
+}
+
+/// Runs a recipe. The first rank prints to `out`.
+pub fn run(recipe: &Recipe, world: Group, out: &mut dyn Write) -> Result<()> {
+    let (ranks, options) = placed(recipe, Arc::new(world))?;
+    let world = ranks.world.clone();
+    let data = Data::open(recipe)?;
+    let model = recipe.model()?;
+    let say = |out: &mut dyn Write, text: &dyn fmt::Display| {
+        if world.rank() == 0 {
+            // Whoever reads the output may be gone; the run goes on.
+            drop(writeln!(out, "{text}").and_then(|()| out.flush()));
+        }
+    };
+    say(out, &heading(recipe, &options, model.elements(), &ranks));
+    let mut trainer = match &recipe.start.weights {
+        None => Trainer::new(model, ranks.clone(), options, &mut from_seed(recipe.start.seed))?,
+        Some(path) => {
+            let weights = Weights::open(path).map_err(|error| Error::Options(error.to_string()))?;
+            let mut read = |parameter: &_, range, elements: &mut [f32]| weights.read(parameter, range, elements);
+            Trainer::new(model, ranks.clone(), options, &mut read)?
+        }
+    };
+    let mut range = Range::default();
+    let (mut sent_before, mut since, mut tokens) = (sent_bytes(&world), Instant::now(), 0);
+    for step in 1..=recipe.run.steps {
+        let micro_batches = data.step(step, world.rank(), world.size())?;
+        let report = trainer.step(&micro_batches)?;
+        tokens += report.tokens;
+        range.add(report.rate, report.loss);
+        if step % recipe.run.print_every != 0 && step != recipe.run.steps && report.skipped.is_none() {
+            sent_before = sent_bytes(&world);
+            continue;
+        }
+        let sent = sent_bytes(&world) - sent_before;
+        let own = [memory_bytes("VmRSS:"), memory_bytes("VmHWM:"), sent].map(|number| number as i64);
+        let most = world.all_reduce("memory and traffic", Reduce::Max, own.to_vec()).wait()?;
+        let line = Line {
+            report,
+            steps: recipe.run.steps,
+            tokens_per_s: tokens as f64 / since.elapsed().as_secs_f64(),
+            memory_bytes: most[0] as usize,
+            memory_peak_bytes: most[1] as usize,
+            sent_bytes: most[2] as usize,
+        };
+        say(out, &line);
+        (sent_before, since, tokens) = (sent_bytes(&world), Instant::now(), 0);
+    }
+    if let (Kind::RangeTest { .. }, 0) = (options.schedule.kind, world.rank()) {
+        let verdict = range.verdict();
+        if let Some(path) = &recipe.schedule.plot {
+            range.plot(path).map_err(|problem| Error::Options(format!("{}: {problem}", path.display())))?;
+            say(out, &format!("{verdict}\nplot: {}", path.display()));
+        } else {
+            say(out, &verdict);
+        }
+    }
+    Ok(())
+}
+
+/// The groups, and the options with the device of this rank.
+fn placed(recipe: &Recipe, world: Arc<Group>) -> Result<(Ranks, Options)> {
+    match recipe.run.device {
+        DeviceRecipe::Cpu => Ok((Ranks::hybrid(world, recipe.sharding.replicas)?, recipe.options(Device::Cpu)?)),
+        DeviceRecipe::Cuda => on_gpu(recipe, world),
+    }
+}
+
+#[cfg(feature = "cuda")]
+fn on_gpu(recipe: &Recipe, world: Arc<Group>) -> Result<(Ranks, Options)> {
+    let local = ["OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"];
+    let device = local.iter().find_map(|name| std::env::var(name).ok()?.parse().ok()).unwrap_or(0);
+    let ranks = Ranks::on_gpu(world, recipe.sharding.replicas, device)?;
+    Ok((ranks, recipe.options(Device::Cuda(device))?))
+}
+
+#[cfg(not(feature = "cuda"))]
+fn on_gpu(_: &Recipe, _: Arc<Group>) -> Result<(Ranks, Options)> {
+    let problem = "run.device is 'cuda', and this program was built without it: cargo build --release --features cuda";
+    Err(Error::Options(problem.to_string()))
+}
+
+/// What is about to happen, with the type of everything that is reduced.
+fn heading(recipe: &Recipe, options: &Options, elements: usize, ranks: &Ranks) -> String {
+    let batch = &recipe.batch;
+    let tokens = batch.sequences * batch.positions * batch.micro_batches * ranks.world.size();
+    format!(
+        "{:.1} million parameters, stage {} on {} ranks ({} × {}), {tokens} tokens a step\n\
+         parameters in {}; gradients kept and reduced in {}, summed in f32; loss and norm in f64; masters and optimizer in f32",
+        elements as f64 / 1e6,
+        recipe.sharding.stage,
+        ranks.world.size(),
+        ranks.groups.replicate.size(),
+        ranks.groups.shard.size(),
+        options.precision.parameters,
+        options.precision.gradients,
+    )
+}
+
+fn sent_bytes(world: &Group) -> usize {
+    world.meter().total(|_| true).bytes as usize
+}
+
+/// A figure of this process's, as the system counts it.
+fn memory_bytes(key: &str) -> usize {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status.lines().find(|line| line.starts_with(key));
+    line.and_then(|line| line.split_whitespace().nth(1)?.parse::<usize>().ok()).map_or(0, |kib| kib << 10)
+}
