@@ -14,7 +14,7 @@ fn main() {
         .std("c++20")
         .warnings(false)
         .includes([libtorch.join("include"), libtorch.join("include/torch/csrc/api/include")])
-        .file("shim/shim.cpp");
+        .files(["shim/shim.cpp", "shim/memory.cpp"]);
     if cuda {
         build.file("shim/cuda.cpp");
     }

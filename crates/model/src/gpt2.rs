@@ -31,7 +31,7 @@ pub struct Gpt2 {
 impl Gpt2 {
     /// A GPT-2 of the given size, with the constants of the published ones.
     pub fn new(vocabulary: usize, positions: usize, width: usize, blocks: usize, heads: usize) -> Self {
-        Gpt2 { vocabulary, positions, width, blocks, heads, norm_epsilon: 1e-5, init_std: 0.02, head_chunk: 1024 }
+        Gpt2 { vocabulary, positions, width, blocks, heads, norm_epsilon: 1e-5, init_std: 0.02, head_chunk: 256 }
     }
 
     /// The model as a chain of units.

@@ -78,7 +78,7 @@ impl Llama {
             qk_norm: false,
             window: None,
             init_std: 0.02,
-            head_chunk: 1024,
+            head_chunk: 256,
         }
     }
 

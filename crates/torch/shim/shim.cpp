@@ -1,9 +1,7 @@
 #include "shim.h"
 
-#include <climits>
 #include <cstdlib>
 #include <cstring>
-#include <malloc.h>
 #include <memory>
 #include <string>
 #include <vector>
@@ -139,16 +137,6 @@ Message sw_message_new(const char *text, size_t length) {
 }
 
 void sw_message_free(Message message) { std::free(message); }
-
-size_t sw_malloc_bytes() {
-  struct mallinfo2 info = mallinfo2();
-  return info.uordblks + info.hblkhd;
-}
-
-bool sw_malloc_keep() {
-  // In brk's heap, and never given back; the largest value that mallopt takes.
-  return mallopt(M_MMAP_MAX, 0) == 1 && mallopt(M_TRIM_THRESHOLD, INT_MAX) == 1 && mallopt(M_TOP_PAD, 64 << 20) == 1;
-}
 
 const char *sw_torch_version() { return TORCH_VERSION; }
 

@@ -15,8 +15,10 @@ typedef char *Message;
 Message sw_message_new(const char *text, size_t length);
 void sw_message_free(Message message);
 const char *sw_torch_version();
+
+// ---- the process's memory ---------------------------------------------------------------------------------------
 size_t sw_malloc_bytes();
-bool sw_malloc_keep();
+void sw_memory_keep();
 
 // ---- memory -----------------------------------------------------------------------------------------------------
 Message sw_block_new(int8_t device_type, int8_t device_index, size_t bytes, Block **out);

@@ -53,12 +53,10 @@ pub fn allocated_bytes() -> usize {
     unsafe { ffi::sw_malloc_bytes() }
 }
 
-/// Makes this process keep the CPU memory that it frees, for its own next use. Returns whether the C library agreed.
-///
-/// libtorch takes every tensor's memory from the C library, which gives large blocks back to the system at once; the system
-/// clears each page before it hands it out again. A training step asks for the same blocks over and over: with this, a step
-/// of a small Llama took 2.55 s instead of 3.03 s. What is resident then stays at its peak.
-pub fn keep_freed_memory() -> bool {
-    // SAFETY: sets parameters of the C library's allocator, which may be done at any time.
-    unsafe { ffi::sw_malloc_keep() }
+/// From here on, keeps large blocks of CPU memory that tensors free for the next tensors of about their size, instead of giving
+/// them back to the system. For programs that train: a step asks for the same blocks over and over, and the system clears each
+/// page that it hands out. `shim/memory.cpp` says how what is kept stays small.
+pub fn keep_freed_memory() {
+    // SAFETY: installs an allocator that lives forever; memory of the one before it is freed by the one before it.
+    unsafe { ffi::sw_memory_keep() }
 }

@@ -1,0 +1,75 @@
+//! What the stages hold and send, beside the theory: `bench-zero` under `mpirun`.
+//!
+//! For each stage, and for gradients in bf16 and in f32, it trains a bf16 model for two steps and prints a line of JSON: the
+//! bytes that the C library has lent out after the step, less those before there was a trainer; the trainer's own books; and
+//! what a step sent.
+
+use std::sync::Arc;
+
+use anyhow::Result;
+use serde_json::json;
+use shardwise_comm::{Verb, mpi};
+use shardwise_model::{Batch, Llama};
+use shardwise_plan::Dtype;
+use shardwise_torch::allocated_bytes;
+use shardwise_torch::tch::{Device, Kind, Tensor};
+use shardwise_train::{Accumulation, Options, Ranks, Schedule, Trainer, start};
+use shardwise_zero::{AdamW, Optimizer, Precision, Sharding};
+
+/// Divides by little; the head is the embedding's, so that every unit is gathered as often as theory says.
+fn llama() -> Llama {
+    Llama { tied: true, ..Llama::new(8191, 384, 10, 6, 1057) }
+}
+
+fn main() -> Result<()> {
+    let world = Arc::new(mpi::world(mpi::Options::default())?);
+    // What libtorch keeps from its first use on is not the trainer's.
+    measured(&world, 3, Dtype::F32)?;
+    for gradients in [Dtype::Bf16, Dtype::F32] {
+        for stage in 0..4 {
+            let line = measured(&world, stage, gradients)?;
+            if world.rank() == 0 {
+                println!("{line}");
+            }
+        }
+    }
+    Ok(())
+}
+
+fn measured(world: &Arc<shardwise_comm::Group>, stage: u8, gradients: Dtype) -> Result<serde_json::Value> {
+    let sharding = Sharding::stage(stage)?;
+    let adamw = AdamW { rate: 0., beta1: 0.9, beta2: 0.95, weight_decay: 0.1, epsilon: 1e-8 };
+    let options = Options {
+        precision: Precision { parameters: Dtype::Bf16, gradients },
+        accumulation: if sharding.gradients { Accumulation::Sharded } else { Accumulation::Whole },
+        ..Options::new(sharding, Optimizer::AdamW(adamw), Schedule::constant(1e-4))
+    };
+    let model = llama().model()?;
+    let elements = model.elements();
+    let tokens = Tensor::randint(8191, [1, 32], (Kind::Int64, Device::Cpu));
+    let batch = [Batch { targets: tokens.roll(-1, 1), tokens }];
+    world.barrier("before").wait()?;
+    let before = allocated_bytes();
+    let mut trainer = Trainer::new(model, Ranks::sharded(world.clone()), options, &mut start::from_seed(1))?;
+    trainer.step(&batch)?;
+    trainer.shards_mut().iter_mut().filter(|_| stage < 3).try_for_each(|shard| shard.gather())?;
+    world.meter().reset();
+    trainer.step(&batch)?;
+    // The last gathers of stages 1 and 2 are under way until the next use.
+    trainer.shards_mut().iter_mut().filter(|_| stage < 3).try_for_each(|shard| shard.gather())?;
+    let units = |verb: Verb| {
+        world.meter().total(|tally| tally.verb == verb && !["tokens", "loss and norm"].contains(&&*tally.label))
+    };
+    let (gathered, reduced, both) = (units(Verb::AllGather), units(Verb::ReduceScatter), units(Verb::AllReduce));
+    let live = allocated_bytes() - before;
+    let (held, pool) = trainer.bytes();
+    Ok(json!({
+        "ranks": world.size(), "stage": stage, "gradients": gradients.to_string(), "elements": elements,
+        "live_bytes": live, "pool_bytes": pool,
+        "parameter_bytes": held.parameters, "gradient_bytes": held.gradients, "optimizer_bytes": held.optimizer,
+        "sent_elements": gathered.elements + reduced.elements + both.elements,
+        "sent_bytes": gathered.bytes + reduced.bytes + both.bytes,
+        "gathered_elements": gathered.elements, "gathered_bytes": gathered.bytes,
+        "reduced_elements": reduced.elements, "reduced_bytes": reduced.bytes,
+    }))
+}

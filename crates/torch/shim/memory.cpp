@@ -1,0 +1,130 @@
+// CPU memory for tensors, kept by the process between uses.
+//
+// libtorch's own allocator is malloc, which gives large blocks back to the system at once; the system clears every page before
+// it hands it out again, and a training step asks for the same blocks over and over. Here a large block that is freed is kept
+// for the next request of about its size, as long as all blocks together are no more than were once in use at the same time.
+// So it costs no memory: what is resident stays at the peak that was needed anyway.
+#include "shim.h"
+
+#include <algorithm>
+#include <malloc.h>
+#include <map>
+#include <mutex>
+#include <unordered_map>
+
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/alloc_cpu.h>
+
+namespace {
+
+// Smaller blocks are malloc's, which keeps them in its heap.
+constexpr size_t LARGE_BYTES = 256 << 10;
+// A kept block may be larger than the request by an eighth.
+constexpr size_t WASTE = 8;
+constexpr size_t HEAP_KEPT_BYTES = 256 << 20;
+
+class Kept {
+public:
+  void *allocate(size_t bytes) {
+    {
+      std::lock_guard<std::mutex> guard(mutex);
+      auto found = free_blocks.lower_bound(bytes);
+      if (found != free_blocks.end() && found->first <= bytes + bytes / WASTE) {
+        void *data = found->second.data;
+        use(data, found->first);
+        free_bytes -= found->first;
+        free_blocks.erase(found);
+        return data;
+      }
+      give_back(bytes);
+    }
+    void *data = c10::alloc_cpu(bytes);
+    std::lock_guard<std::mutex> guard(mutex);
+    use(data, bytes);
+    return data;
+  }
+
+  // Whether the block was one of these.
+  bool release(void *data) {
+    std::lock_guard<std::mutex> guard(mutex);
+    auto found = used_blocks.find(data);
+    if (found == used_blocks.end())
+      return false;
+    used_bytes -= found->second;
+    free_bytes += found->second;
+    free_blocks.emplace(found->second, Free{data, ++time});
+    used_blocks.erase(found);
+    return true;
+  }
+
+private:
+  struct Free {
+    void *data;
+    uint64_t since;
+  };
+
+  void use(void *data, size_t bytes) {
+    used_blocks[data] = bytes;
+    used_bytes += bytes;
+    used_bytes_peak = std::max(used_bytes_peak, used_bytes);
+  }
+
+  // Makes room for a request below the peak, beginning with what has been free for the longest.
+  void give_back(size_t bytes) {
+    size_t room = std::max(used_bytes_peak, used_bytes + bytes);
+    while (!free_blocks.empty() && used_bytes + free_bytes + bytes > room) {
+      auto oldest = std::min_element(free_blocks.begin(), free_blocks.end(), [](const auto &a, const auto &b) {
+        return a.second.since < b.second.since;
+      });
+      free_bytes -= oldest->first;
+      c10::free_cpu(oldest->second.data);
+      free_blocks.erase(oldest);
+    }
+  }
+
+  std::mutex mutex;
+  std::multimap<size_t, Free> free_blocks;
+  std::unordered_map<void *, size_t> used_blocks;
+  size_t used_bytes = 0, used_bytes_peak = 0, free_bytes = 0;
+  uint64_t time = 0;
+};
+
+Kept &kept() {
+  // Never destroyed: tensors may outlive everything.
+  static Kept *kept = new Kept;
+  return *kept;
+}
+
+void release(void *data) {
+  if (data != nullptr && !kept().release(data))
+    c10::free_cpu(data);
+}
+
+struct KeepingAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    void *data = bytes == 0 ? nullptr : bytes < LARGE_BYTES ? c10::alloc_cpu(bytes) : kept().allocate(bytes);
+    return {data, data, &release, c10::Device(c10::DeviceType::CPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void *destination, const void *source, size_t count) const override {
+    default_copy_data(destination, source, count);
+  }
+};
+
+} // namespace
+
+extern "C" {
+
+size_t sw_malloc_bytes() {
+  struct mallinfo2 info = mallinfo2();
+  return info.uordblks + info.hblkhd;
+}
+
+void sw_memory_keep() {
+  static KeepingAllocator *allocator = new KeepingAllocator;
+  c10::SetCPUAllocator(allocator, /*priority=*/100);
+  // Large blocks go back to the system when they are given back; small ones stay in the heap.
+  mallopt(M_MMAP_THRESHOLD, LARGE_BYTES);
+  mallopt(M_TRIM_THRESHOLD, HEAP_KEPT_BYTES);
+}
+}
