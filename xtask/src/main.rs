@@ -9,6 +9,7 @@ mod claims;
 mod foundation;
 mod hosts;
 mod workspace;
+mod zero;
 
 use std::process::ExitCode;
 

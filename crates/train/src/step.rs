@@ -194,24 +194,15 @@ impl Trainer {
                 true => self.compute(index, input.as_ref(), batch, Activations::Kept)?,
                 false => output,
             };
-            let trained = self.trained(index);
-            let tensors = trained.iter().map(|&(unit, parameter)| &self.shards[unit].parameters()[parameter]);
-            let inputs: Vec<&Tensor> = tensors.chain(&input).filter(|tensor| tensor.requires_grad()).collect();
-            let mut grads = autograd::grad(&[&output], &[Some(&output_grad)], &inputs, Graph::Free)
-                .map_err(|error| Error::Backward { unit: self.shards[index].name().to_string(), error })?
-                .into_iter();
+            let (grads, input_grad) = self.gradients(index, &output, &output_grad, input.as_ref())?;
             drop(output);
             if reads {
                 self.release(index)?;
             }
-            for (&(unit, parameter), grad) in trained.iter().zip(grads.by_ref()) {
-                if let Some(grad) = grad {
-                    self.shards[unit].add_gradient(parameter, &grad)?;
-                }
+            for (unit, parameter, grad) in grads {
+                self.shards[unit].add_gradient(parameter, &grad)?;
             }
-            if let Some(input_grad) = grads.next().flatten() {
-                output_grad = input_grad;
-            }
+            output_grad = input_grad.unwrap_or(output_grad);
             if reduce {
                 self.shards[index].begin_reduce()?;
                 if let Some(earlier) = self.shards.get_mut(index + self.options.units_in_flight) {
@@ -243,8 +234,26 @@ impl Trainer {
             && self.model.units()[index].backward_reads_parameters()
     }
 
-    /// The parameters that a unit's backward pass has gradients for, as unit and place: its own, and the one that it uses of
-    /// another unit.
+    /// A unit's backward pass: the gradients of parameters, with unit and place, and that of its input.
+    fn gradients(
+        &self,
+        index: usize,
+        output: &Tensor,
+        output_grad: &Tensor,
+        input: Option<&Tensor>,
+    ) -> Result<(Vec<(usize, usize, Tensor)>, Option<Tensor>)> {
+        let trained = self.trained(index);
+        let tensors = trained.iter().map(|&(unit, parameter)| &self.shards[unit].parameters()[parameter]);
+        let inputs: Vec<&Tensor> = tensors.chain(input).filter(|tensor| tensor.requires_grad()).collect();
+        let mut grads = autograd::grad(&[output], &[Some(output_grad)], &inputs, Graph::Free)
+            .map_err(|error| Error::Backward { unit: self.shards[index].name().to_string(), error })?
+            .into_iter();
+        let named = trained.into_iter().zip(grads.by_ref());
+        let named = named.filter_map(|((unit, parameter), grad)| Some((unit, parameter, grad?))).collect();
+        Ok((named, grads.next().flatten()))
+    }
+
+    /// The parameters that a unit's backward pass has gradients for: its own, and the one that it uses of another unit.
     fn trained(&self, index: usize) -> Vec<(usize, usize)> {
         let own = (0..self.shards[index].parameters().len()).map(|parameter| (index, parameter));
         let tied = self.model.units()[index].tied().map(|tied| (tied.unit, tied.parameter));
