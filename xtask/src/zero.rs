@@ -245,10 +245,10 @@ fn trained(program: &Path, recipe: &Path) -> Result<Vec<[f64; 2]>> {
     Ok(lines)
 }
 
-/// By how much the memory of later steps differs from that of the third.
+/// By how much the peak rises after the third step.
 fn drift(lines: &[[f64; 2]]) -> f64 {
-    let third = lines[2][0];
-    lines[2..].iter().map(|line| (line[0] / third - 1.).abs()).fold(0., f64::max)
+    let third = lines[2][1];
+    lines[2..].iter().map(|line| (line[1] / third - 1.).abs()).fold(0., f64::max)
 }
 
 fn peak() -> Result<Verdict> {

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
-use safetensors::tensor::{Metadata, SafeTensors};
+use safetensors::tensor::Metadata;
 use shardwise_model::{Parameter, init};
 use shardwise_zero::StartError;
 
@@ -47,9 +47,10 @@ impl Weights {
         if length > HEADER_BYTES_MAX || length + 8 > file_bytes {
             return Err(at(&format!("it is no safetensors file: its header would have {length} bytes")).into());
         }
-        let mut header = vec![0; length as usize + 8];
-        file.read_exact_at(&mut header, 0).map_err(|error| at(&error))?;
-        let (_, metadata) = SafeTensors::read_metadata(&header).map_err(|error| at(&error))?;
+        let mut header = vec![0; length as usize];
+        file.read_exact_at(&mut header, 8).map_err(|error| at(&error))?;
+        // The crate's own reader wants the whole file in memory.
+        let metadata: Metadata = serde_json::from_slice(&header).map_err(|error| at(&error))?;
         Ok(Weights { path: path.to_path_buf(), file, metadata, data_offset: length + 8 })
     }
 

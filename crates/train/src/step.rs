@@ -55,6 +55,9 @@ struct Passed {
     output: Tensor,
 }
 
+/// The unit, the place in it, and the gradient.
+type ParameterGradient = (usize, usize, Tensor);
+
 impl Trainer {
     /// Begins a model. `start` is asked for the elements of parameters that this rank keeps, and for no others.
     pub fn new(model: Model, ranks: Ranks, options: Options, start: &mut Start<'_>) -> Result<Self> {
@@ -241,7 +244,7 @@ impl Trainer {
         output: &Tensor,
         output_grad: &Tensor,
         input: Option<&Tensor>,
-    ) -> Result<(Vec<(usize, usize, Tensor)>, Option<Tensor>)> {
+    ) -> Result<(Vec<ParameterGradient>, Option<Tensor>)> {
         let trained = self.trained(index);
         let tensors = trained.iter().map(|&(unit, parameter)| &self.shards[unit].parameters()[parameter]);
         let inputs: Vec<&Tensor> = tensors.chain(input).filter(|tensor| tensor.requires_grad()).collect();

@@ -1,0 +1,289 @@
+//! `shardwise train` as a person uses it.
+
+#![allow(clippy::unwrap_used, reason = "a test may fail")]
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::time::{Duration, Instant};
+
+const RECIPE: &str = r#"
+[model.llama]
+vocabulary = 61
+width = 32
+blocks = 2
+heads = 4
+mlp_width = 80
+tied = true
+
+[data]
+tokens = "tokens.bin"
+seed = 7
+
+[batch]
+sequences = 2
+positions = 16
+micro_batches = 2
+
+[sharding]
+stage = 3
+
+[optimizer]
+rate = 1e-2
+clip_norm = 1.0
+
+[schedule]
+kind = "cosine"
+warmup_steps = 2
+
+[run]
+steps = 12
+"#;
+
+/// A folder with a recipe and tokens that repeat, so that there is something to learn.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new(name: &str, recipe: &str) -> Self {
+        let folder = std::env::temp_dir().join(format!("shardwise-train-{}-{name}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let tokens: Vec<u8> = (0..4000u32).flat_map(|place| ((place * place % 61) as u16).to_le_bytes()).collect();
+        std::fs::write(folder.join("tokens.bin"), tokens).unwrap();
+        std::fs::write(folder.join("recipe.toml"), recipe).unwrap();
+        Folder(folder)
+    }
+
+    fn recipe(&self) -> PathBuf {
+        self.0.join("recipe.toml")
+    }
+
+    fn train(&self, arguments: &[&str]) -> Output {
+        shardwise().arg("train").arg(self.recipe()).args(arguments).output().unwrap()
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        drop(std::fs::remove_dir_all(&self.0));
+    }
+}
+
+fn shardwise() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_shardwise"));
+    command.env("OMP_NUM_THREADS", "1").env("RUST_BACKTRACE", "0");
+    command
+}
+
+fn stdout(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+fn stderr(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+/// The number after a word, in each step's line.
+fn column(text: &str, word: &str) -> Vec<f64> {
+    let after = |line: &str| line.split_whitespace().skip_while(|found| *found != word).nth(1)?.parse().ok();
+    text.lines().filter(|line| line.starts_with("step")).filter_map(after).collect()
+}
+
+fn mpirun() -> Command {
+    let mut command = Command::new(option_env!("MPIRUN").unwrap_or("mpirun"));
+    command.args(["--oversubscribe", "--bind-to", "none", "--allow-run-as-root"]);
+    command.env("OMP_NUM_THREADS", "1");
+    command
+}
+
+#[test]
+fn a_run_learns_and_says_all_that_matters() {
+    let folder = Folder::new("learns", RECIPE);
+    let output = folder.train(&["-n", "3"]);
+    let text = stdout(&output);
+    assert!(output.status.success(), "{text}{}", stderr(&output));
+    let losses = column(&text, "loss");
+    assert_eq!(losses.len(), 12, "{text}");
+    assert!(losses[11] < 0.8 * losses[0], "{text}");
+    for word in ["norm", "rate", "memory", "(peak", "sent"] {
+        assert_eq!(column(&text, word).len(), 12, "{word} in {text}");
+    }
+    assert!(text.contains(" tokens/s ") && text.contains("a rank needs about"), "{text}");
+    assert!(text.contains("gradients kept and reduced in f32"), "{text}");
+    assert_eq!(column(&text, "rate")[0], 5e-3, "half of the warm-up");
+}
+
+#[test]
+fn the_same_program_runs_under_a_plain_mpirun() {
+    let folder = Folder::new("mpirun", RECIPE);
+    let own = folder.train(&["-n", "2"]);
+    let run = |arguments: &[&str]| {
+        let mut command = mpirun();
+        command.args(["-n", "2", env!("CARGO_BIN_EXE_shardwise"), "train"]).arg(folder.recipe());
+        command.args(arguments).output().unwrap()
+    };
+    let plain = run(&[]);
+    assert!(plain.status.success(), "{}", stderr(&plain));
+    assert_eq!(column(&stdout(&own), "loss"), column(&stdout(&plain), "loss"));
+    let contradicted = run(&["-n", "3"]);
+    assert!(!contradicted.status.success());
+    assert!(stderr(&contradicted).contains("-n 3 contradicts the launcher"), "{}", stderr(&contradicted));
+}
+
+#[test]
+fn what_is_wrong_with_a_recipe_is_said_before_anything_starts() {
+    for (name, from, to, expected) in [
+        ("key", "warmup_steps = 2", "warm_up = 2", &["recipe.toml", "unknown field `warm_up`", "line 28"][..]),
+        ("stage", "stage = 3", "stage = 4", &["there is no ZeRO stage 4"]),
+        ("heads", "heads = 4", "heads = 32", &["model.head_width: 1 is not a positive even number"]),
+        ("kind", "\"cosine\"", "\"cosin\"", &["unknown variant `cosin`", "stable-decay"]),
+        ("idle", "warmup_steps = 2", "from = 1e-6", &["schedule.from is of", "leave it out"]),
+        ("zero", "steps = 12", "steps = 0", &["run.steps is 0"]),
+        ("accumulation", "stage = 3", "stage = 1\naccumulation = \"sharded\"", &["use stage 2 or 3"]),
+        (
+            "frozen",
+            "[model.llama]",
+            "[model]\nfrozen = [\"model.layer.0\"]\n[model.llama]",
+            &["no parameter's name begins"],
+        ),
+    ] {
+        let folder = Folder::new(name, &RECIPE.replacen(from, to, 1));
+        let output = folder.train(&["-n", "2"]);
+        let said = stderr(&output);
+        assert_eq!(output.status.code(), Some(2), "{name}: {said}");
+        assert!(expected.iter().all(|part| said.contains(part)), "{name}: {said}");
+    }
+    let output = shardwise().args(["train", "/nowhere/recipe.toml"]).output().unwrap();
+    assert!(stderr(&output).contains("/nowhere/recipe.toml: No such file"), "{}", stderr(&output));
+}
+
+#[test]
+fn tokens_outside_the_vocabulary_are_named() {
+    let folder = Folder::new("tokens", &RECIPE.replace("vocabulary = 61", "vocabulary = 31"));
+    let output = folder.train(&["-n", "2"]);
+    let said = stderr(&output);
+    assert!(!output.status.success());
+    assert!(said.contains("tokens.bin: token ") && said.contains("the model's vocabulary has 31"), "{said}");
+}
+
+#[test]
+fn a_run_that_cannot_fit_is_refused_with_figures_and_a_remedy() {
+    let recipe = RECIPE
+        .replace("width = 32\nblocks = 2", "width = 512\nblocks = 24")
+        .replace("mlp_width = 80", "mlp_width = 1408");
+    let folder = Folder::new("fit", &recipe.replace("stage = 3", "stage = 0"));
+    let output = Command::new("prlimit")
+        .arg(format!("--data={}", 1 << 30))
+        .args([env!("CARGO_BIN_EXE_shardwise"), "train"])
+        .arg(folder.recipe())
+        .args(["-n", "4"])
+        .output()
+        .unwrap();
+    let said = stderr(&output);
+    assert_eq!(output.status.code(), Some(2), "{said}");
+    assert!(said.contains("a rank would need about") && said.contains("(ulimit -d) is 1.00 GiB"), "{said}");
+    assert!(said.contains("sharding.stage = 3 would fit"), "{said}");
+    assert!(stdout(&output).is_empty(), "nothing has started");
+}
+
+#[test]
+fn a_range_test_draws_its_plot() {
+    let recipe = RECIPE
+        .replace("kind = \"cosine\"\nwarmup_steps = 2", "kind = \"range-test\"\nfrom = 1e-6\nplot = \"range.svg\"")
+        .replace("steps = 12", "steps = 40")
+        .replace("rate = 1e-2", "rate = 10.0");
+    let folder = Folder::new("range", &recipe);
+    let output = folder.train(&["-n", "2"]);
+    let text = stdout(&output);
+    assert!(output.status.success(), "{text}{}", stderr(&output));
+    assert!(text.contains("the loss was lowest") && text.contains("range.svg"), "{text}");
+    let plot = std::fs::read_to_string(folder.0.join("range.svg")).unwrap();
+    assert!(plot.starts_with("<svg") && plot.contains("learning rate") && plot.contains("polyline"), "{plot}");
+}
+
+#[test]
+fn every_optimizer_schedule_and_precision_can_be_asked_for() {
+    for (name, changes) in [
+        ("sgd", &[("rate = 1e-2", "kind = \"sgd\"\nmomentum = 0.9\nrate = 0.1")][..]),
+        ("lamb", &[("rate = 1e-2", "kind = \"lamb\"\nrate = 0.05"), ("\"cosine\"", "\"linear\"")]),
+        ("1-cycle", &[("kind = \"cosine\"\nwarmup_steps = 2", "kind = \"1-cycle\"")]),
+        ("decay", &[("\"cosine\"", "\"stable-decay\"\ndecay_steps = 3")]),
+        ("f16", &[("[sharding]", "[precision]\nparameters = \"f16\"\n[sharding]")]),
+        (
+            "bf16",
+            &[
+                ("[sharding]", "[precision]\nparameters = \"bf16\"\ngradients = \"bf16\"\n[sharding]"),
+                ("stage = 3", "stage = 2\nreplicas = 2\naccumulation = \"sharded\""),
+            ],
+        ),
+        ("full", &[("[model.llama]", "recomputation = \"full\"\n[model.llama]")]),
+        ("frozen", &[("[model.llama]", "[model]\nfrozen = [\"model.layers.0.\"]\n[model.llama]")]),
+    ] {
+        let recipe = changes.iter().fold(RECIPE.to_string(), |recipe, (from, to)| recipe.replacen(from, to, 1));
+        let folder = Folder::new(name, &recipe);
+        let output = folder.train(&["-n", "2"]);
+        let text = stdout(&output);
+        assert!(output.status.success(), "{name}: {text}{}", stderr(&output));
+        let losses = column(&text, "loss");
+        assert!(losses[11] < 0.95 * losses[0], "{name}: {text}");
+        if name == "f16" {
+            assert_eq!(column(&text, "scale")[0], 65536., "{text}");
+        }
+    }
+}
+
+#[test]
+fn a_run_starts_from_a_file_of_weights() {
+    let folder = Folder::new("weights", &RECIPE.replacen("[data]", "[start]\nweights = \"w.safetensors\"\n[data]", 1));
+    let output = folder.train(&["-n", "2"]);
+    assert!(stderr(&output).contains("w.safetensors: No such file"), "{}", stderr(&output));
+    // One tensor of the right name and shape, in bf16, and then none for the next parameter.
+    let header = r#"{"model.embed_tokens.weight":{"dtype":"BF16","shape":[61,32],"data_offsets":[0,3904]}}"#;
+    let mut file = (header.len() as u64).to_le_bytes().to_vec();
+    file.extend(header.as_bytes());
+    file.extend([0x80, 0x3f].repeat(61 * 32));
+    std::fs::write(folder.0.join("w.safetensors"), file).unwrap();
+    let output = folder.train(&["-n", "2"]);
+    let said = stderr(&output);
+    assert!(said.contains("model.layers.0.input_layernorm.weight: there is no such tensor"), "{said}");
+    for (bytes, expected) in [(&b"abc"[..], "too short"), (&[255; 64], "no safetensors file")] {
+        std::fs::write(folder.0.join("w.safetensors"), bytes).unwrap();
+        let output = folder.train(&["-n", "1"]);
+        assert!(stderr(&output).contains(expected), "{}", stderr(&output));
+    }
+}
+
+/// The ranks that run a recipe.
+fn ranks_of(recipe: &Path) -> Vec<i32> {
+    let output = Command::new("pgrep").args(["-f", &format!("shardwise-rank train {}", recipe.display())]).output();
+    let text = String::from_utf8_lossy(&output.unwrap().stdout).into_owned();
+    // The launcher has the same words in its command line.
+    let is_rank = |id: &i32| {
+        std::fs::read_to_string(format!("/proc/{id}/comm")).is_ok_and(|name| name.trim() == "shardwise-rank")
+    };
+    text.lines().filter_map(|line| line.parse().ok()).filter(is_rank).collect()
+}
+
+#[test]
+fn a_rank_that_is_killed_ends_the_run() {
+    let folder = Folder::new("killed", &RECIPE.replace("steps = 12", "steps = 100000"));
+    let mut command = shardwise();
+    command.arg("train").arg(folder.recipe()).args(["-n", "3"]).stdout(std::process::Stdio::null());
+    let mut run = command.stderr(std::process::Stdio::null()).spawn().unwrap();
+    let started = Instant::now();
+    while ranks_of(&folder.recipe()).len() < 3 {
+        assert!(started.elapsed() < Duration::from_secs(60), "the ranks start");
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    std::thread::sleep(Duration::from_secs(2));
+    let victim = ranks_of(&folder.recipe())[1];
+    assert!(Command::new("kill").args(["-9", &victim.to_string()]).status().unwrap().success());
+    let killed = Instant::now();
+    let status = loop {
+        if let Some(status) = run.try_wait().unwrap() {
+            break status;
+        }
+        assert!(killed.elapsed() < Duration::from_secs(30), "the run ends");
+        std::thread::sleep(Duration::from_millis(100));
+    };
+    assert!(!status.success());
+    assert!(ranks_of(&folder.recipe()).is_empty(), "no rank is left behind");
+}
