@@ -9,12 +9,13 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 use shardwise_comm::{Group, Reduce, mpi};
-use shardwise_model::{Activations, Batch, Llama, Model};
-use shardwise_torch::autograd::{self, Graph};
-use shardwise_torch::optim::{AdamW, AdamWSlice, adamw_step};
+use shardwise_model::{Batch, Llama};
 use shardwise_torch::tch::{Device, Kind, Tensor};
 use shardwise_train::{Options, Ranks, Schedule, Trainer, start};
-use shardwise_zero::{Optimizer, Sharding};
+use shardwise_zero::{AdamW, Optimizer, Sharding};
+
+mod bare;
+use bare::Bare;
 
 const ADAMW: AdamW = AdamW { rate: 3e-4, beta1: 0.9, beta2: 0.95, weight_decay: 0.1, epsilon: 1e-8 };
 const SIDES: [&str; 5] = ["bare", "stage-0", "stage-1", "stage-2", "stage-3"];
@@ -26,7 +27,7 @@ fn main() -> Result<()> {
     shardwise_torch::keep_freed_memory();
     let world = Arc::new(mpi::world(mpi::Options::default())?);
     let llama = Llama { tied: true, ..Llama::new(32_000, 512, 8, 8, 1408) };
-    let mut bare = Bare::new(llama.model()?)?;
+    let mut bare = Bare::new(llama.model()?, ADAMW, &mut start::from_seed(1))?;
     let mut trainers = (0..4)
         .map(|stage| {
             let optimizer = Optimizer::AdamW(ADAMW);
@@ -57,49 +58,4 @@ fn main() -> Result<()> {
 
 fn slowest(world: &Group, seconds: f64) -> Result<f64> {
     Ok(world.all_reduce("time", Reduce::Max, vec![seconds]).wait()?[0])
-}
-
-/// The same model without Shardwise.
-struct Bare {
-    model: Model,
-    parameters: Vec<Vec<Tensor>>,
-    moments: Vec<[Tensor; 2]>,
-    steps: f32,
-}
-
-impl Bare {
-    fn new(model: Model) -> Result<Self> {
-        let leaf =
-            |shape: &Vec<i64>| (Tensor::randn(&shape[..], (Kind::Float, Device::Cpu)) * 0.02).set_requires_grad(true);
-        let unit = |unit: &shardwise_model::Unit| unit.parameters().iter().map(|p| leaf(&p.shape)).collect();
-        let parameters: Vec<Vec<Tensor>> = model.units().iter().map(unit).collect();
-        let moments = parameters.iter().flatten().map(|p| [p.detach().zeros_like(), p.detach().zeros_like()]).collect();
-        Ok(Bare { model, parameters, moments, steps: 0. })
-    }
-
-    fn step(&mut self, batch: &Batch) -> Result<f64> {
-        let mut x: Option<Tensor> = None;
-        for (unit, parameters) in self.model.units().iter().zip(&self.parameters) {
-            let tied = unit.tied().map(|tied| &self.parameters[tied.unit][tied.parameter]);
-            x = Some(unit.forward(parameters, tied, x.as_ref(), batch, Activations::Kept)?);
-        }
-        let loss = x.context("a model has units")?;
-        let weight = Tensor::from(1. / batch.tokens.numel() as f32);
-        let leaves: Vec<&Tensor> = self.parameters.iter().flatten().collect();
-        let grads = autograd::grad(&[&loss], &[Some(&weight)], &leaves, Graph::Free)?;
-        let loss = loss.double_value(&[]);
-        self.steps += 1.;
-        let step = Tensor::from(self.steps);
-        let mut leaves: Vec<Tensor> = leaves.into_iter().map(Tensor::detach).collect();
-        let mut slices: Vec<AdamWSlice<'_>> = leaves
-            .iter_mut()
-            .zip(&grads)
-            .zip(&mut self.moments)
-            .filter_map(|((parameters, grads), [first_moments, second_moments])| {
-                Some(AdamWSlice { parameters, grads: grads.as_ref()?, first_moments, second_moments, step: &step })
-            })
-            .collect();
-        adamw_step(ADAMW, &mut slices)?;
-        Ok(loss)
-    }
 }

@@ -16,8 +16,8 @@ pub(crate) fn launcher(ranks: usize) -> Result<(Command, String), String> {
     command.args(["-n", &ranks.to_string()]);
     // It calls itself by the one name or, where its file has another name than mpirun, by the other.
     if version.contains("Open MPI") || version.contains("OpenRTE") {
-        // Ranks that wait leave the cores to those that compute, and root in a container is meant to be root.
-        command.args(["--quiet", "--oversubscribe", "--bind-to", "none", "--allow-run-as-root"]);
+        // There may be more ranks than cores, and root in a container is meant to be root.
+        command.args(["--oversubscribe", "--bind-to", "none", "--allow-run-as-root"]);
     }
     Ok((command, version))
 }
@@ -33,12 +33,23 @@ pub(crate) fn prepared(mut command: Command, ranks: usize) -> Command {
     command
 }
 
-/// How many ranks a launcher has started this process among, if one has, and how many of them on this host.
-pub(crate) fn launched() -> Option<(usize, usize)> {
-    let number = |names: &[&str]| names.iter().find_map(|name| std::env::var(name).ok()?.parse().ok());
-    let world = number(&["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"])?;
-    let here = number(&["OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE"]);
-    Some((world, here.unwrap_or(world)))
+/// What a launcher has said to the ranks that it started.
+pub(crate) struct Launched {
+    /// How many they are.
+    pub(crate) ranks: Option<usize>,
+    /// How many of them on this host.
+    pub(crate) ranks_here: Option<usize>,
+}
+
+/// Whether a launcher has started this process as a rank. A batch script of Slurm's is none, though its environment has much
+/// that a rank's has.
+pub(crate) fn launched() -> Option<Launched> {
+    let number = |names: &[&str]| names.iter().find_map(|name| std::env::var(name).ok()?.parse::<usize>().ok());
+    number(&["OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"])?;
+    Some(Launched {
+        ranks: number(&["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"]),
+        ranks_here: number(&["OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"]),
+    })
 }
 
 /// The program that runs on every rank, beside this one.

@@ -6,7 +6,7 @@ use std::process::{Command, ExitCode};
 
 use anyhow::{Context, Result, bail};
 
-use crate::launch::{absolute, launched, launcher, prepared, rank_program};
+use crate::launch::{Launched, absolute, launched, launcher, prepared, rank_program};
 
 #[derive(clap::Args)]
 pub(crate) struct Options {
@@ -24,12 +24,15 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode> {
     let program = rank_program()?;
     let recipe = absolute(&options.recipe);
     let asked = options.ranks.map(|ranks| ranks as usize);
-    if let Some((ranks, here)) = launched() {
-        if let Some(asked) = asked.filter(|&asked| asked != ranks) {
+    if let Some(Launched { ranks, ranks_here }) = launched() {
+        if let (Some(asked), Some(ranks)) = (asked, ranks.filter(|&ranks| Some(ranks) != asked)) {
             bail!("-n {asked} contradicts the launcher, which has started {ranks} ranks; leave -n out");
         }
+        if options.dry_run {
+            bail!("--dry-run needs no launcher: shardwise train {} -n RANKS --dry-run", options.recipe.display());
+        }
         // This process is a rank: from here on it is the program for ranks.
-        let mut rank = prepared(Command::new(&program), here);
+        let mut rank = prepared(Command::new(&program), ranks_here.or(ranks).unwrap_or(1));
         rank.arg("train").arg(&recipe);
         return Err(rank.exec()).with_context(|| program.display().to_string());
     }

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
+use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
@@ -136,7 +137,14 @@ fn what_is_wrong_with_a_recipe_is_said_before_anything_starts() {
         ("heads", "heads = 4", "heads = 32", &["model.head_width: 1 is not a positive even number"]),
         ("kind", "\"cosine\"", "\"cosin\"", &["unknown variant `cosin`", "stable-decay"]),
         ("idle", "warmup_steps = 2", "from = 1e-6", &["schedule.from is of", "leave it out"]),
-        ("zero", "steps = 12", "steps = 0", &["run.steps is 0"]),
+        ("replicas", "stage = 3", "stage = 3\nreplicas = 3", &["2 ranks cannot be divided into 3 replicas"]),
+        ("bytes", "tokens = \"tokens.bin\"", "token_bytes = 4", &["there is no data.tokens"]),
+        ("cuda", "steps = 12", "steps = 12\ndevice = \"cuda\"", &["built without it"]),
+        ("zero", "steps = 12", "steps = 0", &["run.steps is 0, and must be between 1 and"]),
+        ("huge", "width = 32", "width = 9000000000000000000", &["model.llama.width is 9000000000000000000"]),
+        ("huge batch", "sequences = 2", "sequences = 4000000000", &["batch.sequences is 4000000000"]),
+        ("beta", "rate = 1e-2", "rate = 1e-2\nbetas = [0.9, 1.0]", &["from 0 to below 1"]),
+        ("rate", "rate = 1e-2", "rate = nan", &["optimizer.rate must be a positive number"]),
         ("accumulation", "stage = 3", "stage = 1\naccumulation = \"sharded\"", &["use stage 2 or 3"]),
         (
             "frozen",
@@ -162,6 +170,32 @@ fn tokens_outside_the_vocabulary_are_named() {
     let said = stderr(&output);
     assert!(!output.status.success());
     assert!(said.contains("tokens.bin: token ") && said.contains("the model's vocabulary has 31"), "{said}");
+}
+
+#[test]
+fn a_fault_of_one_rank_is_told_at_once() {
+    // Of 8 sequences a step, one has a token that does not exist: the others' rank would wait for it.
+    let folder = Folder::new("one-rank", &RECIPE.replace("steps = 12", "steps = 400"));
+    let mut tokens = std::fs::read(folder.0.join("tokens.bin")).unwrap();
+    tokens[6000..6002].copy_from_slice(&999u16.to_le_bytes());
+    std::fs::write(folder.0.join("tokens.bin"), tokens).unwrap();
+    let started = Instant::now();
+    let output = folder.train(&["-n", "2"]);
+    let said = stderr(&output);
+    assert!(!output.status.success());
+    assert!(said.contains("token 3000 is 999"), "{said}");
+    assert!(started.elapsed() < Duration::from_secs(60), "it took {:?}", started.elapsed());
+}
+
+#[test]
+fn a_fault_of_one_host_is_told_by_it() {
+    let folder = Folder::new("one-host", RECIPE);
+    let mut command = mpirun();
+    command.args(["-n", "1", env!("CARGO_BIN_EXE_shardwise"), "train"]).arg(folder.recipe());
+    command.args([":", "-n", "1", env!("CARGO_BIN_EXE_shardwise"), "train", "/nowhere/recipe.toml"]);
+    let output = command.output().unwrap();
+    assert!(!output.status.success());
+    assert!(stderr(&output).contains("/nowhere/recipe.toml: No such file"), "{}", stderr(&output));
 }
 
 #[test]
@@ -267,7 +301,7 @@ fn a_rank_that_is_killed_ends_the_run() {
     let folder = Folder::new("killed", &RECIPE.replace("steps = 12", "steps = 100000"));
     let mut command = shardwise();
     command.arg("train").arg(folder.recipe()).args(["-n", "3"]).stdout(std::process::Stdio::null());
-    let mut run = command.stderr(std::process::Stdio::null()).spawn().unwrap();
+    let mut run = command.stderr(std::process::Stdio::piped()).spawn().unwrap();
     let started = Instant::now();
     while ranks_of(&folder.recipe()).len() < 3 {
         assert!(started.elapsed() < Duration::from_secs(60), "the ranks start");
@@ -285,5 +319,8 @@ fn a_rank_that_is_killed_ends_the_run() {
         std::thread::sleep(Duration::from_millis(100));
     };
     assert!(!status.success());
+    let mut said = String::new();
+    run.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+    assert!(said.contains("signal 9"), "the death is told: {said}");
     assert!(ranks_of(&folder.recipe()).is_empty(), "no rank is left behind");
 }

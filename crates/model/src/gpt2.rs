@@ -142,7 +142,7 @@ impl Layer for Embedding {
         Ok(lookup("wte.weight", &batch.tokens)?.f_add(&lookup("wpe.weight", &places)?)?)
     }
 
-    fn footprint(&self, tokens: usize, element_bytes: usize, _: Activations) -> Footprint {
+    fn footprint(&self, tokens: usize, _: usize, element_bytes: usize, _: Activations) -> Footprint {
         let output_bytes = tokens * self.0.width * element_bytes;
         Footprint { kept_bytes: output_bytes, output_bytes, passing_bytes: 0 }
     }
@@ -167,7 +167,7 @@ impl Layer for Block {
         Ok(x.f_add(&self.mlp(parameters, &x, activations)?)?)
     }
 
-    fn footprint(&self, tokens: usize, element_bytes: usize, activations: Activations) -> Footprint {
+    fn footprint(&self, tokens: usize, _: usize, element_bytes: usize, activations: Activations) -> Footprint {
         let width = self.0.width;
         // As autograd saves them: outputs of norms, residual and output; the projections and output of attention; the wide
         // layer before and after its activation.
@@ -232,7 +232,7 @@ impl Layer for Head {
         head_loss(&normed, weight, &batch.targets, self.0.head_chunk)
     }
 
-    fn footprint(&self, tokens: usize, element_bytes: usize, _: Activations) -> Footprint {
+    fn footprint(&self, tokens: usize, _: usize, element_bytes: usize, _: Activations) -> Footprint {
         loss::footprint(tokens, self.0.vocabulary, self.0.width, self.0.head_chunk, element_bytes)
     }
 }

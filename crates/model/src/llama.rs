@@ -179,7 +179,7 @@ impl Layer for Embedding {
         Ok(Tensor::f_embedding(parameters.get("embed_tokens.weight"), &batch.tokens, -1, false, false)?)
     }
 
-    fn footprint(&self, tokens: usize, element_bytes: usize, _: Activations) -> Footprint {
+    fn footprint(&self, tokens: usize, _: usize, element_bytes: usize, _: Activations) -> Footprint {
         let output_bytes = tokens * self.0 * element_bytes;
         Footprint { kept_bytes: output_bytes, output_bytes, passing_bytes: 0 }
     }
@@ -204,7 +204,7 @@ impl Layer for Block {
         Ok(x.f_add(&self.mlp(parameters, &x, activations)?)?)
     }
 
-    fn footprint(&self, tokens: usize, element_bytes: usize, activations: Activations) -> Footprint {
+    fn footprint(&self, tokens: usize, positions: usize, element_bytes: usize, activations: Activations) -> Footprint {
         let Llama { width, mlp_width, heads, kv_heads, head_width, .. } = self.0;
         let (query, key) = (heads * head_width, kv_heads * head_width);
         // As autograd saves them: outputs of norms with what they were made of, residual and output; query, key, value and
@@ -214,10 +214,12 @@ impl Layer for Block {
             Activations::Few => 4 * width + query + 2 * key + 2 * mlp_width,
         };
         let again = 2 * width + 4 * query + 2 * mlp_width;
+        // A window is a mask of positions by positions, of truths and then of numbers.
+        let mask = if self.0.window.is_some_and(|window| window < positions) { positions * positions } else { 0 };
         Footprint {
-            kept_bytes: tokens * kept * element_bytes,
+            kept_bytes: tokens * kept * element_bytes + mask * (1 + element_bytes),
             output_bytes: tokens * width * element_bytes,
-            passing_bytes: tokens * (again + 3 * mlp_width) * element_bytes,
+            passing_bytes: tokens * (again + 3 * mlp_width) * element_bytes + mask * 4,
         }
     }
 }
@@ -342,7 +344,7 @@ impl Layer for Head {
         head_loss(&normed, weight, &batch.targets, self.0.head_chunk)
     }
 
-    fn footprint(&self, tokens: usize, element_bytes: usize, _: Activations) -> Footprint {
+    fn footprint(&self, tokens: usize, _: usize, element_bytes: usize, _: Activations) -> Footprint {
         loss::footprint(tokens, self.0.vocabulary, self.0.width, self.0.head_chunk, element_bytes)
     }
 }

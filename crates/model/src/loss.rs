@@ -20,6 +20,7 @@ pub fn head_loss(hidden: &Tensor, weight: &Tensor, targets: &Tensor, chunk: usiz
     let hidden = hidden.f_view([-1, weight.size()[1]])?;
     let wanted = Wanted { hidden: hidden.requires_grad(), weight: weight.f_view_as(weight)?.requires_grad() };
     let targets = targets.f_view(-1)?;
+    let kind = weight.kind();
     // Made in the forward pass, used up in the backward pass.
     let grads = Arc::new(Mutex::new(None));
     let kept = grads.clone();
@@ -35,8 +36,10 @@ pub fn head_loss(hidden: &Tensor, weight: &Tensor, targets: &Tensor, chunk: usiz
             let [hidden, weight] =
                 lock(&kept).take().ok_or("the head's gradients have been used; its graph is walked once")?;
             let Some(factor) = &back.grads[0] else { return Ok(vec![None, None]) };
-            let scaled = |grad: Option<Tensor>| grad.map(|mut grad| grad.f_mul_(factor)).transpose();
-            Ok(vec![scaled(hidden)?, scaled(weight)?])
+            // Scaled before the matrix's gradient is rounded: f16 has no room for what is small before.
+            let hidden = hidden.map(|mut grad| grad.f_mul_(&factor.f_div_scalar(headroom(kind))?)).transpose()?;
+            let weight = weight.map(|mut grad| grad.f_mul_(factor)?.f_to_kind(kind)).transpose()?;
+            Ok(vec![hidden, weight])
         },
     )?;
     Ok(outputs.remove(0))
@@ -68,7 +71,13 @@ struct Wanted {
     weight: bool,
 }
 
-/// The loss, and the gradients of hidden states and weight where they are wanted.
+/// By how much the gradient of hidden states is larger than it should be until it is scaled with the loss: in f16, most
+/// probabilities of a large vocabulary would otherwise be too small to be told from zero.
+fn headroom(kind: Kind) -> f64 {
+    if kind == Kind::Half { 1024. } else { 1. }
+}
+
+/// The loss; the gradient of hidden states, times [`headroom`], and that of the weight in f32, where they are wanted.
 fn chunked(
     hidden: &Tensor,
     weight: &Tensor,
@@ -102,7 +111,11 @@ fn chunked(
             let minus_one = Tensor::f_full([count, 1], -1., (Kind::Float, hidden.device()))?;
             let grad = grad.f_scatter_add_(1, &index, &minus_one)?.f_mul_(&valid)?;
             if let Some(hidden_grad) = &hidden_grad {
-                let narrow = grad.f_to_kind(weight.kind())?;
+                let kind = weight.kind();
+                let narrow = match kind {
+                    Kind::Half => grad.f_mul_scalar(headroom(kind))?.f_to_kind(kind)?,
+                    _ => grad.f_to_kind(kind)?,
+                };
                 hidden_grad.f_narrow(0, start, count)?.f_copy_(&narrow.f_matmul(weight)?)?;
             }
             if let Some(weight_grad) = &mut weight_grad {
@@ -111,6 +124,5 @@ fn chunked(
         }
         start += count;
     }
-    let weight_grad = weight_grad.map(|grad| grad.f_to_kind(weight.kind())).transpose()?;
     Ok((loss.f_to_kind(Kind::Float)?, [hidden_grad, weight_grad]))
 }

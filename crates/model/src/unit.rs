@@ -82,8 +82,9 @@ pub trait Layer: Send {
         activations: Activations,
     ) -> Result<Tensor>;
 
-    /// What it takes of memory besides its parameters, estimated for so many tokens and elements of so many bytes.
-    fn footprint(&self, tokens: usize, element_bytes: usize, activations: Activations) -> Footprint;
+    /// What it takes of memory besides its parameters, estimated for so many tokens, in sequences of so many positions,
+    /// and elements of so many bytes.
+    fn footprint(&self, tokens: usize, positions: usize, element_bytes: usize, activations: Activations) -> Footprint;
 
     /// Whether the backward pass reads the parameters' values. A table that is only looked up in does not need them twice.
     fn backward_reads_parameters(&self) -> bool {
@@ -156,9 +157,16 @@ impl Unit {
         self.tied
     }
 
-    /// What it takes of memory besides its parameters, estimated for so many tokens and elements of so many bytes.
-    pub fn footprint(&self, tokens: usize, element_bytes: usize, activations: Activations) -> Footprint {
-        self.layer.footprint(tokens, element_bytes, activations)
+    /// What it takes of memory besides its parameters, estimated for so many tokens, in sequences of so many positions,
+    /// and elements of so many bytes.
+    pub fn footprint(
+        &self,
+        tokens: usize,
+        positions: usize,
+        element_bytes: usize,
+        activations: Activations,
+    ) -> Footprint {
+        self.layer.footprint(tokens, positions, element_bytes, activations)
     }
 
     /// Whether its backward pass reads the parameters' values.

@@ -38,7 +38,7 @@ public:
       }
       give_back(bytes);
     }
-    void *data = c10::alloc_cpu(bytes);
+    void *data = fresh(bytes);
     std::lock_guard<std::mutex> guard(mutex);
     use(data, bytes);
     return data;
@@ -69,10 +69,28 @@ private:
     used_bytes_peak = std::max(used_bytes_peak, used_bytes);
   }
 
-  // Makes room for a request below the peak, beginning with what has been free for the longest.
+  // From the system. Where it has no more, what is kept goes back first.
+  void *fresh(size_t bytes) {
+    try {
+      return c10::alloc_cpu(bytes);
+    } catch (const c10::Error &) {
+      std::lock_guard<std::mutex> guard(mutex);
+      if (free_blocks.empty())
+        throw;
+      give_back_beyond(0);
+    }
+    return c10::alloc_cpu(bytes);
+  }
+
+  // Makes room for a request below the peak.
   void give_back(size_t bytes) {
     size_t room = std::max(used_bytes_peak, used_bytes + bytes);
-    while (!free_blocks.empty() && used_bytes + free_bytes + bytes > room) {
+    give_back_beyond(room - used_bytes - bytes);
+  }
+
+  // Beginning with what has been free for the longest.
+  void give_back_beyond(size_t kept_bytes) {
+    while (!free_blocks.empty() && free_bytes > kept_bytes) {
       auto oldest = std::min_element(free_blocks.begin(), free_blocks.end(), [](const auto &a, const auto &b) {
         return a.second.since < b.second.since;
       });

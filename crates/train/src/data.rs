@@ -36,7 +36,7 @@ impl Data {
                 let fail = |problem: String| Error::Data { path: path.clone(), problem };
                 let file = File::open(path).map_err(|error| fail(error.to_string()))?;
                 let bytes = file.metadata().map_err(|error| fail(error.to_string()))?.len();
-                let token_bytes = recipe.data.token_bytes;
+                let token_bytes = recipe.data.token_bytes.unwrap_or(2);
                 let tokens = bytes / token_bytes as u64;
                 if bytes % token_bytes as u64 != 0 || tokens <= recipe.batch.positions as u64 {
                     let problem = format!(
@@ -62,10 +62,11 @@ impl Data {
     pub(crate) fn step(&self, step: u64, rank: usize, ranks: usize) -> Result<Vec<Batch>> {
         let per_micro_batch = (ranks * self.sequences) as u64;
         let micro_batch = |index: u64| {
-            let first = ((step - 1) * self.micro_batches as u64 + index) * per_micro_batch;
-            let own = first + (rank * self.sequences) as u64;
+            // A number is only a number of a sequence: that it wraps around after 2⁶⁴ harms nobody.
+            let micro_batch = (step - 1).wrapping_mul(self.micro_batches as u64).wrapping_add(index);
+            let own = micro_batch.wrapping_mul(per_micro_batch).wrapping_add((rank * self.sequences) as u64);
             let mut ids = Vec::with_capacity(self.sequences * (self.positions + 1));
-            (own..own + self.sequences as u64).try_for_each(|sequence| self.sequence(sequence, &mut ids))?;
+            (0..self.sequences as u64).try_for_each(|index| self.sequence(own.wrapping_add(index), &mut ids))?;
             let ids = Tensor::from_slice(&ids).view([self.sequences as i64, self.positions as i64 + 1]);
             let positions = self.positions as i64;
             Ok(Batch {

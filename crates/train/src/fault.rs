@@ -20,7 +20,7 @@ pub enum Fault {
         unit: String,
         /// The rank.
         rank: usize,
-        /// The first of its parameters that is itself not finite.
+        /// The first of its trained parameters that is itself not finite, if one is.
         parameter: Option<String>,
     },
     /// Gradients, while all outputs were finite.
@@ -36,7 +36,7 @@ impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Fault::Output { unit, rank, parameter: None } => {
-                write!(f, "the output of unit {unit} on rank {rank} is not finite, though its parameters are")
+                write!(f, "the output of unit {unit} on rank {rank} is not finite")
             }
             Fault::Output { unit, rank, parameter: Some(parameter) } => {
                 write!(f, "the output of unit {unit} on rank {rank} is not finite, as is its parameter {parameter}")

@@ -7,11 +7,12 @@ use std::fmt;
 
 use shardwise_model::{Activations, Footprint, Model};
 use shardwise_plan::{Dtype, Partition};
+use shardwise_torch::tch::Device;
 use shardwise_zero::Sharding;
 
+use crate::options::indivisible;
 use crate::recipe::{AccumulationRecipe, FloatRecipe, Recipe, RecomputationRecipe};
 use crate::{Accumulation, Options, Recomputation, Result};
-use shardwise_torch::tch::Device;
 
 /// What a process has with libtorch and MPI before it holds a model.
 const PROCESS_BYTES: usize = 300 << 20;
@@ -39,13 +40,19 @@ impl Need {
     /// Of a recipe on so many ranks.
     pub fn of(recipe: &Recipe, ranks: usize) -> Result<Self> {
         let options = recipe.options(Device::Cpu)?;
+        if !ranks.is_multiple_of(recipe.sharding.replicas) {
+            return Err(indivisible(ranks, recipe.sharding.replicas));
+        }
         let tokens = recipe.batch.sequences * recipe.batch.positions;
-        let shard = (ranks / recipe.sharding.replicas).max(1);
-        Ok(Need::of_model(&recipe.model()?, &options, shard, tokens, recipe.batch.micro_batches))
+        let shard = ranks / recipe.sharding.replicas;
+        let batch = [tokens, recipe.batch.positions, recipe.batch.micro_batches];
+        Ok(Need::of_model(&recipe.model()?, &options, shard, batch))
     }
 
-    /// Of a model that is cut among `shard` ranks, with micro-batches of so many tokens.
-    pub fn of_model(model: &Model, options: &Options, shard: usize, tokens: usize, micro_batches: usize) -> Self {
+    /// Of a model that is cut among `shard` ranks. `batch` is the number of tokens of a micro-batch, the positions of a sequence
+    /// and the number of micro-batches.
+    fn of_model(model: &Model, options: &Options, shard: usize, batch: [usize; 3]) -> Self {
+        let [tokens, positions, micro_batches] = batch;
         let Sharding { optimizer, gradients, parameters } = options.sharding;
         let (parameter_bytes, gradient_bytes) =
             (options.precision.parameters.bytes(), options.precision.gradients.bytes());
@@ -67,17 +74,21 @@ impl Need {
             let last = index + 1 == units.len();
             let again = options.recomputation == Recomputation::Full && index > 0 && !last;
             let Footprint { kept_bytes, output_bytes, passing_bytes } =
-                unit.footprint(tokens, parameter_bytes, options.recomputation.activations());
+                unit.footprint(tokens, positions, parameter_bytes, options.recomputation.activations());
             need.activations += if again { output_bytes } else { kept_bytes };
-            let computed =
-                if again { unit.footprint(tokens, parameter_bytes, Activations::Kept).kept_bytes } else { 0 };
+            let computed = if again {
+                unit.footprint(tokens, positions, parameter_bytes, Activations::Kept).kept_bytes
+            } else {
+                0
+            };
             need.passing = need.passing.max(passing_bytes + computed + trained * parameter_bytes);
         }
         // Units that follow each other share buffers of the largest inner unit's size, and the first and the last one more.
         let flying = |size: &dyn Fn(&(usize, usize)) -> usize| {
             let ends = wholes.first().into_iter().chain(wholes.last()).map(size).max().unwrap_or(0);
-            let inner = wholes.iter().skip(1).take(units.len().saturating_sub(2)).map(size).max().unwrap_or(0);
-            ends + inner * (1 + options.units_in_flight)
+            let inner_units = units.len().saturating_sub(2);
+            let inner = wholes.iter().skip(1).take(inner_units).map(size).max().unwrap_or(0);
+            ends + inner * (1 + options.units_in_flight).min(inner_units)
         };
         if parameters {
             need.in_flight += flying(&|&(all, _)| all) * parameter_bytes;
@@ -118,7 +129,7 @@ impl fmt::Display for Need {
 pub fn remedy(recipe: &Recipe, ranks: usize, limit: usize) -> Option<(Vec<&'static str>, Need)> {
     type Change = (&'static str, fn(&mut Recipe) -> bool);
     // From the cheapest to the dearest in speed. A change says whether it changes anything.
-    let changes: [Change; 5] = [
+    let changes: [Change; 7] = [
         ("sharding.stage = 3", |recipe| std::mem::replace(&mut recipe.sharding.stage, 3) != 3),
         ("recomputation = \"selective\"", |recipe| {
             let none = recipe.recomputation == RecomputationRecipe::None;
@@ -133,6 +144,8 @@ pub fn remedy(recipe: &Recipe, ranks: usize, limit: usize) -> Option<(Vec<&'stat
             recipe.sharding.accumulation = AccumulationRecipe::Sharded;
             whole && recipe.batch.micro_batches > 1 && recipe.sharding.stage >= 2
         }),
+        ("sharding.units_in_flight = 1", |recipe| std::mem::replace(&mut recipe.sharding.units_in_flight, 1) != 1),
+        ("sharding.replicas = 1", |recipe| std::mem::replace(&mut recipe.sharding.replicas, 1) != 1),
         ("precision.parameters = \"bf16\"", |recipe| {
             std::mem::replace(&mut recipe.precision.parameters, FloatRecipe::Bf16) == FloatRecipe::F32
         }),

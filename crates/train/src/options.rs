@@ -84,8 +84,8 @@ impl Options {
 pub enum Recomputation {
     /// All that autograd wants.
     None,
-    /// What the matrix products need; norms, attention and activation functions are computed again. About half the memory, for
-    /// a few hundredths more work.
+    /// What the matrix products need; norms, attention and activation functions are computed again. About four tenths of the
+    /// memory less, for a few hundredths more work.
     Selective,
     /// Its input alone; the rest is computed again. The least memory, for about a third more work.
     Full,
@@ -129,8 +129,7 @@ impl Ranks {
     /// `replicas` replicas, each sliced among ranks that stand next to each other in the world.
     pub fn hybrid(world: Arc<Group>, replicas: usize) -> Result<Self> {
         if replicas == 0 || !world.size().is_multiple_of(replicas) {
-            let problem = format!("{} ranks cannot be divided into {replicas} replicas", world.size());
-            return Err(Error::Options(problem));
+            return Err(indivisible(world.size(), replicas));
         }
         let sizes = [(Axis::Replicate, replicas), (Axis::Shard, world.size() / replicas)];
         let mesh = Mesh::new(&sizes).map_err(|error| Error::Options(error.to_string()))?;
@@ -152,4 +151,8 @@ impl Ranks {
         let Groups { shard, replicate } = groups;
         Ok(Ranks { world, groups: Groups { shard: over(shard)?, replicate: over(replicate)? } })
     }
+}
+
+pub(crate) fn indivisible(ranks: usize, replicas: usize) -> Error {
+    Error::Options(format!("sharding.replicas: {ranks} ranks cannot be divided into {replicas} replicas"))
 }

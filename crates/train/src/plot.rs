@@ -71,6 +71,7 @@ impl Range {
             .x_label_formatter(&|rate| format!("{rate:.0e}"))
             .y_label_formatter(&|loss| format!("{loss:.2}"))
             .label_style(("sans-serif", 14))
+            .max_light_lines(0)
             .draw()?;
         let shown = |points: &[(f64, f64)]| -> Vec<(f64, f64)> {
             points.iter().copied().filter(|&(_, loss)| (bottom..=highest).contains(&loss)).collect()

@@ -1,7 +1,9 @@
 //! A run as a file: what to train, on what, how.
 //!
-//! Parsed once, into narrow structs. A key that is not known is an error with its line; nothing is ignored.
+//! Parsed once, into narrow structs. A key that is not known is an error with its line, and so is one that would do nothing;
+//! but for the first of `optimizer.betas`, which 1-cycle moves.
 
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
@@ -11,6 +13,9 @@ use shardwise_torch::tch::Device;
 use shardwise_zero::{AdamW, Lamb, Optimizer, Precision, Sgd, Sharding};
 
 use crate::{Accumulation, Error, Kind, LossScale, OnNotFinite, Options, Recomputation, Result, Schedule};
+
+pub(crate) const NO_CUDA: &str =
+    "run.device is 'cuda', and this program was built without it: cargo build --release --features cuda";
 
 /// The longest recipe that is read.
 const RECIPE_BYTES_MAX: u64 = 1 << 20;
@@ -98,19 +103,13 @@ pub struct Gpt2Recipe {
 }
 
 /// `[start]`
-#[derive(Clone, Debug, Deserialize)]
+#[derive(Clone, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct StartRecipe {
-    /// What parameters are made of.
-    pub seed: u64,
+    /// What parameters are made of; 1 unless said otherwise.
+    pub seed: Option<u64>,
     /// A safetensors file that they are read from instead.
     pub weights: Option<PathBuf>,
-}
-
-impl Default for StartRecipe {
-    fn default() -> Self {
-        StartRecipe { seed: 1, weights: None }
-    }
 }
 
 /// `[data]`
@@ -119,16 +118,11 @@ impl Default for StartRecipe {
 pub struct DataRecipe {
     /// A file of token ids, little-endian; without one, tokens are random.
     pub tokens: Option<PathBuf>,
-    /// The size of an id in that file: 2 or 4.
-    #[serde(default = "two")]
-    pub token_bytes: usize,
+    /// The size of an id in that file: 2, unless said otherwise, or 4.
+    pub token_bytes: Option<usize>,
     /// The order of the data.
     #[serde(default)]
     pub seed: u64,
-}
-
-fn two() -> usize {
-    2
 }
 
 /// `[batch]`
@@ -341,11 +335,12 @@ impl Recipe {
     /// Reads a recipe, and makes its paths relative to the file.
     pub fn read(path: &Path) -> Result<Self> {
         let fail = |problem: String| Error::Recipe { path: path.to_path_buf(), problem };
-        let bytes = std::fs::metadata(path).map_err(|error| fail(error.to_string()))?.len();
-        if bytes > RECIPE_BYTES_MAX {
-            return Err(fail(format!("{bytes} bytes are too many for a recipe")));
+        let mut text = String::new();
+        let file = std::fs::File::open(path).map_err(|error| fail(error.to_string()))?;
+        file.take(RECIPE_BYTES_MAX + 1).read_to_string(&mut text).map_err(|error| fail(error.to_string()))?;
+        if text.len() as u64 > RECIPE_BYTES_MAX {
+            return Err(fail(format!("it is longer than {RECIPE_BYTES_MAX} bytes, too long for a recipe")));
         }
-        let text = std::fs::read_to_string(path).map_err(|error| fail(error.to_string()))?;
         let mut recipe: Recipe = toml::from_str(&text).map_err(|error| fail(error.to_string()))?;
         let folder = path.parent().unwrap_or(Path::new(""));
         for file in
@@ -360,22 +355,62 @@ impl Recipe {
     /// What can be found wrong without a model or a rank.
     fn check(&self) -> Result<()> {
         let refuse = |problem: &str| Err(Error::Options(problem.to_string()));
-        for (key, value) in [
-            ("batch.sequences", self.batch.sequences),
-            ("batch.positions", self.batch.positions),
-            ("batch.micro_batches", self.batch.micro_batches),
-            ("sharding.replicas", self.sharding.replicas),
-            ("run.steps", usize::try_from(self.run.steps).unwrap_or(usize::MAX)),
-            ("run.print_every", usize::try_from(self.run.print_every).unwrap_or(usize::MAX)),
-        ] {
-            if value == 0 {
-                return refuse(&format!("{key} is 0, and must be at least 1"));
+        // Far beyond what anybody trains, and far below where sizes could overflow.
+        let mut counts = vec![
+            ("batch.sequences", self.batch.sequences, 1 << 16),
+            ("batch.positions", self.batch.positions, 1 << 22),
+            ("batch.sequences × batch.positions", self.batch.sequences.saturating_mul(self.batch.positions), 1 << 24),
+            ("batch.micro_batches", self.batch.micro_batches, 1 << 20),
+            ("sharding.replicas", self.sharding.replicas, 1 << 20),
+            ("sharding.units_in_flight", self.sharding.units_in_flight, 1 << 12),
+            ("run.steps", usize::try_from(self.run.steps).unwrap_or(usize::MAX), 1 << 40),
+            ("run.print_every", usize::try_from(self.run.print_every).unwrap_or(usize::MAX), 1 << 40),
+        ];
+        if let Some(llama) = &self.model.llama {
+            let head_width = llama.head_width.unwrap_or(llama.width / llama.heads.max(1));
+            counts.extend([
+                ("model.llama.vocabulary", llama.vocabulary, 1 << 22),
+                ("model.llama.width", llama.width, 1 << 17),
+                ("model.llama.blocks", llama.blocks, 1 << 12),
+                ("model.llama.heads × head_width", llama.heads.saturating_mul(head_width), 1 << 18),
+                ("model.llama.mlp_width", llama.mlp_width, 1 << 19),
+                ("model.llama.head_chunk", llama.head_chunk.unwrap_or(1), 1 << 24),
+            ]);
+        }
+        if let Some(gpt2) = &self.model.gpt2 {
+            counts.extend([
+                ("model.gpt2.vocabulary", gpt2.vocabulary, 1 << 22),
+                ("model.gpt2.positions", gpt2.positions, 1 << 22),
+                ("model.gpt2.width", gpt2.width, 1 << 17),
+                ("model.gpt2.blocks", gpt2.blocks, 1 << 12),
+                ("model.gpt2.head_chunk", gpt2.head_chunk.unwrap_or(1), 1 << 24),
+            ]);
+        }
+        for (key, value, most) in counts {
+            if !(1..=most).contains(&value) {
+                return refuse(&format!("{key} is {value}, and must be between 1 and {most}"));
             }
         }
-        if ![2, 4].contains(&self.data.token_bytes) {
-            return refuse(&format!("data.token_bytes is {}, and must be 2 or 4", self.data.token_bytes));
+        if let Some(bytes) = self.data.token_bytes.filter(|bytes| ![2, 4].contains(bytes)) {
+            return refuse(&format!("data.token_bytes is {bytes}, and must be 2 or 4"));
         }
-        self.model()?;
+        if self.data.token_bytes.is_some() && self.data.tokens.is_none() {
+            return refuse("data.token_bytes is of a file, and there is no data.tokens; leave it out");
+        }
+        if self.start.seed.is_some() && self.start.weights.is_some() {
+            return refuse("start.seed and start.weights: parameters begin with one or the other; leave one out");
+        }
+        if let Some(gpt2) = self.model.gpt2.as_ref().filter(|gpt2| gpt2.positions < self.batch.positions) {
+            let (batch, model) = (self.batch.positions, gpt2.positions);
+            return refuse(&format!("batch.positions is {batch}, and the model has {model} (model.gpt2.positions)"));
+        }
+        if self.run.device == DeviceRecipe::Cuda && cfg!(not(feature = "cuda")) {
+            return refuse(NO_CUDA);
+        }
+        let model = self.model()?;
+        if !model.units().iter().flat_map(|unit| unit.parameters()).any(|parameter| parameter.trainable) {
+            return Err(Error::AllFrozen);
+        }
         self.optimizer()?;
         self.schedule()?;
         self.options(Device::Cpu)?.check()
@@ -459,10 +494,17 @@ impl Recipe {
             true => Err(Error::Options(format!("optimizer.{key} is of {of}, and this is {kind:?}; leave it out"))),
             false => Ok(()),
         };
-        for (key, value) in [("rate", Some(rate)), ("clip_norm", clip_norm)] {
+        for (key, value) in [("rate", Some(rate)), ("clip_norm", clip_norm), ("epsilon", epsilon)] {
             if value.is_some_and(|value| !(value > 0. && value.is_finite())) {
                 return Err(Error::Options(format!("optimizer.{key} must be a positive number")));
             }
+        }
+        let parts = betas.into_iter().flatten().chain(momentum);
+        if parts.into_iter().any(|part| !(0. ..1.).contains(&part)) {
+            return Err(Error::Options("optimizer.betas and optimizer.momentum are from 0 to below 1".to_string()));
+        }
+        if !(weight_decay >= 0. && weight_decay.is_finite()) {
+            return Err(Error::Options("optimizer.weight_decay must be 0 or a positive number".to_string()));
         }
         Ok(match kind {
             OptimizerKind::AdamW => {
@@ -500,6 +542,22 @@ impl Recipe {
             if is_given && !of.contains(&kind) {
                 return Err(Error::Options(format!("schedule.{key} is of {of:?}, and this is {kind:?}; leave it out")));
             }
+        }
+        let parts = [("end", given.end), ("start", given.start), ("rising", given.rising)];
+        for (key, part) in parts {
+            if part.is_some_and(|part| !(0. ..=1.).contains(&part)) {
+                return Err(Error::Options(format!("schedule.{key} is a part, and must be from 0 to 1")));
+            }
+        }
+        if given.momentum.into_iter().flatten().any(|momentum| !(0. ..1.).contains(&momentum)) {
+            return Err(Error::Options("schedule.momentum is from 0 to below 1".to_string()));
+        }
+        if kind == ScheduleKind::OneCycle && self.optimizer.momentum.is_some() {
+            let problem = "optimizer.momentum: 1-cycle moves the momentum itself; use schedule.momentum";
+            return Err(Error::Options(problem.to_string()));
+        }
+        if given.from.is_some_and(|from| !(from > 0. && from <= self.optimizer.rate)) {
+            return Err(Error::Options("schedule.from must be above 0, and at most optimizer.rate".to_string()));
         }
         let own_rise = [ScheduleKind::OneCycle, ScheduleKind::RangeTest].contains(&kind);
         if own_rise && given.warmup_steps > 0 {

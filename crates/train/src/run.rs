@@ -60,9 +60,8 @@ impl fmt::Display for Line {
 }
 
 /// Runs a recipe. The first rank prints to `out`.
-pub fn run(recipe: &Recipe, world: Group, out: &mut dyn Write) -> Result<()> {
-    let (ranks, options) = placed(recipe, Arc::new(world))?;
-    let world = ranks.world.clone();
+pub fn run(recipe: &Recipe, world: &Arc<Group>, out: &mut dyn Write) -> Result<()> {
+    let (ranks, options) = placed(recipe, world.clone())?;
     let data = Data::open(recipe)?;
     let model = recipe.model()?;
     let say = |out: &mut dyn Write, text: &dyn fmt::Display| {
@@ -73,25 +72,34 @@ pub fn run(recipe: &Recipe, world: Group, out: &mut dyn Write) -> Result<()> {
     };
     say(out, &heading(recipe, &options, model.elements(), &ranks));
     let mut trainer = match &recipe.start.weights {
-        None => Trainer::new(model, ranks.clone(), options, &mut from_seed(recipe.start.seed))?,
+        None => Trainer::new(model, ranks.clone(), options, &mut from_seed(recipe.start.seed.unwrap_or(1)))?,
         Some(path) => {
-            let weights = Weights::open(path).map_err(|error| Error::Options(error.to_string()))?;
+            let weights =
+                Weights::open(path).map_err(|error| Error::Data { path: path.clone(), problem: error.to_string() })?;
             let mut read = |parameter: &_, range, elements: &mut [f32]| weights.read(parameter, range, elements);
             Trainer::new(model, ranks.clone(), options, &mut read)?
         }
     };
+    let is_range_test = matches!(options.schedule.kind, Kind::RangeTest { .. });
     let mut range = Range::default();
-    let (mut sent_before, mut since, mut tokens) = (sent_bytes(&world), Instant::now(), 0);
+    let (mut sent_before, mut since, mut tokens) = (sent_bytes(world), Instant::now(), 0);
     for step in 1..=recipe.run.steps {
         let micro_batches = data.step(step, world.rank(), world.size())?;
-        let report = trainer.step(&micro_batches)?;
+        let report = match trainer.step(&micro_batches) {
+            // A range test ends where numbers do: that is what it is for.
+            Err(Error::NotFinite { step, fault }) if is_range_test => {
+                say(out, &format!("step {step}: {fault}; the test ends here"));
+                break;
+            }
+            report => report?,
+        };
         tokens += report.tokens;
         range.add(report.rate, report.loss);
         if step % recipe.run.print_every != 0 && step != recipe.run.steps && report.skipped.is_none() {
-            sent_before = sent_bytes(&world);
+            sent_before = sent_bytes(world);
             continue;
         }
-        let sent = sent_bytes(&world) - sent_before;
+        let sent = sent_bytes(world) - sent_before;
         let own = [memory_bytes("VmRSS:"), memory_bytes("VmHWM:"), sent].map(|number| number as i64);
         let most = world.all_reduce("memory and traffic", Reduce::Max, own.to_vec()).wait()?;
         let line = Line {
@@ -103,15 +111,15 @@ pub fn run(recipe: &Recipe, world: Group, out: &mut dyn Write) -> Result<()> {
             sent_bytes: most[2] as usize,
         };
         say(out, &line);
-        (sent_before, since, tokens) = (sent_bytes(&world), Instant::now(), 0);
+        (sent_before, since, tokens) = (sent_bytes(world), Instant::now(), 0);
     }
-    if let (Kind::RangeTest { .. }, 0) = (options.schedule.kind, world.rank()) {
-        let verdict = range.verdict();
+    if is_range_test && world.rank() == 0 {
+        say(out, &range.verdict());
         if let Some(path) = &recipe.schedule.plot {
-            range.plot(path).map_err(|problem| Error::Options(format!("{}: {problem}", path.display())))?;
-            say(out, &format!("{verdict}\nplot: {}", path.display()));
-        } else {
-            say(out, &verdict);
+            let fail =
+                |problem: Box<dyn std::error::Error>| Error::Data { path: path.clone(), problem: problem.to_string() };
+            range.plot(path).map_err(fail)?;
+            say(out, &format!("plot: {}", path.display()));
         }
     }
     Ok(())
@@ -135,8 +143,7 @@ fn on_gpu(recipe: &Recipe, world: Arc<Group>) -> Result<(Ranks, Options)> {
 
 #[cfg(not(feature = "cuda"))]
 fn on_gpu(_: &Recipe, _: Arc<Group>) -> Result<(Ranks, Options)> {
-    let problem = "run.device is 'cuda', and this program was built without it: cargo build --release --features cuda";
-    Err(Error::Options(problem.to_string()))
+    Err(Error::Options(crate::recipe::NO_CUDA.to_string()))
 }
 
 /// What is about to happen, with the type of everything that is reduced.

@@ -38,19 +38,18 @@ const HEADER_BYTES_MAX: u64 = 100 << 20;
 impl Weights {
     /// Opens a file and reads its header.
     pub fn open(path: &Path) -> Result<Self, StartError> {
-        let at = |error: &dyn std::fmt::Display| format!("{}: {error}", path.display());
-        let file = File::open(path).map_err(|error| at(&error))?;
+        let file = File::open(path)?;
         let mut length = [0; 8];
-        file.read_exact_at(&mut length, 0).map_err(|_| at(&"it is too short for a safetensors file"))?;
+        file.read_exact_at(&mut length, 0).map_err(|_| "it is too short for a safetensors file")?;
         let length = u64::from_le_bytes(length);
-        let file_bytes = file.metadata().map_err(|error| at(&error))?.len();
-        if length > HEADER_BYTES_MAX || length + 8 > file_bytes {
-            return Err(at(&format!("it is no safetensors file: its header would have {length} bytes")).into());
+        let file_bytes = file.metadata()?.len();
+        if length > HEADER_BYTES_MAX.min(file_bytes.saturating_sub(8)) {
+            return Err(format!("it is no safetensors file: its header would have {length} bytes").into());
         }
         let mut header = vec![0; length as usize];
-        file.read_exact_at(&mut header, 8).map_err(|error| at(&error))?;
+        file.read_exact_at(&mut header, 8)?;
         // The crate's own reader wants the whole file in memory.
-        let metadata: Metadata = serde_json::from_slice(&header).map_err(|error| at(&error))?;
+        let metadata: Metadata = serde_json::from_slice(&header)?;
         Ok(Weights { path: path.to_path_buf(), file, metadata, data_offset: length + 8 })
     }
 

@@ -184,19 +184,42 @@ fn pair(state: Vec<Tensor>) -> [Tensor; 2] {
     state.try_into().expect("AdamW has two moments")
 }
 
-/// Elements whose squares are added in f32 before they are added in f64: few enough that nothing is lost.
-const NORM_CHUNK: usize = 1 << 14;
+/// Elements whose squares are added at once, in f32 but in pairs of pairs, so that nothing is lost.
+const NORM_CHUNK: usize = 1 << 16;
 
 /// The sum of the squares, without a second copy of the elements.
 pub(crate) fn sum_of_squares(elements: &Tensor) -> std::result::Result<f64, TchError> {
+    let sum = sum_of_squares_in(elements, Kind::Float)?;
+    // The square of a large number can be beyond f32 where the number is not.
+    if sum.is_finite() { Ok(sum) } else { sum_of_squares_in(elements, Kind::Double) }
+}
+
+fn sum_of_squares_in(elements: &Tensor, kind: Kind) -> std::result::Result<f64, TchError> {
     let len = elements.numel();
     let chunk = |start: usize| {
-        let chunk = elements.f_narrow(0, start as i64, NORM_CHUNK.min(len - start) as i64)?.f_to_kind(Kind::Float)?;
-        chunk.f_norm()
+        let chunk = elements.f_narrow(0, start as i64, NORM_CHUNK.min(len - start) as i64)?.f_to_kind(kind)?;
+        chunk.f_square()?.f_sum(kind)
     };
-    let norms = (0..len).step_by(NORM_CHUNK).map(chunk).collect::<std::result::Result<Vec<_>, _>>()?;
-    if norms.is_empty() {
+    let sums = (0..len).step_by(NORM_CHUNK).map(chunk).collect::<std::result::Result<Vec<_>, _>>()?;
+    if sums.is_empty() {
         return Ok(0.);
     }
-    Tensor::f_stack(&norms, 0)?.f_to_kind(Kind::Double)?.f_square()?.f_sum(Kind::Double)?.f_double_value(&[])
+    Tensor::f_stack(&sums, 0)?.f_sum(Kind::Double)?.f_double_value(&[])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn squares_beyond_f32_are_summed_in_f64() {
+        let large = Tensor::from_slice(&[3e25f32, 4e25]);
+        let sum = sum_of_squares(&large).expect("a sum");
+        assert!((sum / 2.5e51 - 1.).abs() < 1e-6, "{sum}");
+        let many = Tensor::full([100_000], 0.1, (Kind::Float, shardwise_torch::tch::Device::Cpu));
+        let sum = sum_of_squares(&many).expect("a sum");
+        assert!((sum / 1000. - 1.).abs() < 1e-6, "{sum}");
+        let infinite = Tensor::from_slice(&[1., f32::INFINITY]);
+        assert!(!sum_of_squares(&infinite).expect("a sum").is_finite());
+    }
 }

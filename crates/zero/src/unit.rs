@@ -393,6 +393,9 @@ impl ShardedUnit {
 
     /// The first parameter of which this rank's slice of the reduced gradients has an element that is not finite.
     pub fn first_not_finite(&self) -> Result<Option<usize>> {
+        if !self.is_trainable() {
+            return Ok(None);
+        }
         let rank = self.layout.groups.shard.rank();
         for slice in self.slices.iter().filter(|slice| slice.owner == rank) {
             let grads = self.summed_slice(rank);

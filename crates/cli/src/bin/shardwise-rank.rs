@@ -1,7 +1,10 @@
 //! The program that runs on every rank. `shardwise` starts it; people do not.
 
+use std::ffi::OsString;
+use std::io::Write;
 use std::path::Path;
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
 use serde_json::json;
@@ -11,13 +14,14 @@ use shardwise_train::fit::{self, Need, gib};
 use shardwise_train::{Recipe, run};
 
 fn main() -> Result<ExitCode> {
-    let arguments: Vec<String> = std::env::args().skip(1).collect();
-    match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
+    let arguments: Vec<OsString> = std::env::args_os().skip(1).collect();
+    let words: Vec<&str> = arguments.iter().map(|argument| argument.to_str().unwrap_or_default()).collect();
+    match words[..] {
         ["probe", "libtorch"] => probe_libtorch()?,
         ["probe", "mpi"] => probe_mpi()?,
         ["probe", "nccl"] => probe_nccl()?,
-        ["check", recipe, ranks] => return Ok(check(Path::new(recipe), ranks.parse().context("RANKS")?)),
-        ["train", recipe] => return train(Path::new(recipe)),
+        ["check", _, ranks] => return Ok(check(Path::new(&arguments[1]), ranks.parse().context("RANKS")?)),
+        ["train", _] => return train(Path::new(&arguments[1])),
         _ => bail!("shardwise-rank is started by shardwise; see `shardwise --help`"),
     }
     Ok(ExitCode::SUCCESS)
@@ -40,7 +44,9 @@ fn check(recipe: &Path, ranks: usize) -> ExitCode {
                 ExitCode::from(REFUSED)
             }
             None => {
-                println!("a rank needs about {} of memory:\n{need}", gib(need.total()));
+                // Whoever reads the output may be gone; that is no fault of the recipe's.
+                let text = format!("a rank needs about {} of memory:\n{need}", gib(need.total()));
+                drop(writeln!(std::io::stdout(), "{text}"));
                 ExitCode::SUCCESS
             }
         },
@@ -64,43 +70,57 @@ fn refusal(need: &Need, recipe: &Recipe, ranks: usize, ranks_here: usize) -> Opt
     Some(format!("a rank would need about {total}, and {what} is {}:\n{need}\n{remedy}", gib(limit)))
 }
 
+/// What a launcher says in one of these variables.
+fn told(names: &[&str]) -> Option<usize> {
+    names.iter().find_map(|name| {
+        let digits: String = std::env::var(name).ok()?.chars().take_while(char::is_ascii_digit).collect();
+        digits.parse().ok()
+    })
+}
+
 /// A rank of a run.
 fn train(path: &Path) -> Result<ExitCode> {
     shardwise_torch::keep_freed_memory();
-    let world = mpi::world(mpi::Options::default())?;
-    let (rank, ranks) = (world.rank(), world.size());
-    let here = std::env::var("OMPI_COMM_WORLD_LOCAL_SIZE").ok().and_then(|size| size.parse().ok()).unwrap_or(ranks);
-    let say_once = |text: &dyn std::fmt::Display| {
-        if rank == 0 {
-            eprintln!("{text}");
+    let world = Arc::new(mpi::world(mpi::Options::default())?);
+    let ranks = world.size();
+    if let Some(started) = told(&["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"]).filter(|&started| started != ranks) {
+        bail!(
+            "the launcher has started {started} ranks, and MPI sees {ranks}: they are of different MPIs; `shardwise doctor` says \
+             which launcher works"
+        );
+    }
+    let ranks_here = told(&["OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_TASKS_PER_NODE"]).unwrap_or(ranks);
+    let recipe = Recipe::read(path).map_err(|error| error.to_string()).and_then(|recipe| {
+        let need = Need::of(&recipe, ranks).map_err(|error| error.to_string())?;
+        match refusal(&need, &recipe, ranks, ranks_here) {
+            Some(refusal) => Err(refusal),
+            None => Ok(recipe),
         }
-    };
-    let recipe = match Recipe::read(path) {
-        Ok(recipe) => recipe,
-        Err(error) => {
-            say_once(&error);
+    });
+    // Files and memory are each host's own: where one rank cannot start none does, and the first that cannot says why.
+    let own = if recipe.is_err() { (ranks - world.rank()) as i64 } else { 0 };
+    let first = world.all_reduce("start", Reduce::Max, vec![own]).wait()?[0];
+    let recipe = match recipe {
+        Ok(recipe) if first == 0 => recipe,
+        refused => {
+            if let Some(reason) = refused.err().filter(|_| own == first) {
+                eprintln!("{reason}");
+            }
             return Ok(ExitCode::from(REFUSED));
         }
     };
-    // The host with the least decides for all: a rank that left alone would leave the others waiting.
-    let need = Need::of(&recipe, ranks)?;
-    let refusal = refusal(&need, &recipe, ranks, here);
-    let refused = world.all_reduce("fits", Reduce::Max, vec![i64::from(refusal.is_some())]).wait()?[0];
-    if refused != 0 {
-        if let Some(refusal) = refusal {
-            say_once(&refusal);
-        }
-        return Ok(ExitCode::from(REFUSED));
-    }
-    match run(&recipe, world, &mut std::io::stdout()) {
+    match run(&recipe, &world, &mut std::io::stdout()) {
         Ok(()) => Ok(ExitCode::SUCCESS),
         Err(error) if error.is_everyones() => {
-            say_once(&error);
+            if world.rank() == 0 {
+                eprintln!("{error}");
+            }
             Ok(ExitCode::FAILURE)
         }
         Err(error) => {
-            eprintln!("rank {rank}: {error}");
-            Ok(ExitCode::FAILURE)
+            eprintln!("rank {}: {error}", world.rank());
+            // The others wait for this rank, so it cannot wait for them: the launcher sees it go, and ends them.
+            std::process::exit(1);
         }
     }
 }

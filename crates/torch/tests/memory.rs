@@ -1,0 +1,63 @@
+//! The allocator that keeps freed memory. It is the process's, so it has a test program of its own.
+
+#![allow(clippy::unwrap_used, reason = "a test may fail")]
+
+use shardwise_torch::keep_freed_memory;
+use shardwise_torch::tch::{Device, Kind, Tensor};
+
+fn megabytes(count: i64) -> Tensor {
+    Tensor::ones([count << 18], (Kind::Float, Device::Cpu))
+}
+
+fn resident_megabytes() -> usize {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find(|line| line.starts_with("VmRSS:")).unwrap();
+    line.split_whitespace().nth(1).unwrap().parse::<usize>().unwrap() >> 10
+}
+
+#[test]
+fn what_is_freed_is_used_again_and_never_more_than_the_peak_is_kept() {
+    let before_it = megabytes(3);
+    keep_freed_memory();
+    // Of the allocator before, and freed by it.
+    drop(before_it);
+
+    let first = megabytes(64);
+    let address = first.data_ptr();
+    drop(first);
+    let again = megabytes(64);
+    assert_eq!(again.data_ptr(), address, "the same request finds the same memory");
+    drop(again);
+    let slightly_less = megabytes(60);
+    assert_eq!(slightly_less.data_ptr(), address, "so does one that is a little smaller");
+    drop(slightly_less);
+
+    // 64 MB are kept. Ten requests of other sizes, one at a time, must not add up.
+    let before = resident_megabytes();
+    for size in [40, 32, 26, 22, 18, 15, 12, 10, 8, 6] {
+        let tensor = megabytes(size);
+        assert_eq!(tensor.min().double_value(&[]), 1.);
+    }
+    assert!(resident_megabytes() <= before + 8, "{before} MB became {}", resident_megabytes());
+
+    // Together they were in use, so together they may be kept.
+    let several: Vec<Tensor> = (0..4).map(|_| megabytes(20)).collect();
+    let addresses: Vec<_> = several.iter().map(Tensor::data_ptr).collect();
+    drop(several);
+    let several: Vec<Tensor> = (0..4).map(|_| megabytes(20)).collect();
+    assert!(several.iter().all(|tensor| addresses.contains(&tensor.data_ptr())), "all four are found again");
+
+    // From several threads at once.
+    std::thread::scope(|scope| {
+        for thread in 0..4i64 {
+            scope.spawn(move || {
+                for round in 1..50 {
+                    let size = 1 + (thread + round) % 5;
+                    let tensor = megabytes(size) * (thread + 1);
+                    assert_eq!(tensor.min().double_value(&[]), (thread + 1) as f64);
+                    assert_eq!(tensor.max().double_value(&[]), (thread + 1) as f64);
+                }
+            });
+        }
+    });
+}
