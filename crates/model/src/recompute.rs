@@ -5,6 +5,8 @@
 //! parameters is, and put back when the backward pass arrives. Autograd notices nothing, so the bits are the same, and no
 //! matrix is multiplied twice.
 
+use std::sync::{Mutex, PoisonError};
+
 use shardwise_torch::tch::{Tensor, no_grad};
 use shardwise_torch::{autograd, storage};
 
@@ -24,7 +26,7 @@ pub enum Activations {
 pub(crate) fn computed_again(
     output: Tensor,
     saved: &[&Tensor],
-    again: impl Fn() -> Result<Vec<Tensor>> + Send + 'static,
+    again: impl FnOnce() -> Result<Vec<Tensor>> + Send + 'static,
 ) -> Result<Tensor> {
     if !output.requires_grad() {
         return Ok(output);
@@ -38,12 +40,16 @@ pub(crate) fn computed_again(
         }
         taken.push(alone.then(|| tensor.detach()));
     }
+    // Let go of when it has been used: what is put back then belongs to the graph alone, and goes as the graph is walked.
+    let rest = Mutex::new(Some((taken, again)));
     let mut outputs = autograd::function(
         "activations that are computed again",
         &[&output],
         |inputs| Ok(autograd::Forward { outputs: vec![inputs[0].f_detach()?], saved: vec![] }),
         move |back| {
-            for (old, new) in taken.iter().zip(no_grad(&again)?) {
+            let rest = rest.lock().unwrap_or_else(PoisonError::into_inner).take();
+            let (taken, again) = rest.ok_or("activations are computed again once; their graph is walked once")?;
+            for (old, new) in taken.iter().zip(no_grad(again)?) {
                 if let Some(old) = old {
                     storage::put(old, storage::take(&new, "this activation has moved")?)?;
                 }
