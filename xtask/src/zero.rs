@@ -254,26 +254,15 @@ fn drift(lines: &[[f64; 2]]) -> f64 {
 fn peak() -> Result<Verdict> {
     let program = shardwise()?;
     let scratch = Scratch::new("peak")?;
-    let large = Shape { vocabulary: 32_000, width: 1024, blocks: 14, heads: 16, mlp_width: 2816, positions: 64 };
-    let small = Shape { vocabulary: 8_191, width: 384, blocks: 10, heads: 6, mlp_width: 1056, positions: 64 };
+    let shape = Shape { vocabulary: 32_000, width: 1024, blocks: 14, heads: 16, mlp_width: 2816, positions: 64 };
     let mut peaks = Vec::new();
     let mut drifts = Vec::new();
     for stage in 0..4 {
-        // The large model is slow here: at stage 3 it is trained for the 200 steps, at the others the small one is.
-        let steps = if stage == 3 { 200 } else { 10 };
-        let lines = trained(&program, &scratch.recipe(&large, stage, steps)?)?;
-        peaks.push(lines.last().map_or(0., |line| line[1]));
-        drifts.push(drift(&lines));
-        println!(
-            "stage {stage}, 213M: peak {:.2} GiB, {steps} steps, drift {:.2}%",
-            peaks[peaks.len() - 1],
-            drifts[drifts.len() - 1] * 100.
-        );
-        if stage < 3 {
-            let lines = trained(&program, &scratch.recipe(&small, stage, 200)?)?;
-            drifts.push(drift(&lines));
-            println!("stage {stage}, 21M: 200 steps, drift {:.2}%", drifts[drifts.len() - 1] * 100.);
-        }
+        let lines = trained(&program, &scratch.recipe(&shape, stage, 200)?)?;
+        let (peak, drift) = (lines.last().map_or(0., |line| line[1]), drift(&lines));
+        println!("stage {stage}: peak {peak:.2} GiB, {} steps, drift {:.2}%", lines.len(), drift * 100.);
+        peaks.push(peak);
+        drifts.push(drift);
     }
     let worst = drifts.iter().copied().fold(0., f64::max);
     let described: Vec<String> = peaks.iter().map(|peak| format!("{peak:.2}")).collect();
