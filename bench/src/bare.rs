@@ -2,6 +2,7 @@
 
 use anyhow::{Context, Result};
 use shardwise_model::{Activations, Batch, Model};
+use shardwise_plan::Dtype;
 use shardwise_torch::autograd::{self, Graph};
 use shardwise_torch::exclusive;
 use shardwise_torch::optim::{AdamW, AdamWSlice, adamw_step};
@@ -13,23 +14,28 @@ pub(crate) struct Bare {
     model: Model,
     adamw: AdamW,
     parameters: Vec<Vec<Tensor>>,
+    /// What the optimizer updates: the parameters themselves, or f32 copies of them.
+    masters: Vec<Tensor>,
     moments: Vec<[Tensor; 2]>,
     steps: f32,
 }
 
 impl Bare {
     /// Begins a model.
-    pub(crate) fn new(model: Model, adamw: AdamW, start: &mut Start<'_>) -> Result<Self> {
+    pub(crate) fn new(model: Model, dtype: Dtype, adamw: AdamW, start: &mut Start<'_>) -> Result<Self> {
+        let kind = if dtype == Dtype::Bf16 { Kind::BFloat16 } else { Kind::Float };
+        let mut masters = Vec::new();
         let mut leaf = |parameter: &shardwise_model::Parameter| -> Result<Tensor> {
             let mut tensor = Tensor::zeros(&parameter.shape[..], (Kind::Float, Device::Cpu));
             let elements = exclusive::<f32>(&mut tensor)?;
             start(parameter, 0..elements.len(), elements).map_err(anyhow::Error::from_boxed)?;
-            Ok(tensor.set_requires_grad(true))
+            masters.push(tensor.shallow_clone());
+            Ok(tensor.to_kind(kind).detach().set_requires_grad(true))
         };
         let mut unit = |unit: &shardwise_model::Unit| unit.parameters().iter().map(&mut leaf).collect();
         let parameters: Vec<Vec<Tensor>> = model.units().iter().map(&mut unit).collect::<Result<_>>()?;
-        let moments = parameters.iter().flatten().map(|p| [p.detach().zeros_like(), p.detach().zeros_like()]).collect();
-        Ok(Bare { model, adamw, parameters, moments, steps: 0. })
+        let moments = masters.iter().map(|master| [master.zeros_like(), master.zeros_like()]).collect();
+        Ok(Bare { model, adamw, parameters, masters, moments, steps: 0. })
     }
 
     /// One step, and the mean loss of a token.
@@ -43,10 +49,12 @@ impl Bare {
         let tokens = batch.tokens.numel() as f32;
         let leaves: Vec<&Tensor> = self.parameters.iter().flatten().collect();
         let grads = autograd::grad(&[&loss], &[Some(&Tensor::from(1. / tokens))], &leaves, Graph::Free)?;
+        let grads: Vec<Option<Tensor>> =
+            grads.into_iter().map(|grad| grad.map(|grad| grad.to_kind(Kind::Float))).collect();
         self.steps += 1.;
         let step = Tensor::from(self.steps);
-        let mut leaves: Vec<Tensor> = leaves.into_iter().map(Tensor::detach).collect();
-        let mut slices: Vec<AdamWSlice<'_>> = leaves
+        let mut slices: Vec<AdamWSlice<'_>> = self
+            .masters
             .iter_mut()
             .zip(&grads)
             .zip(&mut self.moments)
@@ -55,6 +63,9 @@ impl Bare {
             })
             .collect();
         adamw_step(self.adamw, &mut slices)?;
+        for (leaf, master) in leaves.iter().zip(&self.masters).filter(|(leaf, _)| leaf.kind() != Kind::Float) {
+            leaf.detach().copy_(master);
+        }
         Ok(loss.double_value(&[]) / f64::from(tokens))
     }
 }

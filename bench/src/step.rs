@@ -10,6 +10,7 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 use shardwise_comm::{Group, Reduce, mpi};
 use shardwise_model::{Batch, Llama};
+use shardwise_plan::Dtype;
 use shardwise_torch::tch::{Device, Kind, Tensor};
 use shardwise_train::{Options, Ranks, Schedule, Trainer, start};
 use shardwise_zero::{AdamW, Optimizer, Sharding};
@@ -27,7 +28,7 @@ fn main() -> Result<()> {
     shardwise_torch::keep_freed_memory();
     let world = Arc::new(mpi::world(mpi::Options::default())?);
     let llama = Llama { tied: true, ..Llama::new(32_000, 512, 8, 8, 1408) };
-    let mut bare = Bare::new(llama.model()?, ADAMW, &mut start::from_seed(1))?;
+    let mut bare = Bare::new(llama.model()?, Dtype::F32, ADAMW, &mut start::from_seed(1))?;
     let mut trainers = (0..4)
         .map(|stage| {
             let optimizer = Optimizer::AdamW(ADAMW);

@@ -33,25 +33,6 @@ pub(crate) fn prepared(mut command: Command, ranks: usize) -> Command {
     command
 }
 
-/// What a launcher has said to the ranks that it started.
-pub(crate) struct Launched {
-    /// How many they are.
-    pub(crate) ranks: Option<usize>,
-    /// How many of them on this host.
-    pub(crate) ranks_here: Option<usize>,
-}
-
-/// Whether a launcher has started this process as a rank. A batch script of Slurm's is none, though its environment has much
-/// that a rank's has.
-pub(crate) fn launched() -> Option<Launched> {
-    let number = |names: &[&str]| names.iter().find_map(|name| std::env::var(name).ok()?.parse::<usize>().ok());
-    number(&["OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"])?;
-    Some(Launched {
-        ranks: number(&["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"]),
-        ranks_here: number(&["OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"]),
-    })
-}
-
 /// The program that runs on every rank, beside this one.
 pub(crate) fn rank_program() -> std::io::Result<PathBuf> {
     Ok(std::env::current_exe()?.with_file_name("shardwise-rank"))

@@ -8,6 +8,7 @@
 
 mod doctor;
 mod launch;
+mod launched;
 mod train;
 
 use std::process::ExitCode;

@@ -6,7 +6,8 @@ use std::process::{Command, ExitCode};
 
 use anyhow::{Context, Result, bail};
 
-use crate::launch::{Launched, absolute, launched, launcher, prepared, rank_program};
+use crate::launch::{absolute, launcher, prepared, rank_program};
+use crate::launched::{Launched, launched};
 
 #[derive(clap::Args)]
 pub(crate) struct Options {

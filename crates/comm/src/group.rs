@@ -248,7 +248,8 @@ impl Group {
             return Pending::failed(error);
         }
         let ticket = self.instruments.enter(&call, work.elements_sent(self.rank, self.size()));
-        Pending::new(self.transport.start(Job { call, work, luggage: Box::new(buffers), ticket }))
+        let job = Job { call, work, luggage: Box::new(buffers), ticket: ticket.clone() };
+        Pending::new(self.transport.start(job), ticket)
     }
 
     /// Whether the back end can move this memory.

@@ -133,6 +133,8 @@ pub struct Entry {
     pub started: Option<Duration>,
     /// When it ended, well or not.
     pub ended: Option<Duration>,
+    /// How long the caller stood still for it, once it has been waited for. The rest of its time was hidden behind other work.
+    pub waited: Option<Duration>,
     /// How far it has come.
     pub outcome: Outcome,
 }
@@ -162,6 +164,7 @@ impl Record {
             queued: self.epoch.elapsed(),
             started: None,
             ended: None,
+            waited: None,
             outcome: Outcome::Queued,
         };
         let mut ring = lock(&self.ring);
@@ -185,6 +188,7 @@ impl Record {
 }
 
 /// A call's place in the record.
+#[derive(Clone)]
 pub(crate) struct Ticket {
     instruments: Arc<Instruments>,
     id: u64,
@@ -206,6 +210,10 @@ impl Ticket {
                 Err(error) => Outcome::Failed(error.to_string()),
             };
         });
+    }
+
+    pub(crate) fn waited(&self, waited: Duration) {
+        self.instruments.record.change(self.id, |entry, _| entry.waited = Some(waited));
     }
 }
 

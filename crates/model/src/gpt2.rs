@@ -143,8 +143,7 @@ impl Layer for Embedding {
     }
 
     fn footprint(&self, tokens: usize, _: usize, element_bytes: usize, _: Activations) -> Footprint {
-        let output_bytes = tokens * self.0.width * element_bytes;
-        Footprint { kept_bytes: output_bytes, output_bytes, passing_bytes: 0 }
+        Footprint::of_output(tokens * self.0.width * element_bytes)
     }
 
     fn backward_reads_parameters(&self) -> bool {

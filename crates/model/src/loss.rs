@@ -37,7 +37,11 @@ pub fn head_loss(hidden: &Tensor, weight: &Tensor, targets: &Tensor, chunk: usiz
                 lock(&kept).take().ok_or("the head's gradients have been used; its graph is walked once")?;
             let Some(factor) = &back.grads[0] else { return Ok(vec![None, None]) };
             // Scaled before the matrix's gradient is rounded: f16 has no room for what is small before.
-            let hidden = hidden.map(|mut grad| grad.f_mul_(&factor.f_div_scalar(headroom(kind))?)).transpose()?;
+            let hidden_factor = match headroom(kind) {
+                Some(headroom) => factor.f_div_scalar(headroom)?,
+                None => factor.shallow_clone(),
+            };
+            let hidden = hidden.map(|mut grad| grad.f_mul_(&hidden_factor)).transpose()?;
             let weight = weight.map(|mut grad| grad.f_mul_(factor)?.f_to_kind(kind)).transpose()?;
             Ok(vec![hidden, weight])
         },
@@ -73,8 +77,8 @@ struct Wanted {
 
 /// By how much the gradient of hidden states is larger than it should be until it is scaled with the loss: in f16, most
 /// probabilities of a large vocabulary would otherwise be too small to be told from zero.
-fn headroom(kind: Kind) -> f64 {
-    if kind == Kind::Half { 1024. } else { 1. }
+fn headroom(kind: Kind) -> Option<f64> {
+    (kind == Kind::Half).then_some(1024.)
 }
 
 /// The loss; the gradient of hidden states, times [`headroom`], and that of the weight in f32, where they are wanted.
@@ -111,11 +115,8 @@ fn chunked(
             let minus_one = Tensor::f_full([count, 1], -1., (Kind::Float, hidden.device()))?;
             let grad = grad.f_scatter_add_(1, &index, &minus_one)?.f_mul_(&valid)?;
             if let Some(hidden_grad) = &hidden_grad {
-                let kind = weight.kind();
-                let narrow = match kind {
-                    Kind::Half => grad.f_mul_scalar(headroom(kind))?.f_to_kind(kind)?,
-                    _ => grad.f_to_kind(kind)?,
-                };
+                let enlarged = headroom(weight.kind()).map(|headroom| grad.f_mul_scalar(headroom)).transpose()?;
+                let narrow = enlarged.as_ref().unwrap_or(&grad).f_to_kind(weight.kind())?;
                 hidden_grad.f_narrow(0, start, count)?.f_copy_(&narrow.f_matmul(weight)?)?;
             }
             if let Some(weight_grad) = &mut weight_grad {

@@ -3,7 +3,7 @@
 //! Autograd saves what its backward pass will read. Among that are tensors that cost much memory and little work: outputs of
 //! norms, of the attention kernel, of activation functions. Here their memory is taken out in place, as that of released
 //! parameters is, and put back when the backward pass arrives. Autograd notices nothing, so the bits are the same, and no
-//! matrix is multiplied twice.
+//! linear layer is computed twice.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -17,7 +17,7 @@ use crate::Result;
 pub enum Activations {
     /// All that autograd wants.
     Kept,
-    /// What the matrix products need; the rest is computed again.
+    /// What linear layers have put out; norms, attention and activation functions are computed again.
     Few,
 }
 

@@ -103,6 +103,13 @@ pub struct Footprint {
     pub passing_bytes: usize,
 }
 
+impl Footprint {
+    /// Of a unit that keeps its output and nothing else.
+    pub fn of_output(output_bytes: usize) -> Self {
+        Footprint { kept_bytes: output_bytes, output_bytes, passing_bytes: 0 }
+    }
+}
+
 /// A unit's parameters, whole, by name.
 pub struct Parameters<'a> {
     declared: &'a [Parameter],

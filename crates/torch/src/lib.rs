@@ -5,6 +5,7 @@
 //! - [`storage`] and [`Block`]: taking the memory out of a storage in place, and putting memory back. This is how
 //!   parameters are whole only while they are needed, while the autograd graph keeps its views of them.
 //! - [`optim`]: fused AdamW on slices.
+//! - [`keep_freed_memory`] and [`allocated_bytes`]: the process's own memory, kept between uses, and how much of it is in use.
 //! - [`exclusive`]: a tensor's elements as a Rust slice, where nobody else can see them.
 //!
 //! It is not a second tensor library: tensors are `tch`'s. Neither does it know of ranks or models. The C++ behind it

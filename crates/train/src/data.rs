@@ -13,7 +13,7 @@ use crate::recipe::Recipe;
 use crate::{Error, Result};
 
 /// Where tokens come from.
-pub(crate) struct Data {
+pub struct Data {
     source: Source,
     seed: u64,
     sequences: usize,
@@ -29,7 +29,7 @@ enum Source {
 
 impl Data {
     /// What a recipe says.
-    pub(crate) fn open(recipe: &Recipe) -> Result<Self> {
+    pub fn open(recipe: &Recipe) -> Result<Self> {
         let source = match &recipe.data.tokens {
             None => Source::Random,
             Some(path) => {
@@ -59,7 +59,7 @@ impl Data {
     }
 
     /// A rank's micro-batches of a step, which are counted from one.
-    pub(crate) fn step(&self, step: u64, rank: usize, ranks: usize) -> Result<Vec<Batch>> {
+    pub fn step(&self, step: u64, rank: usize, ranks: usize) -> Result<Vec<Batch>> {
         let per_micro_batch = (ranks * self.sequences) as u64;
         let micro_batch = |index: u64| {
             // A number is only a number of a sequence: that it wraps around after 2⁶⁴ harms nobody.

@@ -28,7 +28,7 @@ pub enum Fault {
         /// The unit, the first in the backward pass.
         unit: String,
         /// The first of its parameters whose gradient is not finite.
-        parameter: Option<String>,
+        parameter: String,
     },
 }
 
@@ -41,8 +41,7 @@ impl fmt::Display for Fault {
             Fault::Output { unit, rank, parameter: Some(parameter) } => {
                 write!(f, "the output of unit {unit} on rank {rank} is not finite, as is its parameter {parameter}")
             }
-            Fault::Gradient { unit, parameter: None } => write!(f, "the gradients of {unit} are not finite"),
-            Fault::Gradient { unit, parameter: Some(parameter) } => {
+            Fault::Gradient { unit, parameter } => {
                 write!(f, "the gradient of {parameter} in unit {unit} is not finite")
             }
         }

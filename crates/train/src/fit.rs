@@ -1,11 +1,11 @@
 //! What a run needs of a rank's memory, before it starts.
 //!
 //! Parameters, gradients and optimizer state are counted exactly. Buffers, activations and what a unit makes in passing are
-//! estimated from the shapes; `cargo xtask show zero/fits` compares the estimate with what runs really take.
+//! estimated from the shapes; `cargo xtask show zero/fits` prints the estimate above what runs really take.
 
 use std::fmt;
 
-use shardwise_model::{Activations, Footprint, Model};
+use shardwise_model::{Footprint, Model};
 use shardwise_plan::{Dtype, Partition};
 use shardwise_torch::tch::Device;
 use shardwise_zero::Sharding;
@@ -72,15 +72,12 @@ impl Need {
             let tied = unit.tied().map_or(0, |tied| units[tied.unit].elements());
             wholes.push((unit.elements() + tied, trained));
             let last = index + 1 == units.len();
-            let again = options.recomputation == Recomputation::Full && index > 0 && !last;
+            let again = options.recomputation == Recomputation::Full && unit.backward_reads_parameters() && !last;
             let Footprint { kept_bytes, output_bytes, passing_bytes } =
                 unit.footprint(tokens, positions, parameter_bytes, options.recomputation.activations());
-            need.activations += if again { output_bytes } else { kept_bytes };
-            let computed = if again {
-                unit.footprint(tokens, positions, parameter_bytes, Activations::Kept).kept_bytes
-            } else {
-                0
-            };
+            // What is computed again is all there for as long as the unit's backward pass takes.
+            let (activations, computed) = if again { (output_bytes, kept_bytes) } else { (kept_bytes, 0) };
+            need.activations += activations;
             need.passing = need.passing.max(passing_bytes + computed + trained * parameter_bytes);
         }
         // Units that follow each other share buffers of the largest inner unit's size, and the first and the last one more.
@@ -144,7 +141,7 @@ pub fn remedy(recipe: &Recipe, ranks: usize, limit: usize) -> Option<(Vec<&'stat
             recipe.sharding.accumulation = AccumulationRecipe::Sharded;
             whole && recipe.batch.micro_batches > 1 && recipe.sharding.stage >= 2
         }),
-        ("sharding.units_in_flight = 1", |recipe| std::mem::replace(&mut recipe.sharding.units_in_flight, 1) != 1),
+        ("sharding.units_in_flight = 0", |recipe| std::mem::replace(&mut recipe.sharding.units_in_flight, 0) != 0),
         ("sharding.replicas = 1", |recipe| std::mem::replace(&mut recipe.sharding.replicas, 1) != 1),
         ("precision.parameters = \"bf16\"", |recipe| {
             std::mem::replace(&mut recipe.precision.parameters, FloatRecipe::Bf16) == FloatRecipe::F32

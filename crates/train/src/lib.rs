@@ -5,7 +5,7 @@
 
 #![forbid(unsafe_code)]
 
-mod data;
+pub mod data;
 mod fault;
 pub mod fit;
 mod options;

@@ -22,7 +22,7 @@ pub struct Options {
     /// Where gradients of several micro-batches are added up.
     pub accumulation: Accumulation,
     /// How many units may be on their way ahead of the one that computes, and how many behind it. At stage 3 each costs the
-    /// memory of a whole unit: parameters ahead, gradients behind.
+    /// memory of a whole unit: parameters ahead, gradients behind. With 0 ranks compute and talk in turn.
     pub units_in_flight: usize,
     /// The optimizer.
     pub optimizer: Optimizer,
@@ -63,9 +63,6 @@ impl Options {
                 "sharded accumulation needs gradients that are sliced: use stage 2 or 3, or accumulation 'whole'",
             );
         }
-        if self.units_in_flight == 0 {
-            return refuse("0 units in flight would mean that none is ever gathered; use at least 1");
-        }
         let floats = [Dtype::F32, Dtype::Bf16, Dtype::F16];
         for (what, dtype) in [("parameters", self.precision.parameters), ("gradients", self.precision.gradients)] {
             if !floats.contains(&dtype) {
@@ -84,7 +81,7 @@ impl Options {
 pub enum Recomputation {
     /// All that autograd wants.
     None,
-    /// What the matrix products need; norms, attention and activation functions are computed again. About four tenths of the
+    /// What linear layers have put out; norms, attention and activation functions are computed again. About four tenths of the
     /// memory less, for a few hundredths more work.
     Selective,
     /// Its input alone; the rest is computed again. The least memory, for about a third more work.

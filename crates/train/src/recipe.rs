@@ -150,7 +150,7 @@ pub struct ShardingRecipe {
     pub stage: u8,
     /// Into how many replicas the ranks are divided, each of which holds the whole model in slices.
     pub replicas: usize,
-    /// Units on their way ahead of and behind the one that computes.
+    /// Units on their way ahead of and behind the one that computes; with 0 ranks compute and talk in turn.
     pub units_in_flight: usize,
     /// Where gradients of several micro-batches are added up.
     pub accumulation: AccumulationRecipe,
@@ -362,7 +362,7 @@ impl Recipe {
             ("batch.sequences × batch.positions", self.batch.sequences.saturating_mul(self.batch.positions), 1 << 24),
             ("batch.micro_batches", self.batch.micro_batches, 1 << 20),
             ("sharding.replicas", self.sharding.replicas, 1 << 20),
-            ("sharding.units_in_flight", self.sharding.units_in_flight, 1 << 12),
+            ("1 + sharding.units_in_flight", self.sharding.units_in_flight.saturating_add(1), 1 << 12),
             ("run.steps", usize::try_from(self.run.steps).unwrap_or(usize::MAX), 1 << 40),
             ("run.print_every", usize::try_from(self.run.print_every).unwrap_or(usize::MAX), 1 << 40),
         ];

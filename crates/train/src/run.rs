@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use shardwise_comm::{Group, Reduce};
+use shardwise_model::Model;
 use shardwise_torch::tch::Device;
 
 use crate::data::Data;
@@ -71,15 +72,7 @@ pub fn run(recipe: &Recipe, world: &Arc<Group>, out: &mut dyn Write) -> Result<(
         }
     };
     say(out, &heading(recipe, &options, model.elements(), &ranks));
-    let mut trainer = match &recipe.start.weights {
-        None => Trainer::new(model, ranks.clone(), options, &mut from_seed(recipe.start.seed.unwrap_or(1)))?,
-        Some(path) => {
-            let weights =
-                Weights::open(path).map_err(|error| Error::Data { path: path.clone(), problem: error.to_string() })?;
-            let mut read = |parameter: &_, range, elements: &mut [f32]| weights.read(parameter, range, elements);
-            Trainer::new(model, ranks.clone(), options, &mut read)?
-        }
-    };
+    let mut trainer = begun(recipe, model, ranks, options)?;
     let is_range_test = matches!(options.schedule.kind, Kind::RangeTest { .. });
     let mut range = Range::default();
     let (mut sent_before, mut since, mut tokens) = (sent_bytes(world), Instant::now(), 0);
@@ -123,6 +116,17 @@ pub fn run(recipe: &Recipe, world: &Arc<Group>, out: &mut dyn Write) -> Result<(
         }
     }
     Ok(())
+}
+
+/// A trainer whose parameters begin as the recipe says.
+fn begun(recipe: &Recipe, model: Model, ranks: Ranks, options: Options) -> Result<Trainer> {
+    let Some(path) = &recipe.start.weights else {
+        return Trainer::new(model, ranks, options, &mut from_seed(recipe.start.seed.unwrap_or(1)));
+    };
+    let weights =
+        Weights::open(path).map_err(|error| Error::Data { path: path.clone(), problem: error.to_string() })?;
+    let mut read = |parameter: &_, range, elements: &mut [f32]| weights.read(parameter, range, elements);
+    Trainer::new(model, ranks, options, &mut read)
 }
 
 /// The groups, and the options with the device of this rank.

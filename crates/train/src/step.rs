@@ -323,32 +323,9 @@ impl Trainer {
         if loss.is_finite() { None } else { passed.iter().position(|passed| !is_finite(passed)) }
     }
 
-    /// Leaves the gradients unused, and finds out where the fault is: an error, or a reason to go on without this step.
+    /// Leaves the gradients unused: an error, or the reason to go on without this step.
     fn skip(&mut self, own_output: Option<usize>) -> Result<Fault> {
-        let world = &self.ranks.world;
-        let units = self.shards.len();
-        // Of the ranks' faults, the one that came first in the order of the computation.
-        let first = |own: Option<usize>| -> Result<Option<(usize, usize)>> {
-            let key = |own: usize| (own * world.size() + world.rank()) as i64;
-            let key = own.map_or(i64::MIN, |own| -key(own));
-            let first = world.all_reduce("fault", Reduce::Max, vec![key]).wait()?[0];
-            let split = |key: usize| (key / world.size(), key % world.size());
-            Ok((first != i64::MIN).then(|| split(-first as usize)))
-        };
-        let fault = if let Some((unit, rank)) = first(own_output)? {
-            let parameter = first(self.shards[unit].first_parameter_not_finite()?)?.map(|(parameter, _)| parameter);
-            Fault::Output { unit: self.shards[unit].name().to_string(), rank, parameter: self.named(unit, parameter) }
-        } else {
-            let unit = self.shards.iter().rev().map(|shard| Ok(shard.first_not_finite()?.is_some()));
-            let own = unit.collect::<Result<Vec<bool>>>()?.into_iter().position(|at_fault| at_fault);
-            let unit = first(own)?.map(|(from_last, _)| units - 1 - from_last);
-            let parameter = match unit {
-                Some(unit) => first(self.shards[unit].first_not_finite()?)?.map(|(parameter, _)| parameter),
-                None => None,
-            };
-            let unit_name = unit.map_or("no single unit", |unit| self.shards[unit].name()).to_string();
-            Fault::Gradient { unit: unit_name, parameter: unit.and_then(|unit| self.named(unit, parameter)) }
-        };
+        let fault = self.first_fault(own_output)?;
         self.shards.iter_mut().try_for_each(ShardedUnit::discard_gradients)?;
         let step = self.steps;
         if self.options.on_not_finite == OnNotFinite::Stop {
@@ -361,7 +338,36 @@ impl Trainer {
         }
     }
 
-    fn named(&self, unit: usize, parameter: Option<usize>) -> Option<String> {
-        Some(self.model.units()[unit].parameters()[parameter?].name.clone())
+    /// What was first not to be finite on any rank, in the order of the computation: outputs forward, gradients backward.
+    fn first_fault(&self, own_output: Option<usize>) -> Result<Fault> {
+        if let Some((unit, rank)) = self.first_of_all(own_output)? {
+            let parameter = self.first_of_all(self.shards[unit].first_parameter_not_finite()?)?;
+            let parameter = parameter.map(|(parameter, _)| self.named(unit, parameter));
+            return Ok(Fault::Output { unit: self.shards[unit].name().to_string(), rank, parameter });
+        }
+        let mut own = None;
+        for (from_last, shard) in self.shards.iter().rev().enumerate() {
+            if shard.first_not_finite()?.is_some() {
+                own = Some(from_last);
+                break;
+            }
+        }
+        let (from_last, _) = self.first_of_all(own)?.expect("finite numbers have a finite norm, so one is not");
+        let unit = self.shards.len() - 1 - from_last;
+        let parameter = self.first_of_all(self.shards[unit].first_not_finite()?)?;
+        let (parameter, _) = parameter.expect("a unit at fault has a parameter at fault");
+        Ok(Fault::Gradient { unit: self.shards[unit].name().to_string(), parameter: self.named(unit, parameter) })
+    }
+
+    /// The least number that any rank has, and the first rank that has it.
+    fn first_of_all(&self, own: Option<usize>) -> Result<Option<(usize, usize)>> {
+        let world = &self.ranks.world;
+        let key = own.map_or(i64::MIN, |own| -((own * world.size() + world.rank()) as i64));
+        let first = world.all_reduce("fault", Reduce::Max, vec![key]).wait()?[0];
+        Ok((first != i64::MIN).then(|| (-first as usize / world.size(), -first as usize % world.size())))
+    }
+
+    fn named(&self, unit: usize, parameter: usize) -> String {
+        self.model.units()[unit].parameters()[parameter].name.clone()
     }
 }

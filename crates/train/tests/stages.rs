@@ -160,8 +160,11 @@ fn replicas_optimizers_and_units_in_flight_change_no_bit_between_stages() {
         // Another order of summation, but the same sums.
         let near = |a: u64, b: u64| (f64::from_bits(a) / f64::from_bits(b) - 1.).abs() < 1e-3;
         assert!(plain.0.iter().zip(&two.0).all(|(&a, &b)| near(a, b)), "replicas give the same losses");
-        let five = same("five units in flight", &sharded, &|options| Options { units_in_flight: 5, ..options });
-        assert!(plain == five, "how many units are in flight changes nothing");
+        for units_in_flight in [0, 5] {
+            let what = format!("{units_in_flight} units in flight");
+            let bits = same(&what, &sharded, &|options| Options { units_in_flight, ..options });
+            assert!(plain == bits, "{what} change nothing");
+        }
         same("SGD", &sharded, &with(Optimizer::Sgd(sgd), 0.3));
         same("LAMB", &sharded, &with(Optimizer::Lamb(lamb), 0.02));
         same("LAMB on two replicas", &hybrid, &with(Optimizer::Lamb(lamb), 0.02));

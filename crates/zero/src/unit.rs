@@ -11,7 +11,7 @@ use shardwise_torch::{Block, storage};
 use crate::error::{Faults, StartError};
 use crate::flat::Flat;
 use crate::optimizer::{Run, Squares, sum_of_squares};
-use crate::{Error, Groups, Optimizer, Pool, Precision, Result, Sharding};
+use crate::{Error, Groups, Lamb, Optimizer, Pool, Precision, Result, Sharding};
 
 /// A parameter of a unit.
 #[derive(Clone, Debug)]
@@ -291,16 +291,25 @@ impl ShardedUnit {
 
     /// Where the whole's gradients are added up: in the pool's memory until they are sliced, otherwise in that of the sums.
     fn memory_for_own(&mut self) -> Result<Block> {
-        let (dtype, len) = (self.layout.precision.gradients, self.partition().len());
+        let len = self.partition().len();
         if self.layout.sharding.gradients {
-            return self.faults.torch(self.layout.pool.lend(dtype, len));
+            return self.faults.torch(self.layout.pool.lend(self.layout.precision.gradients, len));
         }
-        match &mut self.sums {
-            Sums::None(memory) => match memory.take() {
-                Some(memory) => Ok(memory),
-                None => self.faults.torch(Block::new(dtype, len, self.layout.pool.device())),
-            },
-            Sums::Summed(_) => panic!("{}: gradients that are kept whole are reduced once a step", self.name()),
+        match self.memory_for_sums(len)? {
+            Some(memory) => Ok(memory),
+            None => panic!("{}: gradients that are kept whole are reduced once a step", self.name()),
+        }
+    }
+
+    /// Memory for sums of `len` elements, unless there are sums already: that of the last step, or new.
+    fn memory_for_sums(&mut self, len: usize) -> Result<Option<Block>> {
+        let Sums::None(memory) = &mut self.sums else { return Ok(None) };
+        match memory.take() {
+            Some(memory) => Ok(Some(memory)),
+            None => {
+                let (dtype, device) = (self.layout.precision.gradients, self.layout.pool.device());
+                self.faults.torch(Block::new(dtype, len, device)).map(Some)
+            }
         }
     }
 
@@ -319,16 +328,17 @@ impl ShardedUnit {
             }
         }
         let whole = self.faults.torch(storage::take(&whole, "the gradients are being reduced"))?;
+        let part = if self.layout.sharding.gradients {
+            let len = self.partition().part_len(self.layout.groups.shard.rank());
+            Some(match self.memory_for_sums(len)? {
+                Some(memory) => memory,
+                None => self.faults.torch(self.layout.pool.lend(self.layout.precision.gradients, len))?,
+            })
+        } else {
+            None
+        };
         let (group, label) = (&self.layout.groups.shard, self.faults.unit());
-        self.own = Own::Scattering(if self.layout.sharding.gradients {
-            let (dtype, len) = (self.layout.precision.gradients, self.partition().part_len(group.rank()));
-            let part = match &mut self.sums {
-                Sums::None(memory) => match memory.take() {
-                    Some(memory) => memory,
-                    None => self.faults.torch(Block::new(dtype, len, self.layout.pool.device()))?,
-                },
-                Sums::Summed(_) => self.faults.torch(self.layout.pool.lend(dtype, len))?,
-            };
+        self.own = Own::Scattering(if let Some(part) = part {
             Scattering::Sliced(group.reduce_scatter(label, Reduce::Sum, whole, part))
         } else if self.layout.sharding.optimizer {
             Scattering::Whole(group.reduce_scatter_in_place(label, Reduce::Sum, whole))
@@ -396,28 +406,23 @@ impl ShardedUnit {
         if !self.is_trainable() {
             return Ok(None);
         }
-        let rank = self.layout.groups.shard.rank();
-        for slice in self.slices.iter().filter(|slice| slice.owner == rank) {
-            let grads = self.summed_slice(rank);
-            for run in &slice.runs {
-                let part = grads.narrow(0, run.range.start as i64, run.range.len() as i64);
-                if !self.faults.tch(is_finite(&part))? {
-                    return Ok(Some(run.parameter));
-                }
-            }
-        }
-        Ok(None)
+        self.first_run_not_finite(|slice| self.summed_slice(slice.owner))
     }
 
     /// The first parameter of which this rank's slice has an element that is not finite, as it is updated.
     pub fn first_parameter_not_finite(&self) -> Result<Option<usize>> {
-        for slice in &self.slices {
-            let parameters = self.updated(slice);
-            for run in &slice.runs {
-                let part = parameters.narrow(0, run.range.start as i64, run.range.len() as i64);
-                if !self.faults.tch(is_finite(&part))? {
-                    return Ok(Some(run.parameter));
-                }
+        self.first_run_not_finite(|slice| self.updated(slice))
+    }
+
+    /// The first parameter that is not finite in `elements`, looked for in this rank's own slice.
+    fn first_run_not_finite(&self, elements: impl Fn(&Slice) -> Tensor) -> Result<Option<usize>> {
+        let own = self.slices.iter().find(|slice| slice.owner == self.layout.groups.shard.rank());
+        let own = own.expect("a rank updates its own slice, whatever else");
+        let elements = elements(own);
+        for run in &own.runs {
+            let part = elements.narrow(0, run.range.start as i64, run.range.len() as i64);
+            if !self.faults.tch(is_finite(&part))? {
+                return Ok(Some(run.parameter));
             }
         }
         Ok(None)
@@ -434,23 +439,11 @@ impl ShardedUnit {
         self.steps += 1;
         let step = Tensor::from(self.steps as f32).to_device(self.layout.pool.device());
         let runs: Vec<Vec<Run<'_>>> = self.slices.iter().map(|slice| self.runs_of(slice, &step, factor)).collect();
-        let every = || runs.iter().flatten();
-        self.faults.torch(match *optimizer {
-            Optimizer::AdamW(adamw) => every().try_for_each(|run| run.adamw(adamw)),
-            Optimizer::Sgd(sgd) => every().try_for_each(|run| run.sgd(sgd)),
-            Optimizer::Lamb(_) => Ok(()),
-        })?;
-        if let Optimizer::Lamb(lamb) = *optimizer {
-            let squares: Vec<Vec<Squares>> = runs
-                .iter()
-                .map(|slice| slice.iter().map(|run| self.faults.torch(run.lamb_moments(lamb))).collect())
-                .collect::<Result<_>>()?;
-            let total = self.squares_of_all(&squares)?;
-            for (slice, runs) in self.slices.iter().zip(&runs) {
-                for (place, run) in slice.runs.iter().zip(runs) {
-                    self.faults.torch(run.lamb_step(lamb, total[place.parameter]))?;
-                }
-            }
+        let mut every = runs.iter().flatten();
+        match *optimizer {
+            Optimizer::AdamW(adamw) => self.faults.torch(every.try_for_each(|run| run.adamw(adamw)))?,
+            Optimizer::Sgd(sgd) => self.faults.torch(every.try_for_each(|run| run.sgd(sgd)))?,
+            Optimizer::Lamb(lamb) => self.update_by_lamb(lamb, &runs)?,
         }
         drop(runs);
         for slice in &self.slices {
@@ -460,6 +453,20 @@ impl ShardedUnit {
         }
         self.discard_gradients()?;
         if self.layout.sharding.optimizer { self.trainable.begin_update() } else { Ok(()) }
+    }
+
+    /// Moments first, then the norms of whole parameters, which all owners add up, then the step.
+    fn update_by_lamb(&self, lamb: Lamb, runs: &[Vec<Run<'_>>]) -> Result<()> {
+        let moments = |run: &Run<'_>| self.faults.torch(run.lamb_moments(lamb));
+        let squares: Vec<Vec<Squares>> =
+            runs.iter().map(|slice| slice.iter().map(moments).collect()).collect::<Result<_>>()?;
+        let total = self.squares_of_all(&squares)?;
+        for (slice, runs) in self.slices.iter().zip(runs) {
+            for (place, run) in slice.runs.iter().zip(runs) {
+                self.faults.torch(run.lamb_step(lamb, total[place.parameter]))?;
+            }
+        }
+        Ok(())
     }
 
     /// Leaves the reduced gradients unused: a step that is not taken.

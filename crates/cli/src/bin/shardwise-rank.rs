@@ -13,6 +13,10 @@ use shardwise_torch::tch::{Cuda, Kind, Tensor};
 use shardwise_train::fit::{self, Need, gib};
 use shardwise_train::{Recipe, run};
 
+#[path = "../launched.rs"]
+mod launched;
+use launched::{Launched, launched};
+
 fn main() -> Result<ExitCode> {
     let arguments: Vec<OsString> = std::env::args_os().skip(1).collect();
     let words: Vec<&str> = arguments.iter().map(|argument| argument.to_str().unwrap_or_default()).collect();
@@ -31,51 +35,37 @@ fn main() -> Result<ExitCode> {
 const REFUSED: u8 = 2;
 
 /// Whether a recipe is right and fits on so many ranks of this host. Says why not.
-fn check(recipe: &Path, ranks: usize) -> ExitCode {
-    let need = Recipe::read(recipe).and_then(|recipe| Ok((Need::of(&recipe, ranks)?, recipe)));
-    match need {
-        Err(error) => {
-            eprintln!("{error}");
+fn check(path: &Path, ranks: usize) -> ExitCode {
+    match accepted(path, ranks, ranks) {
+        Err(reason) => {
+            eprintln!("{reason}");
             ExitCode::from(REFUSED)
         }
-        Ok((need, recipe)) => match refusal(&need, &recipe, ranks, ranks) {
-            Some(refusal) => {
-                eprintln!("{}: {refusal}", recipe_name(&recipe));
-                ExitCode::from(REFUSED)
-            }
-            None => {
-                // Whoever reads the output may be gone; that is no fault of the recipe's.
-                let text = format!("a rank needs about {} of memory:\n{need}", gib(need.total()));
-                drop(writeln!(std::io::stdout(), "{text}"));
-                ExitCode::SUCCESS
-            }
-        },
+        Ok((_, need)) => {
+            // Whoever reads the output may be gone; that is no fault of the recipe's.
+            let text = format!("a rank needs about {} of memory:\n{need}", gib(need.total()));
+            drop(writeln!(std::io::stdout(), "{text}"));
+            ExitCode::SUCCESS
+        }
     }
 }
 
-fn recipe_name(recipe: &Recipe) -> String {
-    format!("stage {} of this recipe", recipe.sharding.stage)
-}
-
-/// Why a run cannot fit, with the figures and the setting that would make it fit.
-fn refusal(need: &Need, recipe: &Recipe, ranks: usize, ranks_here: usize) -> Option<String> {
-    let (limit, what) = fit::limit(ranks_here).filter(|&(limit, _)| need.total() > limit)?;
-    let remedy = match fit::remedy(recipe, ranks, limit) {
+/// A recipe that is right and fits, with what it needs; or why not, with the figures and the setting that would make it fit.
+fn accepted(path: &Path, ranks: usize, ranks_here: usize) -> Result<(Recipe, Need), String> {
+    let recipe = Recipe::read(path).map_err(|error| error.to_string())?;
+    let need = Need::of(&recipe, ranks).map_err(|error| format!("{}: {error}", path.display()))?;
+    let Some((limit, what)) = fit::limit(ranks_here).filter(|&(limit, _)| need.total() > limit) else {
+        return Ok((recipe, need));
+    };
+    let remedy = match fit::remedy(&recipe, ranks, limit) {
         Some((keys, then)) => format!("{} would fit, with {}", keys.join(" and "), gib(then.total())),
         None => {
             "no setting makes it fit on these ranks: use more ranks, a smaller batch or a smaller model".to_string()
         }
     };
-    let total = gib(need.total());
-    Some(format!("a rank would need about {total}, and {what} is {}:\n{need}\n{remedy}", gib(limit)))
-}
-
-/// What a launcher says in one of these variables.
-fn told(names: &[&str]) -> Option<usize> {
-    names.iter().find_map(|name| {
-        let digits: String = std::env::var(name).ok()?.chars().take_while(char::is_ascii_digit).collect();
-        digits.parse().ok()
-    })
+    let (stage, total, limit) = (recipe.sharding.stage, gib(need.total()), gib(limit));
+    let path = path.display();
+    Err(format!("{path}: at stage {stage} a rank would need about {total}, and {what} is {limit}:\n{need}\n{remedy}"))
 }
 
 /// A rank of a run.
@@ -83,20 +73,14 @@ fn train(path: &Path) -> Result<ExitCode> {
     shardwise_torch::keep_freed_memory();
     let world = Arc::new(mpi::world(mpi::Options::default())?);
     let ranks = world.size();
-    if let Some(started) = told(&["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"]).filter(|&started| started != ranks) {
+    let told = launched().unwrap_or(Launched { ranks: None, ranks_here: None });
+    if let Some(started) = told.ranks.filter(|&started| started != ranks) {
         bail!(
             "the launcher has started {started} ranks, and MPI sees {ranks}: they are of different MPIs; `shardwise doctor` says \
              which launcher works"
         );
     }
-    let ranks_here = told(&["OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_TASKS_PER_NODE"]).unwrap_or(ranks);
-    let recipe = Recipe::read(path).map_err(|error| error.to_string()).and_then(|recipe| {
-        let need = Need::of(&recipe, ranks).map_err(|error| error.to_string())?;
-        match refusal(&need, &recipe, ranks, ranks_here) {
-            Some(refusal) => Err(refusal),
-            None => Ok(recipe),
-        }
-    });
+    let recipe = accepted(path, ranks, told.ranks_here.unwrap_or(ranks)).map(|(recipe, _)| recipe);
     // Files and memory are each host's own: where one rank cannot start none does, and the first that cannot says why.
     let own = if recipe.is_err() { (ranks - world.rank()) as i64 } else { 0 };
     let first = world.all_reduce("start", Reduce::Max, vec![own]).wait()?[0];
