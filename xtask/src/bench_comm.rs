@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use anyhow::{Context, Result, ensure};
 use serde::Serialize;
 use shardwise_harness::{launcher, python};
 
-use crate::workspace::{built, machine, median, output_of, root, today};
+use crate::workspace::{built, machine, median, output_of, results, root, spread};
 
 /// What to compare.
 #[derive(clap::Args)]
@@ -99,8 +99,10 @@ pub(crate) fn run(options: &Options) -> Result<Vec<Row>> {
     }
     let text = table(options, &rows);
     println!("{text}");
-    let folder = keep(&text, &rows)?;
-    println!("kept in {}", folder.strip_prefix(root()).unwrap_or(&folder).display());
+    let folder = results("comm")?;
+    std::fs::write(root().join(&folder).join("table.md"), text)?;
+    std::fs::write(root().join(&folder).join("rows.json"), serde_json::to_string_pretty(&rows)? + "\n")?;
+    println!("kept in {}", folder.display());
     Ok(rows)
 }
 
@@ -149,7 +151,7 @@ fn table(options: &Options, rows: &[Row]) -> String {
             let seconds = |side| format!("{:.3} s", row.seconds[&side]);
             let ratio = |side| {
                 let all = &row.ratios[&side];
-                let (least, greatest) = all.iter().fold((f64::MAX, 0f64), |(l, g), &x| (l.min(x), g.max(x)));
+                let (least, greatest) = spread(all);
                 format!("{:.2}× ({least:.2} to {greatest:.2})", row.ratio(side))
             };
             writeln!(
@@ -166,12 +168,4 @@ fn table(options: &Options, rows: &[Row]) -> String {
         }
     }
     text
-}
-
-fn keep(text: &str, rows: &[Row]) -> Result<PathBuf> {
-    let folder = root().join("bench/results").join(format!("{}-comm", today()?));
-    std::fs::create_dir_all(&folder).with_context(|| format!("{}", folder.display()))?;
-    std::fs::write(folder.join("table.md"), text)?;
-    std::fs::write(folder.join("rows.json"), serde_json::to_string_pretty(rows)? + "\n")?;
-    Ok(folder)
 }

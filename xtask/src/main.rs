@@ -6,8 +6,12 @@
 
 mod bench_comm;
 mod claims;
+mod draw;
 mod foundation;
+mod growth;
 mod hosts;
+mod peers;
+mod sides;
 mod workspace;
 mod zero;
 
@@ -45,6 +49,19 @@ enum Command {
     /// Prints a table, and keeps it as a dated folder in bench/results.
     #[command(after_help = "Example:\n  cargo xtask bench-comm --ranks 2,4,8 --rounds 5")]
     BenchComm(bench_comm::Options),
+    /// Train the same model with Shardwise, bare libtorch, PyTorch DDP and FSDP2, and DeepSpeed, side by side
+    ///
+    /// Prints a table for each number of ranks, and keeps them with a plot as a dated folder in bench/results. The peers are
+    /// installed from PyPI into an environment of their own. 5 rounds take about 20 minutes with 42m on 2 cores, and an
+    /// hour with 124m.
+    #[command(after_help = "Example:\n  cargo xtask peers --size 42m --precision f32 --ranks 2,4")]
+    Peers(peers::Options),
+    /// Show what a rank pays as ranks are added, each with the same work, beside FSDP2
+    ///
+    /// Prints a table of bytes, processor time, memory and start-up, and keeps it with a plot as a dated folder in
+    /// bench/results.
+    #[command(after_help = "Example:\n  cargo xtask growth --ranks 1,2,4,8,16 --rounds 3")]
+    Growth(growth::Options),
     /// Run a program on several hosts: network namespaces with links of a given rate and delay
     ///
     /// Needs root and Debian's iproute2. Whatever happens to it, the hosts are taken down.
@@ -58,6 +75,8 @@ fn main() -> Result<ExitCode> {
     match Arguments::parse().command {
         Command::Show { name, heavy } => claims::show(name.as_deref(), heavy),
         Command::BenchComm(options) => bench_comm::run(&options).map(|_| ExitCode::SUCCESS),
+        Command::Peers(options) => peers::run(&options).map(|()| ExitCode::SUCCESS),
+        Command::Growth(options) => growth::run(&options).map(|()| ExitCode::SUCCESS),
         Command::Hosts(options) => hosts::run(&options),
     }
 }

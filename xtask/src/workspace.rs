@@ -20,6 +20,28 @@ pub(crate) fn output_of(command: &mut Command) -> Result<String> {
     Ok(text(&output.stdout))
 }
 
+/// A folder that goes when this does.
+pub(crate) struct Scratch(PathBuf);
+
+impl Scratch {
+    pub(crate) fn new(name: &str) -> Result<Self> {
+        let folder = std::env::temp_dir().join(format!("shardwise-{name}-{}", std::process::id()));
+        std::fs::create_dir_all(&folder)?;
+        Ok(Scratch(folder))
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.0
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        // What is left in the temporary folder harms nobody.
+        drop(std::fs::remove_dir_all(&self.0));
+    }
+}
+
 #[derive(Deserialize)]
 struct CargoMessage {
     executable: Option<PathBuf>,
@@ -69,7 +91,7 @@ pub(crate) fn machine() -> String {
 }
 
 /// Today, as in 2026-11-15.
-pub(crate) fn today() -> Result<String> {
+fn today() -> Result<String> {
     Ok(output_of(Command::new("date").arg("+%F"))?.trim().to_string())
 }
 
@@ -80,4 +102,16 @@ pub(crate) fn median(values: &[f64]) -> f64 {
     sorted.sort_by(f64::total_cmp);
     let middle = sorted.len() / 2;
     if sorted.len() % 2 == 1 { sorted[middle] } else { (sorted[middle - 1] + sorted[middle]) / 2. }
+}
+
+/// The least and the greatest.
+pub(crate) fn spread(values: &[f64]) -> (f64, f64) {
+    values.iter().fold((f64::MAX, f64::MIN), |(least, greatest), &value| (least.min(value), greatest.max(value)))
+}
+
+/// A dated folder in bench/results, as it is called from the root.
+pub(crate) fn results(name: &str) -> Result<PathBuf> {
+    let folder = Path::new("bench/results").join(format!("{}-{name}", today()?));
+    std::fs::create_dir_all(root().join(&folder)).with_context(|| folder.display().to_string())?;
+    Ok(folder)
 }

@@ -11,7 +11,7 @@ use serde::Deserialize;
 use shardwise_harness::launcher;
 
 use crate::claims::{Claim, Verdict};
-use crate::workspace::{built, median, output_of, root};
+use crate::workspace::{Scratch, built, median, output_of, root};
 
 pub(crate) const CLAIMS: &[Claim] = &[
     Claim {
@@ -174,35 +174,18 @@ fn step() -> Result<Verdict> {
 
 // ---- runs of `shardwise train` ----------------------------------------------------------------------------------------
 
-/// A recipe in a folder of its own.
-struct Scratch(PathBuf);
-
-impl Scratch {
-    fn new(name: &str) -> Result<Self> {
-        let folder = std::env::temp_dir().join(format!("shardwise-{name}-{}", std::process::id()));
-        std::fs::create_dir_all(&folder)?;
-        Ok(Scratch(folder))
-    }
-
-    fn recipe(&self, shape: &Shape, stage: u8, steps: u64) -> Result<PathBuf> {
-        let Shape { vocabulary, width, blocks, heads, mlp_width, positions } = *shape;
-        let path = self.0.join(format!("stage-{stage}.toml"));
-        let text = format!(
-            "[model.llama]\nvocabulary = {vocabulary}\nwidth = {width}\nblocks = {blocks}\nheads = {heads}\n\
-             mlp_width = {mlp_width}\ntied = true\n[data]\n[batch]\nsequences = 1\npositions = {positions}\n\
-             [sharding]\nstage = {stage}\n[precision]\nparameters = \"bf16\"\ngradients = \"bf16\"\n\
-             [optimizer]\nrate = 1e-4\n[run]\nsteps = {steps}\n"
-        );
-        std::fs::write(&path, text)?;
-        Ok(path)
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        // What is left in the temporary folder harms nobody.
-        drop(std::fs::remove_dir_all(&self.0));
-    }
+/// A recipe for one stage.
+fn recipe(scratch: &Scratch, shape: &Shape, stage: u8, steps: u64) -> Result<PathBuf> {
+    let Shape { vocabulary, width, blocks, heads, mlp_width, positions } = *shape;
+    let path = scratch.path().join(format!("stage-{stage}.toml"));
+    let text = format!(
+        "[model.llama]\nvocabulary = {vocabulary}\nwidth = {width}\nblocks = {blocks}\nheads = {heads}\n\
+         mlp_width = {mlp_width}\ntied = true\n[data]\n[batch]\nsequences = 1\npositions = {positions}\n\
+         [sharding]\nstage = {stage}\n[precision]\nparameters = \"bf16\"\ngradients = \"bf16\"\n\
+         [optimizer]\nrate = 1e-4\n[run]\nsteps = {steps}\n"
+    );
+    std::fs::write(&path, text)?;
+    Ok(path)
 }
 
 struct Shape {
@@ -258,7 +241,7 @@ fn peak() -> Result<Verdict> {
     let mut peaks = Vec::new();
     let mut drifts = Vec::new();
     for stage in 0..4 {
-        let lines = trained(&program, &scratch.recipe(&shape, stage, 200)?)?;
+        let lines = trained(&program, &recipe(&scratch, &shape, stage, 200)?)?;
         let (peak, drift) = (lines.last().map_or(0., |line| line[1]), drift(&lines));
         println!("stage {stage}: peak {peak:.2} GiB, {} steps, drift {:.2}%", lines.len(), drift * 100.);
         peaks.push(peak);
@@ -289,7 +272,7 @@ fn fits() -> Result<Verdict> {
     let mut largest = Vec::new();
     for stage in [0, 3] {
         let accepted = |blocks: usize| -> Result<bool> {
-            Ok(limited(&["--dry-run"], &scratch.recipe(&shape(blocks), stage, 3)?)?.status.success())
+            Ok(limited(&["--dry-run"], &recipe(&scratch, &shape(blocks), stage, 3)?)?.status.success())
         };
         // The most blocks that are not refused.
         let (mut most, mut refused) = (0, 1);
@@ -300,7 +283,7 @@ fn fits() -> Result<Verdict> {
             let middle = (most + refused) / 2;
             *(if accepted(middle)? { &mut most } else { &mut refused }) = middle;
         }
-        let refusal = limited(&[], &scratch.recipe(&shape(refused), stage, 3)?)?;
+        let refusal = limited(&[], &recipe(&scratch, &shape(refused), stage, 3)?)?;
         let said = String::from_utf8_lossy(&refusal.stderr).into_owned();
         println!(
             "stage {stage}: {most} blocks, {:.0}M parameters; one block more is refused:\n{said}",
@@ -310,7 +293,7 @@ fn fits() -> Result<Verdict> {
             refusal.status.code() == Some(2) && said.contains("would need about"),
             "the refusal has figures: {said}"
         );
-        let run = limited(&[], &scratch.recipe(&shape(most), stage, 3)?)?;
+        let run = limited(&[], &recipe(&scratch, &shape(most), stage, 3)?)?;
         let printed = String::from_utf8_lossy(&run.stdout).into_owned();
         println!("{printed}");
         ensure!(run.status.success(), "what is not refused must train:\n{}", String::from_utf8_lossy(&run.stderr));

@@ -207,9 +207,9 @@ impl Layer for Block {
         let Llama { width, mlp_width, heads, kv_heads, head_width, .. } = self.0;
         let (query, key) = (heads * head_width, kv_heads * head_width);
         // As autograd saves them: outputs of norms with what they were made of, residual and output; query, key, value and
-        // output of attention; gate, its activation, up and their product.
+        // output of attention; gate, up, and the product of the opened gate and up.
         let kept = match activations {
-            Activations::Kept => 6 * width + 4 * query + 4 * mlp_width,
+            Activations::Kept => 6 * width + 4 * query + 3 * mlp_width,
             Activations::Few => 4 * width + query + 2 * key + 2 * mlp_width,
         };
         let again = 2 * width + 4 * query + 2 * mlp_width;
@@ -266,7 +266,9 @@ impl Block {
         let gated = opened.f_mul(&up)?;
         let output = linear(&gated, "mlp.down_proj.weight")?;
         if activations == Activations::Kept {
-            return Ok(output);
+            // It takes one look at the gate to open it again, and an eighth of a block's memory to keep it open.
+            let gate = gate.detach();
+            return computed_again(output, &[&opened], move || Ok(vec![gate.f_silu()?]));
         }
         let (llama, x, norm, gate, up) = (llama.clone(), x.detach(), norm.detach(), gate.detach(), up.detach());
         computed_again(output, &[&normed, &opened, &gated], move || {

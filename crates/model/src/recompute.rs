@@ -15,7 +15,7 @@ use crate::Result;
 /// What is kept of a unit's forward pass for its backward pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activations {
-    /// All that autograd wants.
+    /// What autograd wants, but for what is made again at once.
     Kept,
     /// What linear layers have put out; norms, attention and activation functions are computed again.
     Few,

@@ -207,7 +207,6 @@ impl Network {
         let mut arguments = vec!["--host".to_string(), slots.join(",")];
         for (key, value) in [
             ("plm_rsh_agent", self.agent.to_string_lossy().as_ref()),
-            ("pml", "ob1"),
             ("btl", transports),
             ("btl_tcp_if_include", "10.89.0.0/24"),
             ("oob_tcp_if_include", "10.90.0.0/24"),
