@@ -1,12 +1,12 @@
-"""One PyTorch side of the comparison, under mpirun: train.py SIDE RECIPE STORE
+"""One PyTorch side of the comparison, under mpirun: train.py SIDE RECIPE PORT
 
 SIDE is bare, ddp, zero1 (DDP with ZeroRedundancyOptimizer), fsdp2-keep and fsdp2 (fully_shard without and with resharding
-after the forward pass), or deepspeed-1, -2, -3. RECIPE is the recipe that `bench-train` trains, STORE a file that does not
-exist yet, by which ranks find each other. Prints the lines that `bench-train` prints: one of JSON for each step, and one at
-the end.
+after the forward pass), or deepspeed-1, -2, -3. RECIPE is the recipe that `bench-train` trains, PORT one of loopback's that is
+free, by which ranks find each other. Prints the lines that `bench-train` prints: one of JSON for each step, and one at the end.
 
-Settings are those that people get: each library's defaults, torch's fused AdamW, one unit per block for FSDP2; gradients reduced
-in f32 where that can be said.
+Settings are those that people use: one unit per block for FSDP2, DeepSpeed's buckets as Hugging Face's "auto" sizes them and its
+overlap on, torch's fused AdamW, the libraries' defaults for the rest. bf16 is autocast for DDP, and FSDP2 then reduces in f32;
+DeepSpeed reduces in bf16.
 """
 
 import contextlib
@@ -17,9 +17,9 @@ import time
 import tomllib
 from pathlib import Path
 
+optimizer_cpu_s = 0.0
 RANK, RANKS = int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_SIZE"])
 os.environ.update(RANK=str(RANK), LOCAL_RANK=str(RANK), WORLD_SIZE=str(RANKS))
-# What a side without DeepSpeed does not need, it does not load: the first step is not to wait for it.
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from llama import Llama  # noqa: E402
@@ -39,10 +39,11 @@ def mixed(bits):
     return z ^ (z >> 31)
 
 
-def batch(recipe, step):
+def batch(recipe):
+    """The first step's. It is trained on in every step: the loss then moves by much."""
     sequences, positions = recipe["batch"]["sequences"], recipe["batch"]["positions"]
     vocabulary = recipe["model"]["llama"]["vocabulary"]
-    first = ((step - 1) * RANKS + RANK) * sequences
+    first = RANK * sequences
     keys = [mixed(recipe["data"].get("seed", 0) ^ mixed(number)) for number in range(first, first + sequences)]
     ids = torch.tensor([[mixed(key ^ place) % vocabulary for place in range(positions + 1)] for key in keys])
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
@@ -85,10 +86,13 @@ def torch_side(side, model, recipe):
     optimizer = optimizer_of(model, recipe, make)
 
     def step(tokens, targets):
+        global optimizer_cpu_s
         with cast():
             loss = model(tokens, targets)
         loss.backward()
+        before = time.process_time()
         optimizer.step()
+        optimizer_cpu_s += time.process_time() - before
         optimizer.zero_grad()
         return loss.item()
 
@@ -101,11 +105,19 @@ def deepspeed_side(stage, model, recipe):
     import deepspeed
 
     deepspeed.utils.logger.setLevel(logging.ERROR)
+    width = recipe["model"]["llama"]["width"]
     settings = {
         "train_micro_batch_size_per_gpu": recipe["batch"]["sequences"],
-        "zero_optimization": {"stage": stage},
-        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": stage,
+            "overlap_comm": True,
+            "reduce_bucket_size": width * width,
+            "stage3_prefetch_bucket_size": int(0.9 * width * width),
+            "stage3_param_persistence_threshold": 10 * width,
+        },
         "bf16": {"enabled": recipe["precision"]["parameters"] == "bf16"},
+        # Unless told otherwise, it clips at 1.
+        "gradient_clipping": 0.0,
         "steps_per_print": None,
     }
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer_of(model, recipe), config=settings)
@@ -128,17 +140,22 @@ def field(file, key):
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key))
 
 
+def forget_peak():
+    """The peak that is measured is that of training."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
 def loopback_bytes():
     """What all programs have sent over the loopback device, which is where gloo sends."""
     with open("/proc/net/dev") as lines:
         return next(int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith("lo:"))
 
 
-def most(*figures):
+def most(figure):
     """The greatest of all ranks."""
-    figures = torch.tensor(figures, dtype=torch.double)
-    dist.all_reduce(figures, op=dist.ReduceOp.MAX)
-    return figures.tolist()
+    figure = torch.tensor(figure, dtype=torch.double)
+    dist.all_reduce(figure, op=dist.ReduceOp.MAX)
+    return figure.item()
 
 
 def mean(figure):
@@ -147,33 +164,51 @@ def mean(figure):
     return figure.item()
 
 
-def main(side, recipe_path, store):
+def begun(recipe, folder):
+    """The model, with the recipe's weights."""
+    with torch.device("meta"):
+        model = Llama(recipe["model"]["llama"])
+    weights = load_file(folder / recipe["start"]["weights"])
+    model.load_state_dict({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}, assign=True)
+    model.lm_head.weight = model.model.embed_tokens.weight
+    return model.requires_grad_(True)
+
+
+def main(side, recipe_path, port):
     say = lambda line: print(json.dumps(line), flush=True) if RANK == 0 else None  # noqa: E731
     torch.set_num_threads(1)
     recipe = tomllib.loads(recipe_path.read_text())
-    steps = recipe["run"]["steps"]
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=RANK, world_size=RANKS)
-    model = Llama(recipe["model"]["llama"])
-    weights = load_file(recipe_path.parent / recipe["start"]["weights"])
-    model.load_state_dict({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]})
-    del weights
+    steps, warm_up = recipe["run"]["steps"], int(os.environ["SHARDWISE_WARM_UP"])
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=RANK, world_size=RANKS)
+    model = begun(recipe, recipe_path.parent)
     if side.startswith("deepspeed-"):
         step = deepspeed_side(int(side[-1]), model, recipe)
     else:
         step = torch_side(side, model, recipe)
-    launched = float(os.environ["SHARDWISE_LAUNCHED"])
-    (ready_s,) = most(time.time() - launched)
-    for number in range(1, steps + 1):
-        tokens, targets = batch(recipe, number)
-        dist.barrier()
-        started, cpu_started, sent_before = time.perf_counter(), time.process_time(), loopback_bytes()
-        loss = step(tokens, targets)
-        seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu_started
-        dist.barrier()
-        sent = (loopback_bytes() - sent_before) / RANKS if RANKS > 1 else 0
-        say({"step": number, "loss": mean(loss), "seconds": most(seconds)[0], "cpu_seconds": mean(cpu_s), "sent_bytes": sent})
-    peak, pss = most(field("/proc/self/status", "VmHWM:"), field("/proc/self/smaps_rollup", "Pss:"))
-    say({"ready_seconds": ready_s, "peak_bytes": peak, "pss_bytes": pss})
+    ready_s = most(time.time() - float(os.environ["SHARDWISE_LAUNCHED"]))
+    tokens, targets = batch(recipe)
+    forget_peak()
+    losses = [step(tokens, targets) for _ in range(warm_up)]
+    dist.barrier()
+    started, cpu_started, sent_before = time.perf_counter(), time.process_time(), loopback_bytes()
+    # One after the other, as people train: what a step leaves under way, the next one waits for.
+    losses += [step(tokens, targets) for _ in range(warm_up, steps)]
+    dist.barrier()
+    measured = steps - warm_up
+    seconds, cpu_s = (time.perf_counter() - started) / measured, (time.process_time() - cpu_started) / measured
+    sent = (loopback_bytes() - sent_before) / RANKS / measured if RANKS > 1 else 0
+    for number, loss in enumerate(losses, 1):
+        say({"step": number, "loss": mean(loss)})
+    end = {
+        "ready_seconds": ready_s,
+        "step_seconds": most(seconds),
+        "cpu_seconds": mean(cpu_s),
+        "optimizer_cpu_seconds": mean(optimizer_cpu_s / steps),
+        "sent_bytes": sent,
+        "peak_bytes": most(field("/proc/self/status", "VmHWM:")),
+        "pss_bytes": most(field("/proc/self/smaps_rollup", "Pss:")),
+    }
+    say(end)
     dist.destroy_process_group()
 
 

@@ -1,6 +1,9 @@
 //! The same model without Shardwise: one graph, one backward pass, fused AdamW, no word between ranks.
 
+use std::time::Duration;
+
 use anyhow::{Context, Result};
+use rustix::time::{ClockId, clock_gettime};
 use shardwise_model::{Activations, Batch, Model};
 use shardwise_plan::Dtype;
 use shardwise_torch::autograd::{self, Graph};
@@ -18,6 +21,14 @@ pub(crate) struct Bare {
     masters: Vec<Tensor>,
     moments: Vec<[Tensor; 2]>,
     steps: f32,
+    /// What updates have taken of this process's time so far.
+    pub(crate) optimizer_cpu: Duration,
+}
+
+/// The time that this process's threads have spent computing.
+pub(crate) fn cpu() -> Duration {
+    let time = clock_gettime(ClockId::ProcessCPUTime);
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
 impl Bare {
@@ -35,7 +46,7 @@ impl Bare {
         let mut unit = |unit: &shardwise_model::Unit| unit.parameters().iter().map(&mut leaf).collect();
         let parameters: Vec<Vec<Tensor>> = model.units().iter().map(&mut unit).collect::<Result<_>>()?;
         let moments = masters.iter().map(|master| [master.zeros_like(), master.zeros_like()]).collect();
-        Ok(Bare { model, adamw, parameters, masters, moments, steps: 0. })
+        Ok(Bare { model, adamw, parameters, masters, moments, steps: 0., optimizer_cpu: Duration::ZERO })
     }
 
     /// One step, and the mean loss of a token.
@@ -51,21 +62,24 @@ impl Bare {
         let grads = autograd::grad(&[&loss], &[Some(&Tensor::from(1. / tokens))], &leaves, Graph::Free)?;
         let grads: Vec<Option<Tensor>> =
             grads.into_iter().map(|grad| grad.map(|grad| grad.to_kind(Kind::Float))).collect();
+        let before = cpu();
         self.steps += 1.;
         let step = Tensor::from(self.steps);
-        let mut slices: Vec<AdamWSlice<'_>> = self
-            .masters
-            .iter_mut()
-            .zip(&grads)
-            .zip(&mut self.moments)
-            .filter_map(|((parameters, grads), [first_moments, second_moments])| {
-                Some(AdamWSlice { parameters, grads: grads.as_ref()?, first_moments, second_moments, step: &step })
-            })
-            .collect();
-        adamw_step(self.adamw, &mut slices)?;
+        let parameters = self.model.units().iter().flat_map(|unit| unit.parameters());
+        let (mut decayed, mut others) = (Vec::new(), Vec::new());
+        for (((parameters, grads), [first_moments, second_moments]), parameter) in
+            self.masters.iter_mut().zip(&grads).zip(&mut self.moments).zip(parameters)
+        {
+            let Some(grads) = grads else { continue };
+            let slice = AdamWSlice { parameters, grads, first_moments, second_moments, step: &step };
+            if parameter.decays { &mut decayed } else { &mut others }.push(slice);
+        }
+        adamw_step(self.adamw, &mut decayed)?;
+        adamw_step(AdamW { weight_decay: 0., ..self.adamw }, &mut others)?;
         for (leaf, master) in leaves.iter().zip(&self.masters).filter(|(leaf, _)| leaf.kind() != Kind::Float) {
             leaf.detach().copy_(master);
         }
+        self.optimizer_cpu += cpu() - before;
         Ok(loss.double_value(&[]) / f64::from(tokens))
     }
 }

@@ -1,17 +1,17 @@
 //! Shardwise's side of the comparison with its peers: `mpirun -n 2 bench-train SIDE RECIPE`.
 //!
-//! SIDE is stage-0 to stage-3, or bare: the same model in bare libtorch, with no word between the ranks. Prints a line of JSON
-//! for each step, and one at the end; `bench/peers/train.py` prints the same. `bench-train weights RECIPE` writes the file
+//! SIDE is stage-0 to stage-3, or bare: the same model in bare libtorch, with no word between the ranks. Steps are timed one after
+//! the other, as people train: what a step leaves under way, the next one waits for. Prints a line of JSON for each step, and
+//! one at the end; `bench/peers/train.py` prints the same. `bench-train weights RECIPE` writes the file
 //! that the recipe names as its weights, so that all sides begin alike.
 
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use anyhow::{Context, Result, bail};
-use rustix::time::{ClockId, clock_gettime};
+use anyhow::{Context, Result, bail, ensure};
 use serde_json::json;
-use shardwise_comm::{Group, Reduce, mpi};
+use shardwise_comm::{Entry, Group, Reduce, mpi};
 use shardwise_model::Batch;
 use shardwise_torch::exclusive;
 use shardwise_torch::tch::{Device, Kind, Tensor};
@@ -21,7 +21,7 @@ use shardwise_train::{Ranks, Recipe, Trainer};
 use shardwise_zero::Optimizer;
 
 mod bare;
-use bare::Bare;
+use bare::{Bare, cpu};
 
 const USAGE: &str = "usage: mpirun -n RANKS bench-train bare|stage-0|stage-1|stage-2|stage-3|weights RECIPE";
 
@@ -41,6 +41,7 @@ impl Side {
             let (ranks, options) = (Ranks::sharded(world.clone()), recipe.options(Device::Cpu)?);
             return Ok(Side::Stage(Box::new(Trainer::new(recipe.model()?, ranks, options, &mut read)?)));
         }
+        ensure!(name == "bare", USAGE);
         let options = recipe.options(Device::Cpu)?;
         let Optimizer::AdamW(adamw) = options.optimizer.at(recipe.optimizer.rate, None) else {
             bail!("bare is AdamW's")
@@ -55,6 +56,14 @@ impl Side {
             Side::Stage(trainer) => Ok(trainer.step(micro_batches)?.loss),
         }
     }
+
+    /// What of it has gone into updates, where that can be said.
+    fn optimizer_cpu(&self) -> Duration {
+        match self {
+            Side::Bare(bare) => bare.optimizer_cpu,
+            Side::Stage(_) => Duration::ZERO,
+        }
+    }
 }
 
 fn main() -> Result<()> {
@@ -67,49 +76,71 @@ fn main() -> Result<()> {
     shardwise_torch::keep_freed_memory();
     let world = Arc::new(mpi::world(mpi::Options::default())?);
     let mut side = Side::new(name, &mut recipe, &world)?;
+    let launched: f64 = variable("SHARDWISE_LAUNCHED")?;
+    let ready_s = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs_f64() - launched;
     let data = Data::open(&recipe)?;
-    let launched: f64 = std::env::var("SHARDWISE_LAUNCHED").context("SHARDWISE_LAUNCHED")?.parse()?;
-    let ready_s = all(&world, Reduce::Max, SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs_f64() - launched)?;
+    let (steps, warm_up) = (recipe.run.steps as usize, variable::<usize>("SHARDWISE_WARM_UP")?);
+    // Always the same one: the loss then moves by so much that sides which train differently are found out.
+    let micro_batches = data.step(1, world.rank(), world.size())?;
+    // The peak that is measured is that of training.
+    std::fs::write("/proc/self/clear_refs", "5").context("/proc/self/clear_refs")?;
+
+    let mut losses = (0..warm_up).map(|_| side.step(&micro_batches)).collect::<Result<Vec<f64>>>()?;
+    world.barrier("start").wait()?;
+    world.meter().reset();
+    let calls_before = world.record().read().len();
+    let (started, cpu_started) = (Instant::now(), cpu());
+    for _ in warm_up..steps {
+        losses.push(side.step(&micro_batches)?);
+    }
+    world.barrier("end").wait()?;
+    let per_step = 1. / (steps - warm_up) as f64;
+    let (seconds, cpu_s) = (started.elapsed().as_secs_f64() * per_step, (cpu() - cpu_started).as_secs_f64() * per_step);
+    let sent = world.meter().total(|_| true).bytes as f64 * per_step;
+    let (talked, waited) = calls(&world.record().read()[calls_before..]);
+
+    let greatest = |figure: f64| all(&world, Reduce::Max, figure);
+    let mean = |figure: f64| Ok::<f64, anyhow::Error>(all(&world, Reduce::Sum, figure)? / world.size() as f64);
     let say = |line: serde_json::Value| {
         if world.rank() == 0 {
             println!("{line}");
         }
     };
-    for step in 1..=recipe.run.steps {
-        let micro_batches = data.step(step, world.rank(), world.size())?;
-        world.barrier("start").wait()?;
-        world.meter().reset();
-        let calls_before = world.record().read().last().map_or(Duration::ZERO, |call| call.queued);
-        let (started, cpu_started) = (Instant::now(), cpu());
-        let loss = side.step(&micro_batches)?;
-        let (seconds, cpu_s) = (started.elapsed().as_secs_f64(), (cpu() - cpu_started).as_secs_f64());
-        let sent = world.meter().total(|_| true).bytes as f64;
-        let calls = world.record().read().into_iter().filter(|call| call.queued > calls_before);
-        let (talked, waited) = calls.fold((0., 0.), |(talked, waited), call| {
-            let took = call.ended.zip(call.started).map_or(0., |(ended, started)| (ended - started).as_secs_f64());
-            (talked + took, waited + call.waited.map_or(0., |waited| waited.as_secs_f64()))
-        });
-        let mean = |figure: f64| Ok::<f64, anyhow::Error>(all(&world, Reduce::Sum, figure)? / world.size() as f64);
-        say(json!({
-            "step": step, "loss": mean(loss)?, "seconds": all(&world, Reduce::Max, seconds)?, "cpu_seconds": mean(cpu_s)?,
-            "sent_bytes": mean(sent)?, "talked_seconds": mean(talked)?, "waited_seconds": mean(waited)?,
-        }));
+    for (step, &loss) in losses.iter().enumerate() {
+        say(json!({ "step": step + 1, "loss": mean(loss)? }));
     }
-    let peak = all(&world, Reduce::Max, kernel_bytes("/proc/self/status", "VmHWM:")?)?;
-    let pss = all(&world, Reduce::Max, kernel_bytes("/proc/self/smaps_rollup", "Pss:")?)?;
-    say(json!({ "ready_seconds": ready_s, "peak_bytes": peak, "pss_bytes": pss }));
+    say(json!({
+        "ready_seconds": greatest(ready_s)?,
+        "step_seconds": greatest(seconds)?,
+        "cpu_seconds": mean(cpu_s)?,
+        "optimizer_cpu_seconds": mean(side.optimizer_cpu().as_secs_f64() / steps as f64)?,
+        "sent_bytes": mean(sent)?,
+        "talked_seconds": mean(talked * per_step)?,
+        "waited_seconds": mean(waited * per_step)?,
+        "peak_bytes": greatest(kernel_bytes("/proc/self/status", "VmHWM:")?)?,
+        "pss_bytes": greatest(kernel_bytes("/proc/self/smaps_rollup", "Pss:")?)?,
+    }));
     Ok(())
+}
+
+/// What calls took, and how long this rank stood still for them while they were under way. The time that a call took includes
+/// waiting for ranks that were late.
+fn calls(record: &[Entry]) -> (f64, f64) {
+    record.iter().fold((0., 0.), |(talked, waited), call| {
+        let took = call.ended.zip(call.started).map_or(Duration::ZERO, |(ended, started)| ended - started);
+        let stood = call.waited.unwrap_or_default().min(took);
+        (talked + took.as_secs_f64(), waited + stood.as_secs_f64())
+    })
+}
+
+fn variable<T: std::str::FromStr>(name: &str) -> Result<T> {
+    let text = std::env::var(name).with_context(|| format!("{name} is not set"))?;
+    text.parse().ok().with_context(|| format!("{name} is '{text}'"))
 }
 
 /// What all ranks say together.
 fn all(world: &Group, reduce: Reduce, figure: f64) -> Result<f64> {
     Ok(world.all_reduce("figure", reduce, vec![figure]).wait()?[0])
-}
-
-/// The time that this process's threads have spent computing.
-fn cpu() -> Duration {
-    let time = clock_gettime(ClockId::ProcessCPUTime);
-    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
 /// A figure of this process's, as the system counts it.

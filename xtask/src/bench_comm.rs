@@ -14,7 +14,7 @@ use anyhow::{Context, Result, ensure};
 use serde::Serialize;
 use shardwise_harness::{launcher, python};
 
-use crate::workspace::{built, machine, median, output_of, results, root, spread};
+use crate::workspace::{built, keep, machine, median, output_of, root, spread};
 
 /// What to compare.
 #[derive(clap::Args)]
@@ -98,11 +98,7 @@ pub(crate) fn run(options: &Options) -> Result<Vec<Row>> {
         }
     }
     let text = table(options, &rows);
-    println!("{text}");
-    let folder = results("comm")?;
-    std::fs::write(root().join(&folder).join("table.md"), text)?;
-    std::fs::write(root().join(&folder).join("rows.json"), serde_json::to_string_pretty(&rows)? + "\n")?;
-    println!("kept in {}", folder.display());
+    keep("comm", &text, &rows)?;
     Ok(rows)
 }
 

@@ -9,8 +9,8 @@ use shardwise_harness::Hosts;
 
 use crate::claims::{Claim, Verdict};
 use crate::draw::{self, Bars};
-use crate::sides::{Ground, Precision, Run, SIDES, Side, Size, Work, agree, rounds};
-use crate::workspace::{machine, median, results, root, spread};
+use crate::sides::{Ground, Precision, Run, SENT, SIDES, Side, Size, WARM_UP, Work, agree, middle, rounds};
+use crate::workspace::{keep, machine, median, spread};
 
 pub(crate) const CLAIMS: &[Claim] = &[
     Claim {
@@ -90,11 +90,6 @@ pub(crate) struct Options {
 
 const ROUNDS: usize = 5;
 
-/// Steps of a run: one warms up.
-fn steps(size: Size) -> usize {
-    if size == Size::Medium { 3 } else { 4 }
-}
-
 /// All sides at one number of ranks.
 #[derive(Clone, Serialize)]
 pub(crate) struct Table {
@@ -109,13 +104,13 @@ struct Row {
     runs: Vec<Run>,
     /// How many times faster Shardwise is at the same stage, round by round.
     ratios: Vec<f64>,
-    /// Its speed in parts of bare libtorch's, round by round.
+    /// Its speed in parts of that of the same framework's bare side, round by round.
     of_bare: Vec<f64>,
 }
 
 impl Row {
     fn middle(&self, figure: fn(&Run) -> f64) -> f64 {
-        median(&self.figures(figure))
+        middle(&self.runs, figure)
     }
 
     fn figures(&self, figure: fn(&Run) -> f64) -> Vec<f64> {
@@ -136,15 +131,14 @@ pub(crate) fn run(options: &Options) -> Result<()> {
 
 /// Measures, prints the tables and keeps them in bench/results.
 fn measured(size: Size, precision: Precision, ranks: &[usize], count: usize) -> Result<Vec<Table>> {
-    let work = Work::new(size, precision, steps(size));
+    let work = Work::new(size, precision);
     let ground = Ground::new(&work)?;
     let mut tables = Vec::new();
     for &ranks in ranks {
         let rounds = rounds(&ground, &work, &SIDES, ranks, count)?;
         tables.push(table(ranks, &rounds));
-        // After each, because the next may take an hour.
-        keep(&work, count, &tables)?;
     }
+    kept(&work, count, &tables)?;
     Ok(tables)
 }
 
@@ -156,45 +150,43 @@ fn table(ranks: usize, rounds: &[Vec<(Side, Run)>]) -> Table {
     let row = |side: Side| Row {
         side,
         ratios: ratios(&of(side), &of(Side::Shardwise(side.stage()))),
-        of_bare: ratios(&of(Side::Bare), &of(side)),
+        of_bare: ratios(&of(side.bare()), &of(side)),
         runs: of(side),
     };
     Table { ranks, rows: SIDES.map(row).into() }
 }
 
-fn keep(work: &Work, count: usize, tables: &[Table]) -> Result<()> {
+fn kept(work: &Work, count: usize, tables: &[Table]) -> Result<()> {
     let Work { size, precision, sequences, positions, steps, .. } = work;
-    let name = format!("peers-{}-{precision}", size.to_string().to_lowercase());
-    let folder = results(&name)?;
+    let size = size.to_string().to_lowercase();
     let ranks: Vec<String> = tables.iter().map(|table| table.ranks.to_string()).collect();
     let mut text = format!(
-        "# Beside the peers: {size} parameters, {precision}\n\n\
-         Machine: {}. One thread per rank; {sequences} sequences of {positions} tokens per rank and step. {count} rounds, each of which \
-         runs every side once, in turned order; {steps} steps a run, of which the first warms up. Times are medians over rounds of \
-         the slowest rank's median step, ratios are medians over rounds of the ratio within a round, with the least and greatest. \
-         The last losses of all sides whose ranks train together agree, or there would be no table.\n\n\
-         Command: `cargo xtask peers --size {} --precision {precision} --ranks {} --rounds {count}`\n\n![plot](plot.svg)\n",
+        "# Beside the peers: {} parameters, {precision}\n\n\
+         Machine: {}. PyTorch 2.13, DeepSpeed 0.19.8. One thread per rank; {sequences} sequences of {positions} tokens per rank and \
+         step. {count} rounds, each of which runs every side once, in turned order; {steps} steps a run, of which {WARM_UP} warm up and \
+         the others are timed together. Figures are medians over rounds, of the slowest or largest rank; ratios are medians over rounds of \
+         the ratio within a round, with the least and greatest. The last losses of all sides whose ranks train together agree, or \
+         there would be no table. {SENT}\n\n\
+         'Bare' is the same model with no word between ranks. Bare libtorch is Shardwise's own model, with its head in chunks and its \
+         allocator; bare PyTorch is the peers'.\n\n\
+         Command: `cargo xtask peers --size {size} --precision {precision} --ranks {} --rounds {count}`\n\n![plot](plot.svg)\n",
+        work.size,
         machine(),
-        size.to_string().to_lowercase(),
         ranks.join(","),
     );
     for table in tables {
         text += &markdown(table);
     }
-    println!("{text}");
-    let to = root().join(&folder);
-    std::fs::write(to.join("table.md"), &text)?;
-    let json = serde_json::json!({ "machine": machine(), "size": size.to_string(), "precision": precision.to_string(), "tables": tables });
-    std::fs::write(to.join("rows.json"), serde_json::to_string_pretty(&json)? + "\n")?;
-    draw::bars(&to.join("plot.svg"), &tables.iter().flat_map(|table| panels(work, table)).collect::<Vec<_>>())?;
-    println!("kept in {}", folder.display());
-    Ok(())
+    let figures =
+        serde_json::json!({ "machine": machine(), "size": size, "precision": precision.to_string(), "tables": tables });
+    let folder = keep(&format!("peers-{size}-{precision}-{}", ranks.join("-")), &text, &figures)?;
+    draw::bars(&folder.join("plot.svg"), &tables.iter().flat_map(|table| panels(work, table)).collect::<Vec<_>>())
 }
 
 fn markdown(table: &Table) -> String {
     let mut text = format!(
         "\n## {} ranks\n\n\
-         | side | step | Shardwise at that stage is | of bare libtorch's speed | CPU a step | peak | PSS at the end | to the first step | sent a step | last loss |\n\
+         | side | step | Shardwise at that stage is | of its bare side's speed | CPU a step | peak | PSS at the end | to the first step | sent a step | last loss |\n\
          | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n",
         table.ranks
     );
@@ -259,12 +251,12 @@ fn once(size: Size, precision: Precision) -> Result<Table> {
 }
 
 fn same_loss() -> Result<Verdict> {
-    let work = Work { positions: 32, ..Work::new(Size::Tiny, Precision::F32, 3) };
+    let work = Work { positions: 32, ..Work::new(Size::Tiny, Precision::F32) };
     let ground = Ground::new(&work)?;
-    let sides = [Side::Shardwise(0), Side::Shardwise(3), Side::Ddp, Side::Fsdp2, Side::DeepSpeed(3)];
+    let sides = [Side::Bare, Side::Shardwise(3), Side::Ddp, Side::Fsdp2, Side::DeepSpeed(3)];
     let runs = sides.into_iter().map(|side| Ok((side, ground.run(side, 2, None)?))).collect::<Result<Vec<_>>>()?;
     runs.iter().for_each(|(side, run)| println!("{side}: {} after {} steps", run.last_loss, work.steps));
-    let agreed = agree(&runs, work.precision);
+    let agreed = agree(&runs, work.precision, 2);
     Ok(Verdict {
         figure: agreed.as_ref().map_or_else(ToString::to_string, |()| "they agree".to_string()),
         bar: "1e-5".to_string(),
@@ -311,7 +303,7 @@ fn bf16() -> Result<Verdict> {
 
 fn memory() -> Result<Verdict> {
     // Memory repeats: one round is enough.
-    let work = Work::new(Size::Small, Precision::F32, 3);
+    let work = Work::new(Size::Small, Precision::F32);
     let ground = Ground::new(&work)?;
     let sides = [Side::Shardwise(3), Side::Fsdp2, Side::DeepSpeed(3)];
     let mut peaks = Vec::new();
@@ -349,7 +341,7 @@ fn start() -> Result<Verdict> {
 /// On and off in turn. There is no bar but that it helps.
 fn overlap() -> Result<Verdict> {
     let hosts = Hosts { hosts: 2, ranks_per_host: 1, rate: "1gbit".to_string(), delay: "0ms".to_string() };
-    let on = Work::new(Size::Small, Precision::F32, steps(Size::Small));
+    let on = Work::new(Size::Small, Precision::F32);
     let off = Work { units_in_flight: 0, ..on.clone() };
     let ground = Ground::new(&on)?;
     let (mut ons, mut offs) = (Vec::new(), Vec::new());
@@ -365,7 +357,6 @@ fn overlap() -> Result<Verdict> {
             runs.push(run);
         }
     }
-    let middle = |runs: &[Run], figure: fn(&Run) -> f64| median(&runs.iter().map(figure).collect::<Vec<_>>());
     let hidden = |runs: &[Run]| middle(runs, |run| 1. - run.waited_s / run.talked_s);
     let faster: Vec<f64> = offs.iter().zip(&ons).map(|(off, on)| off.step_s / on.step_s).collect();
     let faster = median(&faster);

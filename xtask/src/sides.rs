@@ -2,6 +2,7 @@
 //! run of one of them.
 
 use std::fmt;
+use std::net::TcpListener;
 use std::path::PathBuf;
 use std::process::Command;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -63,8 +64,8 @@ impl fmt::Display for Precision {
 }
 
 impl Work {
-    pub(crate) fn new(size: Size, precision: Precision, steps: usize) -> Self {
-        Work { size, precision, sequences: 4, positions: 256, steps, units_in_flight: 1 }
+    pub(crate) fn new(size: Size, precision: Precision) -> Self {
+        Work { size, precision, sequences: 4, positions: 256, steps: WARM_UP + 3, units_in_flight: 1 }
     }
 
     fn recipe(&self) -> String {
@@ -130,6 +131,11 @@ impl Side {
         !matches!(self, Side::Bare | Side::PyTorch)
     }
 
+    /// The side that computes the same with no word between ranks.
+    pub(crate) fn bare(self) -> Side {
+        if self.is_peer() { Side::PyTorch } else { Side::Bare }
+    }
+
     /// The stage that does what a peer does.
     pub(crate) fn stage(self) -> u8 {
         match self {
@@ -178,44 +184,54 @@ impl From<Side> for String {
 
 // ---- a run ------------------------------------------------------------------------------------------------------------
 
-/// What a side prints for a step. Times are of the slowest rank, the rest are means over ranks.
+/// What a side prints for a step.
 #[derive(Clone, Copy, Debug, Deserialize)]
 struct Step {
+    step: usize,
     loss: f64,
-    seconds: f64,
-    cpu_seconds: f64,
-    sent_bytes: f64,
-    #[serde(default)]
-    talked_seconds: f64,
-    #[serde(default)]
-    waited_seconds: f64,
 }
 
-/// What it prints at the end, of the rank that has the most.
-#[derive(Clone, Copy, Debug, Deserialize)]
-struct End {
-    ready_seconds: f64,
-    peak_bytes: f64,
-    pss_bytes: f64,
-}
-
-/// What became of a run. Figures of steps are medians over all but the first, which warms up.
-#[derive(Clone, Copy, Debug, Serialize)]
+/// What became of a run: what a side prints at its end. Of a step that is neither the first nor the second, which warm up; times
+/// and memory of the rank that has the most, the rest in the mean of ranks.
+#[derive(Clone, Copy, Debug, Deserialize, Serialize)]
 pub(crate) struct Run {
+    #[serde(skip_deserializing)]
     pub(crate) first_loss: f64,
+    #[serde(skip_deserializing)]
     pub(crate) last_loss: f64,
+    #[serde(rename = "step_seconds")]
     pub(crate) step_s: f64,
-    /// Of all threads of a rank, in a step.
+    /// Of all threads of a rank.
+    #[serde(rename = "cpu_seconds")]
     pub(crate) cpu_s: f64,
-    /// What a rank sent in a step.
+    /// What of it went into updates; of the bare sides.
+    #[serde(rename = "optimizer_cpu_seconds")]
+    pub(crate) optimizer_cpu_s: f64,
+    /// Of Shardwise, the payload that its meter counts; of peers, all that went over the loopback device.
     pub(crate) sent_bytes: f64,
     /// What calls between ranks took, and how long a rank stood still for them; of Shardwise.
+    #[serde(rename = "talked_seconds", default)]
     pub(crate) talked_s: f64,
+    #[serde(rename = "waited_seconds", default)]
     pub(crate) waited_s: f64,
     /// From the launch to the first step.
+    #[serde(rename = "ready_seconds")]
     pub(crate) ready_s: f64,
     pub(crate) peak_bytes: f64,
+    /// At the end.
     pub(crate) pss_bytes: f64,
+}
+
+/// What `sent_bytes` are, for readers of tables.
+pub(crate) const SENT: &str = "What Shardwise sent is the payload that its meter counts; what peers sent is all that went over the \
+                               loopback device.";
+
+/// The steps that warm up.
+pub(crate) const WARM_UP: usize = 2;
+
+/// The median of a figure.
+pub(crate) fn middle<'a>(runs: impl IntoIterator<Item = &'a Run>, figure: fn(&Run) -> f64) -> f64 {
+    median(&runs.into_iter().map(figure).collect::<Vec<_>>())
 }
 
 /// The programs, and a folder with the recipe and the weights that all sides begin with.
@@ -223,7 +239,7 @@ pub(crate) struct Ground {
     program: PathBuf,
     peers: PathBuf,
     folder: Scratch,
-    runs: std::cell::Cell<usize>,
+    steps: usize,
 }
 
 impl Ground {
@@ -233,13 +249,13 @@ impl Ground {
         let mut setup = Command::new(root().join("bench/peers/setup"));
         let peers = output_of(setup.arg(torch).stderr(std::process::Stdio::inherit()))?.trim().into();
         let folder = Scratch::new("sides")?;
-        let ground = Ground { program, peers, folder, runs: 0.into() };
+        let ground = Ground { program, peers, folder, steps: work.steps };
         ground.set(work)?;
         output_of(Command::new(&ground.program).arg("weights").arg(ground.recipe()))?;
         Ok(ground)
     }
 
-    /// Changes the work; the model stays.
+    /// Changes the work, but for the model and the number of steps.
     pub(crate) fn set(&self, work: &Work) -> Result<()> {
         Ok(std::fs::write(self.recipe(), work.recipe())?)
     }
@@ -253,66 +269,60 @@ impl Ground {
         let network = hosts.map(Hosts::start).transpose()?;
         let mut command = launcher(network.as_ref(), ranks, Duration::from_secs(1800));
         let launched = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs_f64();
-        command.args(["OMP_NUM_THREADS=1", &format!("SHARDWISE_LAUNCHED={launched}")]);
+        command.args([
+            "OMP_NUM_THREADS=1",
+            &format!("SHARDWISE_LAUNCHED={launched}"),
+            &format!("SHARDWISE_WARM_UP={WARM_UP}"),
+        ]);
         if side.is_peer() {
-            // DeepSpeed compiles a part of itself with the environment's ninja when it is first run, and keeps it there.
+            // DeepSpeed looks for the part of itself that was compiled, and for the ninja that did it.
             let environment = self.peers.ancestors().nth(2).context("the peers' environment")?;
             let path = std::env::join_paths(
                 std::iter::once(environment.join("bin"))
                     .chain(std::env::split_paths(&std::env::var_os("PATH").unwrap_or_default())),
             )?;
-            self.runs.set(self.runs.get() + 1);
             command.args(["DS_ACCELERATOR=cpu", "GLOO_SOCKET_IFNAME=lo", "PYTHONDONTWRITEBYTECODE=1"]);
             command.arg(format!("TORCH_EXTENSIONS_DIR={}", environment.join("extensions").display()));
             command.arg(format!("PATH={}", path.display()));
             command.arg(&self.peers).arg(root().join("bench/peers/train.py")).arg(side.argument()).arg(self.recipe());
-            command.arg(self.folder.path().join(format!("store-{}", self.runs.get())));
+            // Free now, and nobody else starts anything.
+            command.arg(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port().to_string());
         } else {
             command.arg(&self.program).arg(side.argument()).arg(self.recipe());
         }
         let printed = output_of(&mut command).with_context(|| format!("{side} on {ranks} ranks"))?;
-        run_of(&printed).with_context(|| format!("{side} printed {printed}"))
+        run_of(&printed, self.steps).with_context(|| format!("{side} printed {printed}"))
     }
 }
 
 /// What was printed, as figures. Libraries print other things as well.
-fn run_of(printed: &str) -> Result<Run> {
+fn run_of(printed: &str, steps: usize) -> Result<Run> {
     let lines = || printed.lines().filter(|line| line.starts_with('{'));
-    let steps: Vec<Step> = lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
-    let end: Option<End> = lines().find_map(|line| serde_json::from_str(line).ok());
-    let (Some(end), [first, .., last]) = (end, &steps[..]) else { bail!("too few lines") };
-    let middle = |figure: fn(&Step) -> f64| median(&steps[1..].iter().map(figure).collect::<Vec<_>>());
-    Ok(Run {
-        first_loss: first.loss,
-        last_loss: last.loss,
-        step_s: middle(|step| step.seconds),
-        cpu_s: middle(|step| step.cpu_seconds),
-        sent_bytes: middle(|step| step.sent_bytes),
-        talked_s: middle(|step| step.talked_seconds),
-        waited_s: middle(|step| step.waited_seconds),
-        ready_s: end.ready_seconds,
-        peak_bytes: end.peak_bytes,
-        pss_bytes: end.pss_bytes,
-    })
+    let losses: Vec<Step> = lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
+    let run: Option<Run> = lines().find_map(|line| serde_json::from_str(line).ok());
+    let (Some(run), [first, .., last]) = (run, &losses[..]) else { bail!("too few lines") };
+    ensure!(losses.len() == steps && last.step == steps, "{} of {steps} steps", losses.len());
+    Ok(Run { first_loss: first.loss, last_loss: last.loss, ..run })
 }
 
 /// Whether all sides did the same: the first loss is that of the same weights on the same tokens, the last one that of ranks
-/// that trained together.
-pub(crate) fn agree(runs: &[(Side, Run)], precision: Precision) -> Result<()> {
+/// that trained together. It would show if they had not: sides whose ranks each train alone come out elsewhere.
+pub(crate) fn agree(runs: &[(Side, Run)], precision: Precision, ranks: usize) -> Result<()> {
     // bf16 sides round in different places.
-    let allowed = if precision == Precision::F32 { 1e-5 } else { 2e-3 };
-    for (what, loss) in [("first", (|run| run.first_loss) as fn(&Run) -> f64), ("last", |run| run.last_loss)] {
-        let compared = || runs.iter().filter(|(side, _)| what == "first" || side.is_joint());
-        let Some((reference, expected)) = compared().next() else { continue };
-        for (side, run) in compared() {
-            let off = (loss(run) / loss(expected) - 1.).abs();
-            ensure!(
-                off <= allowed,
-                "void: the {what} loss of {side} is {}, and that of {reference} {}: {off:.1e} apart, and {allowed:.0e} is allowed",
-                loss(run),
-                loss(expected)
-            );
-        }
+    let allowed = if precision == Precision::F32 { 1e-5 } else { 1e-3 };
+    let together = runs.iter().find(|(side, _)| side.is_joint()).context("a side whose ranks train together")?;
+    let off = |loss: fn(&Run) -> f64, run: &Run| (loss(run) / loss(&together.1) - 1.).abs();
+    for (side, run) in runs {
+        let (first, last) = (off(|run| run.first_loss, run), off(|run| run.last_loss, run));
+        ensure!(first <= allowed, "void: the first losses of {side} and {} are {first:.1e} apart", together.0);
+        let same = last <= allowed;
+        let expected = side.is_joint() || ranks == 1;
+        ensure!(
+            same == expected,
+            "void: the last losses of {side} and {} are {last:.1e} apart, and {} {allowed:.0e} was expected",
+            together.0,
+            if expected { "at most" } else { "more than" }
+        );
     }
     Ok(())
 }
@@ -328,7 +338,10 @@ pub(crate) fn rounds(
     let mut all = Vec::new();
     for round in 0..rounds {
         let mut order: Vec<Side> = sides.to_vec();
-        order.rotate_left(round * 5 % sides.len());
+        order.rotate_left(round * sides.len() / rounds);
+        if round % 2 == 1 {
+            order.reverse();
+        }
         let mut runs = Vec::new();
         for side in order {
             let run = ground.run(side, ranks, None)?;
@@ -341,7 +354,7 @@ pub(crate) fn rounds(
             runs.push((side, run));
         }
         runs.sort_by_key(|(side, _)| sides.iter().position(|other| other == side));
-        agree(&runs, work.precision)?;
+        agree(&runs, work.precision, ranks)?;
         all.push(runs);
     }
     Ok(all)

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 /// The root of the checkout.
 pub(crate) fn root() -> PathBuf {
@@ -109,9 +109,14 @@ pub(crate) fn spread(values: &[f64]) -> (f64, f64) {
     values.iter().fold((f64::MAX, f64::MIN), |(least, greatest), &value| (least.min(value), greatest.max(value)))
 }
 
-/// A dated folder in bench/results, as it is called from the root.
-pub(crate) fn results(name: &str) -> Result<PathBuf> {
+/// Prints a table and keeps it, with the figures that it was made of, as a dated folder in bench/results. Returns the folder.
+pub(crate) fn keep(name: &str, table: &str, figures: &impl Serialize) -> Result<PathBuf> {
+    println!("{table}");
     let folder = Path::new("bench/results").join(format!("{}-{name}", today()?));
-    std::fs::create_dir_all(root().join(&folder)).with_context(|| folder.display().to_string())?;
-    Ok(folder)
+    let to = root().join(&folder);
+    std::fs::create_dir_all(&to).with_context(|| folder.display().to_string())?;
+    std::fs::write(to.join("table.md"), table)?;
+    std::fs::write(to.join("rows.json"), serde_json::to_string_pretty(figures)? + "\n")?;
+    println!("kept in {}", folder.display());
+    Ok(to)
 }

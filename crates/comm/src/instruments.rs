@@ -133,7 +133,7 @@ pub struct Entry {
     pub started: Option<Duration>,
     /// When it ended, well or not.
     pub ended: Option<Duration>,
-    /// How long the caller stood still for it, once it has been waited for. The rest of its time was hidden behind other work.
+    /// How long the caller stood still for it, once it has been waited for; also while it was behind other calls in the queue.
     pub waited: Option<Duration>,
     /// How far it has come.
     pub outcome: Outcome,

@@ -266,6 +266,10 @@ impl Block {
         let gated = opened.f_mul(&up)?;
         let output = linear(&gated, "mlp.down_proj.weight")?;
         if activations == Activations::Kept {
+            // Where up learns nothing, the opened gate is not saved.
+            if !up.requires_grad() {
+                return Ok(output);
+            }
             // It takes one look at the gate to open it again, and an eighth of a block's memory to keep it open.
             let gate = gate.detach();
             return computed_again(output, &[&opened], move || Ok(vec![gate.f_silu()?]));

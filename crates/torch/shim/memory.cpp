@@ -3,7 +3,7 @@
 // libtorch's own allocator is malloc, which gives large blocks back to the system at once; the system clears every page before
 // it hands it out again, and a training step asks for the same blocks over and over. Here a large block that is freed is kept
 // for the next request of about its size, as long as all blocks together are no more than were once in use at the same time.
-// So it costs no memory: what is resident stays at the peak that was needed anyway. Large blocks are mapped, in huge pages where
+// So it costs no memory: what is resident stays at the peak that was needed anyway, but for what malloc keeps of its heap. Large blocks are mapped, in huge pages where
 // the system grants them: a step then meets a fault per 2 MiB, not per 4 KiB, where it does need fresh memory.
 #include "shim.h"
 
@@ -35,13 +35,16 @@ size_t in_pages(size_t bytes) {
 }
 
 // Null where the system has no more.
+void *map_plainly(size_t bytes) {
+  void *mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  return mapped == MAP_FAILED ? nullptr : mapped;
+}
+
 void *map(size_t bytes) {
-  size_t wanted = in_pages(bytes), room = wanted < HUGE_PAGE_BYTES ? 0 : HUGE_PAGE_BYTES;
-  void *mapped = mmap(nullptr, wanted + room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (mapped == MAP_FAILED)
-    return nullptr;
-  if (room == 0)
-    return mapped;
+  size_t wanted = in_pages(bytes), room = HUGE_PAGE_BYTES;
+  void *mapped = wanted < HUGE_PAGE_BYTES ? nullptr : map_plainly(wanted + room);
+  if (mapped == nullptr)
+    return map_plainly(wanted);
   // Huge pages begin at multiples of their size; what is before and after goes back.
   auto begin = reinterpret_cast<uintptr_t>(mapped);
   auto aligned = (begin + HUGE_PAGE_BYTES - 1) / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
@@ -77,6 +80,11 @@ public:
     return data;
   }
 
+  size_t bytes_in_use() {
+    std::lock_guard<std::mutex> guard(mutex);
+    return used_bytes;
+  }
+
   // Whether the block was one of these.
   bool release(void *data) {
     std::lock_guard<std::mutex> guard(mutex);
@@ -110,6 +118,7 @@ private:
       std::lock_guard<std::mutex> guard(mutex);
       give_back_beyond(0);
     }
+    malloc_trim(0);
     void *data = map(bytes);
     TORCH_CHECK(data != nullptr, "the system has no memory left for ", bytes, " bytes");
     return data;
@@ -168,7 +177,7 @@ extern "C" {
 
 size_t sw_malloc_bytes() {
   struct mallinfo2 info = mallinfo2();
-  return info.uordblks + info.hblkhd;
+  return info.uordblks + info.hblkhd + kept().bytes_in_use();
 }
 
 void sw_memory_keep() {

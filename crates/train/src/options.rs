@@ -79,9 +79,9 @@ impl Options {
 /// What is kept of a unit's forward pass for its backward pass. The numbers are the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Recomputation {
-    /// All that autograd wants.
+    /// What autograd wants, but for what is made again at once.
     None,
-    /// What linear layers have put out; norms, attention and activation functions are computed again. About four tenths of the
+    /// What linear layers have put out; norms, attention and activation functions are computed again. About three tenths of the
     /// memory less, for a few hundredths more work.
     Selective,
     /// Its input alone; the rest is computed again. The least memory, for about a third more work.

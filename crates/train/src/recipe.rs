@@ -17,6 +17,8 @@ use crate::{Accumulation, Error, Kind, LossScale, OnNotFinite, Options, Recomput
 pub(crate) const NO_CUDA: &str =
     "run.device is 'cuda', and this program was built without it: cargo build --release --features cuda";
 
+const UNITS_IN_FLIGHT_MAX: usize = 1 << 12;
+
 /// The longest recipe that is read.
 const RECIPE_BYTES_MAX: u64 = 1 << 20;
 
@@ -362,7 +364,6 @@ impl Recipe {
             ("batch.sequences × batch.positions", self.batch.sequences.saturating_mul(self.batch.positions), 1 << 24),
             ("batch.micro_batches", self.batch.micro_batches, 1 << 20),
             ("sharding.replicas", self.sharding.replicas, 1 << 20),
-            ("1 + sharding.units_in_flight", self.sharding.units_in_flight.saturating_add(1), 1 << 12),
             ("run.steps", usize::try_from(self.run.steps).unwrap_or(usize::MAX), 1 << 40),
             ("run.print_every", usize::try_from(self.run.print_every).unwrap_or(usize::MAX), 1 << 40),
         ];
@@ -390,6 +391,10 @@ impl Recipe {
             if !(1..=most).contains(&value) {
                 return refuse(&format!("{key} is {value}, and must be between 1 and {most}"));
             }
+        }
+        if self.sharding.units_in_flight > UNITS_IN_FLIGHT_MAX {
+            let (asked, most) = (self.sharding.units_in_flight, UNITS_IN_FLIGHT_MAX);
+            return refuse(&format!("sharding.units_in_flight is {asked}, and must be at most {most}"));
         }
         if let Some(bytes) = self.data.token_bytes.filter(|bytes| ![2, 4].contains(bytes)) {
             return refuse(&format!("data.token_bytes is {bytes}, and must be 2 or 4"));

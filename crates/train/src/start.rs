@@ -70,27 +70,34 @@ impl Weights {
         if end.saturating_sub(begin) != parameter.elements() * size || range.end > parameter.elements() {
             return Err(at("its length is not that of its shape".to_string()));
         }
-        let mut bytes = vec![0; range.len() * size];
-        let offset = self.data_offset + (begin + range.start * size) as u64;
-        self.file.read_exact_at(&mut bytes, offset).map_err(|error| at(error.to_string()))?;
-        let halves = |bytes: &[u8]| -> Vec<u16> {
-            bytes.chunks_exact(2).map(|pair| u16::from_le_bytes([pair[0], pair[1]])).collect()
-        };
-        match found.dtype {
-            safetensors::Dtype::F32 => {
-                for (element, four) in elements.iter_mut().zip(bytes.chunks_exact(4)) {
-                    *element = f32::from_le_bytes([four[0], four[1], four[2], four[3]]);
-                }
-            }
-            safetensors::Dtype::BF16 => {
-                let read: Vec<bf16> = halves(&bytes).into_iter().map(bf16::from_bits).collect();
-                read.convert_to_f32_slice(elements);
-            }
-            _ => {
-                let read: Vec<f16> = halves(&bytes).into_iter().map(f16::from_bits).collect();
-                read.convert_to_f32_slice(elements);
-            }
+        // In pieces that stay in the cache while they are converted.
+        let mut bytes = vec![0; PIECE_ELEMENTS.min(range.len()) * size];
+        let mut offset = self.data_offset + (begin + range.start * size) as u64;
+        for piece in elements.chunks_mut(PIECE_ELEMENTS) {
+            let bytes = &mut bytes[..piece.len() * size];
+            self.file.read_exact_at(bytes, offset).map_err(|error| at(error.to_string()))?;
+            offset += bytes.len() as u64;
+            convert(found.dtype, bytes, piece);
         }
         Ok(())
+    }
+}
+
+/// How many elements are read at once.
+const PIECE_ELEMENTS: usize = 1 << 16;
+
+/// F32, BF16 or F16 as they stand in a file.
+fn convert(dtype: safetensors::Dtype, bytes: &[u8], elements: &mut [f32]) {
+    let halves = || bytes.chunks_exact(2).map(|pair| u16::from_le_bytes([pair[0], pair[1]]));
+    match dtype {
+        safetensors::Dtype::F32 => {
+            for (element, four) in elements.iter_mut().zip(bytes.chunks_exact(4)) {
+                *element = f32::from_le_bytes([four[0], four[1], four[2], four[3]]);
+            }
+        }
+        safetensors::Dtype::BF16 => {
+            halves().map(bf16::from_bits).collect::<Vec<_>>().convert_to_f32_slice(elements);
+        }
+        _ => halves().map(f16::from_bits).collect::<Vec<_>>().convert_to_f32_slice(elements),
     }
 }
