@@ -116,7 +116,8 @@ fn draw_lines(area: &Area<'_>, panel: &Lines) -> Drawn {
         .margin(10)
         .x_label_area_size(38)
         .y_label_area_size(60)
-        .build_cartesian_2d(-0.1..last + 0.1, 0. ..greatest * 1.15)?;
+        // The names of the lines stand above them.
+        .build_cartesian_2d(-0.1..last + 0.1, 0. ..greatest * 1.4)?;
     chart
         .configure_mesh()
         .disable_x_mesh()
