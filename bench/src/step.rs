@@ -48,6 +48,8 @@ fn main() -> Result<()> {
                 0 => drop(bare.step(&batch)?),
                 stage => drop(trainers[stage - 1].step(std::slice::from_ref(&batch))?),
             }
+            // Stages 1 and 2 still gather what they have updated.
+            world.barrier("end").wait()?;
             let seconds = slowest(&world, started.elapsed().as_secs_f64())?;
             if world.rank() == 0 && round >= 2 {
                 println!("{} {seconds}", SIDES[side]);

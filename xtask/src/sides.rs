@@ -88,7 +88,7 @@ impl Work {
 // ---- the sides --------------------------------------------------------------------------------------------------------
 
 /// Who trains.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(into = "String")]
 pub(crate) enum Side {
     /// The model in bare libtorch: one graph, fused AdamW, no word between ranks.

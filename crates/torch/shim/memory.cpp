@@ -3,8 +3,9 @@
 // libtorch's own allocator is malloc, which gives large blocks back to the system at once; the system clears every page before
 // it hands it out again, and a training step asks for the same blocks over and over. Here a large block that is freed is kept
 // for the next request of about its size, as long as all blocks together are no more than were once in use at the same time.
-// So it costs no memory: what is resident stays at the peak that was needed anyway, but for what malloc keeps of its heap. Large blocks are mapped, in huge pages where
-// the system grants them: a step then meets a fault per 2 MiB, not per 4 KiB, where it does need fresh memory.
+// So it costs no memory: what is resident stays at the peak that was needed anyway, but for what malloc keeps of its heap.
+// Large blocks are mapped, in huge pages where the system grants them: where a step does need fresh memory, it then meets
+// a fault per 2 MiB, not per 4 KiB.
 #include "shim.h"
 
 #include <algorithm>

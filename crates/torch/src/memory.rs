@@ -47,7 +47,8 @@ pub fn exclusive<T: Element>(tensor: &mut Tensor) -> Result<&mut [T]> {
     Ok(unsafe { std::slice::from_raw_parts_mut(data.as_ptr(), tensor.numel()) })
 }
 
-/// What this process holds of the C library's memory, in which libtorch keeps the tensors of the CPU.
+/// What this process holds of the C library's memory, and of large blocks where [`keep_freed_memory`] has been called: what
+/// libtorch keeps the tensors of the CPU in.
 pub fn allocated_bytes() -> usize {
     // SAFETY: reads the C library's own books.
     unsafe { ffi::sw_malloc_bytes() }

@@ -22,7 +22,8 @@ pub struct Options {
     /// Where gradients of several micro-batches are added up.
     pub accumulation: Accumulation,
     /// How many units may be on their way ahead of the one that computes, and how many behind it. At stage 3 each costs the
-    /// memory of a whole unit: parameters ahead, gradients behind. With 0 ranks compute and talk in turn.
+    /// memory of a whole unit: parameters ahead, gradients behind. With 0 ranks compute and talk
+    /// in turn, but for the gather of updated parameters at stages 1 and 2.
     pub units_in_flight: usize,
     /// The optimizer.
     pub optimizer: Optimizer,

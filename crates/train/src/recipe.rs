@@ -152,7 +152,7 @@ pub struct ShardingRecipe {
     pub stage: u8,
     /// Into how many replicas the ranks are divided, each of which holds the whole model in slices.
     pub replicas: usize,
-    /// Units on their way ahead of and behind the one that computes; with 0 ranks compute and talk in turn.
+    /// Units on their way ahead of and behind the one that computes. With 0 the least memory is needed.
     pub units_in_flight: usize,
     /// Where gradients of several micro-batches are added up.
     pub accumulation: AccumulationRecipe,

@@ -1,9 +1,9 @@
 //! Parameters, gradients and optimizer state in slices across ranks.
 //!
 //! A [`ShardedUnit`] holds one unit of a model: a few named tensors that are gathered, computed with, and reduced together.
-//! They are views of two flat buffers, of what is trained and of what is not. What of them a rank keeps between uses is said by [`Sharding`]; there is one code for all
-//! of ZeRO's stages. Whoever trains calls `gather`, `release`, `add_gradient`, `begin_reduce`, `update` by name; nothing happens
-//! by itself.
+//! They are views of two flat buffers, of what is trained and of what is not. What of them a rank keeps between uses is said by
+//! [`Sharding`]; there is one code for all of ZeRO's stages. Whoever trains calls `gather`, `release`, `add_gradient`,
+//! `begin_reduce`, `update` by name; nothing happens by itself.
 //!
 //! # Note: the same bits at every stage
 //! An element is always reduced by the rank that owns it, in rank order, and always updated by the same kernel calls: those
