@@ -11,12 +11,13 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::json;
+use shardwise_checkpoint::hugging_face::Weights;
 use shardwise_comm::{Entry, Group, Reduce, mpi};
 use shardwise_model::Batch;
 use shardwise_torch::exclusive;
 use shardwise_torch::tch::{Device, Kind, Tensor};
 use shardwise_train::data::Data;
-use shardwise_train::start::{Weights, from_seed};
+use shardwise_train::start::{from_seed, from_weights};
 use shardwise_train::{Ranks, Recipe, Trainer};
 use shardwise_zero::Optimizer;
 
@@ -34,8 +35,8 @@ enum Side {
 impl Side {
     fn new(name: &str, recipe: &mut Recipe, world: &Arc<Group>) -> Result<Self> {
         let path = recipe.start.weights.clone().context("the recipe names no weights")?;
-        let weights = Weights::open(&path).map_err(anyhow::Error::from_boxed)?;
-        let mut read = |parameter: &_, range, elements: &mut [f32]| weights.read(parameter, range, elements);
+        let weights = Weights::open(&path)?;
+        let mut read = from_weights(&weights);
         if let Some(stage) = name.strip_prefix("stage-") {
             recipe.sharding.stage = stage.parse().context(USAGE)?;
             let (ranks, options) = (Ranks::sharded(world.clone()), recipe.options(Device::Cpu)?);

@@ -88,7 +88,7 @@ fn draw_bars(area: &Area<'_>, panel: &Bars) -> Drawn {
         if high > low {
             chart.draw_series([PathElement::new([(*low, middle), (*high, middle)], BLACK.stroke_width(1))])?;
         }
-        let number = if greatest < 10. { format!("{value:.2}") } else { format!("{value:.0}") };
+        let number = if greatest < 100. { format!("{value:.2}") } else { format!("{value:.0}") };
         let end = chart.backend_coord(&(value.max(*high), middle));
         area.draw(&Text::new(
             number,

@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 mod bench_comm;
+mod checkpoints;
 mod claims;
 mod draw;
 mod foundation;

@@ -6,6 +6,7 @@
 
 #![forbid(unsafe_code)]
 
+mod checkpoint;
 mod doctor;
 mod launch;
 mod launched;
@@ -40,11 +41,17 @@ enum Command {
         after_help = "Examples:\n  shardwise train recipes/small.toml -n 2\n  shardwise train recipes/small.toml -n 4 --dry-run\n  mpirun -n 4 shardwise train recipes/small.toml"
     )]
     Train(train::Options),
+    /// Look at checkpoints, check them, compare them, remove them
+    ///
+    /// FOLDER is where a recipe's checkpoints are: a folder, or s3://bucket/folder, gs://…, az://….
+    #[command(subcommand)]
+    Checkpoint(checkpoint::Command),
 }
 
 fn main() -> Result<ExitCode> {
     match Arguments::parse().command {
         Command::Doctor => doctor::run(),
         Command::Train(options) => train::run(&options),
+        Command::Checkpoint(command) => checkpoint::run(&command),
     }
 }

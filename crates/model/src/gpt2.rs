@@ -226,12 +226,23 @@ impl Layer for Head {
         batch: &Batch,
         _: Activations,
     ) -> Result<Tensor> {
-        let normed = self.0.norm(parameters, "ln_f").of(input.expect("the head has an input"))?;
-        let weight = parameters.tied().expect("GPT-2's head is the embedding's matrix");
+        let (normed, weight) = self.normed(parameters, input.expect("the head has an input"))?;
         head_loss(&normed, weight, &batch.targets, self.0.head_chunk)
+    }
+
+    fn logits(&self, parameters: &Parameters<'_>, input: &Tensor) -> Result<Option<Tensor>> {
+        let (normed, weight) = self.normed(parameters, input)?;
+        Ok(Some(normed.f_linear(weight, None::<&Tensor>)?))
     }
 
     fn footprint(&self, tokens: usize, _: usize, element_bytes: usize, _: Activations) -> Footprint {
         loss::footprint(tokens, self.0.vocabulary, self.0.width, self.0.head_chunk, element_bytes)
+    }
+}
+
+impl Head {
+    fn normed<'a>(&self, parameters: &'a Parameters<'_>, input: &Tensor) -> Result<(Tensor, &'a Tensor)> {
+        let weight = parameters.tied().expect("GPT-2's head is the embedding's matrix");
+        Ok((self.0.norm(parameters, "ln_f").of(input)?, weight))
     }
 }

@@ -11,6 +11,7 @@
 
 mod attention;
 mod gpt2;
+pub mod hugging_face;
 pub mod init;
 mod llama;
 mod loss;

@@ -343,14 +343,24 @@ impl Layer for Head {
         batch: &Batch,
         _: Activations,
     ) -> Result<Tensor> {
-        let x = input.expect("the head has an input");
-        let normed = self.0.norm(x, parameters.get("model.norm.weight"))?;
-        let weight = parameters.tied().unwrap_or_else(|| parameters.get("lm_head.weight"));
+        let (normed, weight) = self.normed(parameters, input.expect("the head has an input"))?;
         head_loss(&normed, weight, &batch.targets, self.0.head_chunk)
+    }
+
+    fn logits(&self, parameters: &Parameters<'_>, input: &Tensor) -> Result<Option<Tensor>> {
+        let (normed, weight) = self.normed(parameters, input)?;
+        Ok(Some(normed.f_linear(weight, None::<&Tensor>)?))
     }
 
     fn footprint(&self, tokens: usize, _: usize, element_bytes: usize, _: Activations) -> Footprint {
         loss::footprint(tokens, self.0.vocabulary, self.0.width, self.0.head_chunk, element_bytes)
+    }
+}
+
+impl Head {
+    fn normed<'a>(&self, parameters: &'a Parameters<'_>, input: &Tensor) -> Result<(Tensor, &'a Tensor)> {
+        let weight = parameters.tied().unwrap_or_else(|| parameters.get("lm_head.weight"));
+        Ok((self.0.norm(input, parameters.get("model.norm.weight"))?, weight))
     }
 }
 

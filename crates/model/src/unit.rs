@@ -82,6 +82,11 @@ pub trait Layer: Send {
         activations: Activations,
     ) -> Result<Tensor>;
 
+    /// Of the head: what it says of every token of the vocabulary, for every position of its input.
+    fn logits(&self, _parameters: &Parameters<'_>, _input: &Tensor) -> Result<Option<Tensor>> {
+        Ok(None)
+    }
+
     /// What it takes of memory besides its parameters, estimated for so many tokens, in sequences of so many positions,
     /// and elements of so many bytes.
     fn footprint(&self, tokens: usize, positions: usize, element_bytes: usize, activations: Activations) -> Footprint;
@@ -195,9 +200,18 @@ impl Unit {
         batch: &Batch,
         activations: Activations,
     ) -> Result<Tensor> {
+        self.layer.forward(&self.given(tensors, tied), input, batch, activations)
+    }
+
+    /// Of the head: what it says of every token of the vocabulary, for every position of its input. Of the others: none.
+    pub fn logits(&self, tensors: &[Tensor], tied: Option<&Tensor>, input: &Tensor) -> Result<Option<Tensor>> {
+        self.layer.logits(&self.given(tensors, tied), input)
+    }
+
+    fn given<'a>(&'a self, tensors: &'a [Tensor], tied: Option<&'a Tensor>) -> Parameters<'a> {
         assert_eq!(tensors.len(), self.parameters.len(), "{} is given all of its parameters", self.name);
         assert_eq!(tied.is_some(), self.tied.is_some(), "{} is given what it shares", self.name);
-        self.layer.forward(&Parameters { declared: &self.parameters, tensors, tied }, input, batch, activations)
+        Parameters { declared: &self.parameters, tensors, tied }
     }
 }
 

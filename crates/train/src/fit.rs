@@ -5,6 +5,7 @@
 
 use std::fmt;
 
+use shardwise_checkpoint::SaveId;
 use shardwise_model::{Footprint, Model};
 use shardwise_plan::{Dtype, Partition};
 use shardwise_torch::tch::Device;
@@ -12,6 +13,7 @@ use shardwise_zero::Sharding;
 
 use crate::options::indivisible;
 use crate::recipe::{AccumulationRecipe, FloatRecipe, Recipe, RecomputationRecipe};
+use crate::state::layouts;
 use crate::{Accumulation, Options, Recomputation, Result};
 
 /// What a process has with libtorch and MPI before it holds a model.
@@ -32,6 +34,8 @@ pub struct Need {
     pub activations: usize,
     /// What the unit with the most makes in passing.
     pub passing: usize,
+    /// The copy that a checkpoint is written from.
+    pub saving: usize,
     /// The process itself.
     pub process: usize,
 }
@@ -46,7 +50,12 @@ impl Need {
         let tokens = recipe.batch.sequences * recipe.batch.positions;
         let shard = ranks / recipe.sharding.replicas;
         let batch = [tokens, recipe.batch.positions, recipe.batch.micro_batches];
-        Ok(Need::of_model(&recipe.model()?, &options, shard, batch))
+        let model = recipe.model()?;
+        let mut need = Need::of_model(&model, &options, shard, batch);
+        if recipe.checkpoints.is_some() {
+            need.saving = saving(&model, &options, shard, recipe.sharding.replicas);
+        }
+        Ok(need)
     }
 
     /// Of a model that is cut among `shard` ranks. `batch` is the number of tokens of a micro-batch, the positions of a sequence
@@ -100,8 +109,8 @@ impl Need {
 
     /// All of it.
     pub fn total(&self) -> usize {
-        let Need { parameters, gradients, optimizer, in_flight, activations, passing, process } = *self;
-        parameters + gradients + optimizer + in_flight + activations + passing + process
+        let Need { parameters, gradients, optimizer, in_flight, activations, passing, saving, process } = *self;
+        parameters + gradients + optimizer + in_flight + activations + passing + saving + process
     }
 }
 
@@ -114,12 +123,24 @@ impl fmt::Display for Need {
             ("units in flight", self.in_flight),
             ("activations", self.activations),
             ("in passing", self.passing),
+            ("saving", self.saving),
             ("process", self.process),
         ] {
             writeln!(f, "  {what:16} {:>10}", gib(bytes))?;
         }
         write!(f, "  {:16} {:>10}", "together", gib(self.total()))
     }
+}
+
+/// The files of a checkpoint that the rank with the most writes.
+fn saving(model: &Model, options: &Options, shard: usize, replicas: usize) -> usize {
+    let mut written = vec![0; shard * replicas];
+    for (unit, layout) in layouts(model, options, shard).iter().enumerate() {
+        for file in layout.files(SaveId::from(0)) {
+            written[unit % replicas * shard + file.writer] += file.bytes() as usize;
+        }
+    }
+    written.into_iter().max().unwrap_or(0)
 }
 
 /// The least change of a recipe that fits into `limit` bytes: which keys to what, and what it needs then.

@@ -11,18 +11,23 @@ pub mod fit;
 mod options;
 mod plot;
 pub mod recipe;
+mod resume;
 mod run;
+mod saving;
 mod scale;
 mod schedule;
 pub mod start;
+mod state;
 mod step;
 
 pub use fault::{Fault, OnNotFinite};
 pub use options::{Accumulation, Options, Ranks, Recomputation};
 pub use recipe::Recipe;
 pub use run::{Line, run};
+pub use saving::{Asked, save};
 pub use scale::LossScale;
 pub use schedule::{Kind, Pace, Schedule};
+pub use state::Progress;
 pub use step::{Report, Trainer};
 
 /// The result of a step.
@@ -92,6 +97,12 @@ pub enum Error {
         /// What is wrong.
         problem: String,
     },
+    /// A checkpoint that cannot be gone on from, or a place for them that cannot be used.
+    #[error("{0}")]
+    Checkpoint(String),
+    /// Parameters that could not be copied for a checkpoint.
+    #[error("a copy for the checkpoint: {0}")]
+    Copy(String),
     /// Nothing to train.
     #[error("every parameter is frozen, so there is nothing to train; leave some out of 'frozen'")]
     AllFrozen,
@@ -119,10 +130,10 @@ impl Error {
     /// Whether every rank has the same to say.
     pub fn is_everyones(&self) -> bool {
         match self {
-            Error::Options(_) | Error::Recipe { .. } | Error::AllFrozen => true,
+            Error::Options(_) | Error::Recipe { .. } | Error::AllFrozen | Error::Checkpoint(_) => true,
             Error::NotFinite { .. } | Error::ScaleTooSmall { .. } | Error::NothingToLearn { .. } => true,
             Error::Model { .. } | Error::Backward { .. } | Error::Zero(_) | Error::Comm(_) => false,
-            Error::MicroBatches { .. } | Error::Data { .. } => false,
+            Error::MicroBatches { .. } | Error::Data { .. } | Error::Copy(_) => false,
         }
     }
 }

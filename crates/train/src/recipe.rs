@@ -7,6 +7,9 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
+use serde_json::Value;
+use shardwise_checkpoint::hugging_face::Weights;
+use shardwise_model::hugging_face::Shape;
 use shardwise_model::{Gpt2, Llama, Model};
 use shardwise_plan::Dtype;
 use shardwise_torch::tch::Device;
@@ -51,6 +54,11 @@ pub struct Recipe {
     pub schedule: ScheduleRecipe,
     /// How long, and where.
     pub run: RunRecipe,
+    /// What is saved, and gone on from.
+    pub checkpoints: Option<CheckpointsRecipe>,
+    /// The recipe as it was written.
+    #[serde(skip)]
+    pub text: String,
 }
 
 /// `[model]`
@@ -61,6 +69,12 @@ pub struct ModelRecipe {
     pub llama: Option<LlamaRecipe>,
     /// `[model.gpt2]`
     pub gpt2: Option<Gpt2Recipe>,
+    /// A Hugging Face checkpoint: a folder with `config.json`, whose shape the model has and, unless `[start]` says otherwise,
+    /// whose weights it begins with.
+    pub from: Option<String>,
+    /// What that file says.
+    #[serde(skip)]
+    pub config: Option<Value>,
     /// Parameters that stay as they begin, by the beginnings of their names.
     #[serde(default)]
     pub frozen: Vec<String>,
@@ -110,8 +124,8 @@ pub struct Gpt2Recipe {
 pub struct StartRecipe {
     /// What parameters are made of; 1 unless said otherwise.
     pub seed: Option<u64>,
-    /// A safetensors file that they are read from instead.
-    pub weights: Option<PathBuf>,
+    /// A safetensors file, or a folder of a Hugging Face checkpoint, that they are read from instead.
+    pub weights: Option<String>,
 }
 
 /// `[data]`
@@ -314,6 +328,64 @@ fn one_step() -> u64 {
     1
 }
 
+/// `[checkpoints]`: a run goes on from the newest one in the folder, saves when it is said here, and saves at its end.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CheckpointsRecipe {
+    /// Where they are: a folder, or `s3://bucket/folder`, `gs://…`, `az://…`.
+    pub folder: String,
+    /// Every how many steps one is saved.
+    pub every_steps: Option<u64>,
+    /// After how many minutes one is saved.
+    pub every_minutes: Option<f64>,
+    /// How many of the last ones are kept; 3 unless said otherwise.
+    #[serde(default = "three")]
+    pub keep_last: Option<usize>,
+    /// Which ones are kept for good: those of every so manieth step.
+    pub keep_every: Option<u64>,
+    /// Whether training goes on while they are written, for the memory of a copy.
+    #[serde(default = "yes")]
+    pub background: bool,
+}
+
+fn three() -> Option<usize> {
+    Some(3)
+}
+
+fn yes() -> bool {
+    true
+}
+
+impl CheckpointsRecipe {
+    /// Plain settings: in the background, at the end.
+    pub fn at(folder: &str) -> Self {
+        CheckpointsRecipe {
+            folder: folder.to_string(),
+            every_steps: None,
+            every_minutes: None,
+            keep_last: three(),
+            keep_every: None,
+            background: true,
+        }
+    }
+
+    fn check(&self) -> Result<()> {
+        let refuse = |problem: &str| Err(Error::Options(format!("checkpoints.{problem}")));
+        for (key, value) in [("every_steps", self.every_steps), ("keep_every", self.keep_every)] {
+            if value == Some(0) {
+                return refuse(&format!("{key} is 0, and must be at least 1"));
+            }
+        }
+        if self.every_minutes.is_some_and(|minutes| !(minutes > 0. && minutes.is_finite())) {
+            return refuse("every_minutes must be a positive number");
+        }
+        match self.keep_last {
+            Some(0) => refuse("keep_last is 0, and must be at least 1"),
+            _ => Ok(()),
+        }
+    }
+}
+
 /// `device`
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq)]
 #[serde(rename_all = "lowercase")]
@@ -345,11 +417,27 @@ impl Recipe {
         }
         let mut recipe: Recipe = toml::from_str(&text).map_err(|error| fail(error.to_string()))?;
         let folder = path.parent().unwrap_or(Path::new(""));
-        for file in
-            [&mut recipe.start.weights, &mut recipe.data.tokens, &mut recipe.schedule.plot].into_iter().flatten()
-        {
+        for file in [&mut recipe.data.tokens, &mut recipe.schedule.plot].into_iter().flatten() {
             *file = folder.join(&*file);
         }
+        let checkpoints = recipe.checkpoints.as_mut().map(|checkpoints| &mut checkpoints.folder);
+        let addresses = [recipe.start.weights.as_mut(), recipe.model.from.as_mut(), checkpoints];
+        for address in addresses.into_iter().flatten().filter(|address| !address.contains("://")) {
+            if address.is_empty() {
+                return Err(fail(
+                    "a folder is named by no text: give model.from, start.weights or checkpoints.folder one"
+                        .to_string(),
+                ));
+            }
+            *address = folder.join(&*address).display().to_string();
+        }
+        if let Some(from) = &recipe.model.from {
+            let config = Weights::open(from).and_then(|weights| weights.config());
+            let config = config.map_err(|error| fail(format!("model.from: {error}")))?;
+            recipe.model.config =
+                Some(config.ok_or_else(|| fail(format!("model.from: {from}: there is no config.json")))?);
+        }
+        recipe.text = text;
         recipe.check().map_err(|error| fail(error.to_string()))?;
         Ok(recipe)
     }
@@ -367,25 +455,22 @@ impl Recipe {
             ("run.steps", usize::try_from(self.run.steps).unwrap_or(usize::MAX), 1 << 40),
             ("run.print_every", usize::try_from(self.run.print_every).unwrap_or(usize::MAX), 1 << 40),
         ];
-        if let Some(llama) = &self.model.llama {
-            let head_width = llama.head_width.unwrap_or(llama.width / llama.heads.max(1));
-            counts.extend([
+        match self.shape()? {
+            Shape::Llama(llama) => counts.extend([
                 ("model.llama.vocabulary", llama.vocabulary, 1 << 22),
                 ("model.llama.width", llama.width, 1 << 17),
                 ("model.llama.blocks", llama.blocks, 1 << 12),
-                ("model.llama.heads × head_width", llama.heads.saturating_mul(head_width), 1 << 18),
+                ("model.llama.heads × head_width", llama.heads.saturating_mul(llama.head_width), 1 << 18),
                 ("model.llama.mlp_width", llama.mlp_width, 1 << 19),
-                ("model.llama.head_chunk", llama.head_chunk.unwrap_or(1), 1 << 24),
-            ]);
-        }
-        if let Some(gpt2) = &self.model.gpt2 {
-            counts.extend([
+                ("model.llama.head_chunk", llama.head_chunk, 1 << 24),
+            ]),
+            Shape::Gpt2(gpt2) => counts.extend([
                 ("model.gpt2.vocabulary", gpt2.vocabulary, 1 << 22),
                 ("model.gpt2.positions", gpt2.positions, 1 << 22),
                 ("model.gpt2.width", gpt2.width, 1 << 17),
                 ("model.gpt2.blocks", gpt2.blocks, 1 << 12),
-                ("model.gpt2.head_chunk", gpt2.head_chunk.unwrap_or(1), 1 << 24),
-            ]);
+                ("model.gpt2.head_chunk", gpt2.head_chunk, 1 << 24),
+            ]),
         }
         for (key, value, most) in counts {
             if !(1..=most).contains(&value) {
@@ -405,9 +490,13 @@ impl Recipe {
         if self.start.seed.is_some() && self.start.weights.is_some() {
             return refuse("start.seed and start.weights: parameters begin with one or the other; leave one out");
         }
-        if let Some(gpt2) = self.model.gpt2.as_ref().filter(|gpt2| gpt2.positions < self.batch.positions) {
+        if let Shape::Gpt2(gpt2) = self.shape()? {
             let (batch, model) = (self.batch.positions, gpt2.positions);
-            return refuse(&format!("batch.positions is {batch}, and the model has {model} (model.gpt2.positions)"));
+            if model < batch {
+                return refuse(&format!(
+                    "batch.positions is {batch}, and the model has {model} (model.gpt2.positions)"
+                ));
+            }
         }
         if self.run.device == DeviceRecipe::Cuda && cfg!(not(feature = "cuda")) {
             return refuse(NO_CUDA);
@@ -416,17 +505,23 @@ impl Recipe {
         if !model.units().iter().flat_map(|unit| unit.parameters()).any(|parameter| parameter.trainable) {
             return Err(Error::AllFrozen);
         }
+        if let Some(checkpoints) = &self.checkpoints {
+            checkpoints.check()?;
+            if self.schedule.kind == ScheduleKind::RangeTest {
+                return refuse("a range test is not gone on with: leave [checkpoints] out");
+            }
+        }
         self.optimizer()?;
         self.schedule()?;
         self.options(Device::Cpu)?.check()
     }
 
-    /// The model.
-    pub fn model(&self) -> Result<Model> {
-        let model = match (&self.model.llama, &self.model.gpt2) {
-            (Some(llama), None) => {
+    /// The shape of the model.
+    pub fn shape(&self) -> Result<Shape> {
+        match (&self.model.llama, &self.model.gpt2, &self.model.config) {
+            (Some(llama), None, None) => {
                 let plain = Llama::new(llama.vocabulary, llama.width, llama.blocks, llama.heads, llama.mlp_width);
-                let llama = Llama {
+                Ok(Shape::Llama(Llama {
                     kv_heads: llama.kv_heads.unwrap_or(plain.kv_heads),
                     head_width: llama.head_width.unwrap_or(plain.head_width),
                     rope_base: llama.rope_base.unwrap_or(plain.rope_base),
@@ -438,25 +533,41 @@ impl Recipe {
                     qkv_bias: llama.qkv_bias,
                     qk_norm: llama.qk_norm,
                     ..plain
-                };
-                llama.model()
+                }))
             }
-            (None, Some(gpt2)) => {
+            (None, Some(gpt2), None) => {
                 let plain = Gpt2::new(gpt2.vocabulary, gpt2.positions, gpt2.width, gpt2.blocks, gpt2.heads);
-                Gpt2 { head_chunk: gpt2.head_chunk.unwrap_or(plain.head_chunk), ..plain }.model()
+                Ok(Shape::Gpt2(Gpt2 { head_chunk: gpt2.head_chunk.unwrap_or(plain.head_chunk), ..plain }))
             }
-            _ => return Err(Error::Options("model needs one of [model.llama] and [model.gpt2]".to_string())),
-        };
+            (None, None, Some(config)) => {
+                Shape::from_config(config).map_err(|error| Error::Options(format!("model.from: config.json: {error}")))
+            }
+            _ => Err(Error::Options("model needs one of from, [model.llama] and [model.gpt2]".to_string())),
+        }
+    }
+
+    /// The model.
+    pub fn model(&self) -> Result<Model> {
         let at = |error: shardwise_model::Error| Error::Options(format!("model.{error}"));
-        let mut model = model.map_err(at)?;
+        let mut model = self.shape()?.model().map_err(at)?;
         model.freeze(&self.model.frozen).map_err(at)?;
         Ok(model)
     }
 
+    /// The model as Hugging Face describes it, if it does.
+    pub fn config(&self) -> Option<Value> {
+        self.model.config.clone().or_else(|| self.shape().ok()?.config(self.batch.positions))
+    }
+
+    /// The weights that parameters begin with, unless they begin with a seed.
+    pub fn weights(&self) -> Option<&str> {
+        let of_model = self.model.from.as_ref().filter(|_| self.start.seed.is_none());
+        self.start.weights.as_ref().or(of_model).map(String::as_str)
+    }
+
     /// Token ids are below this.
     pub fn vocabulary(&self) -> usize {
-        let llama = self.model.llama.as_ref().map(|llama| llama.vocabulary);
-        llama.or(self.model.gpt2.as_ref().map(|gpt2| gpt2.vocabulary)).unwrap_or(0)
+        self.shape().map_or(0, |shape| shape.vocabulary())
     }
 
     /// How to train, on a device.

@@ -5,6 +5,8 @@ use std::io::Write;
 use std::sync::Arc;
 use std::time::Instant;
 
+use shardwise_checkpoint::Store;
+use shardwise_checkpoint::hugging_face::Weights;
 use shardwise_comm::{Group, Reduce};
 use shardwise_model::Model;
 use shardwise_torch::tch::Device;
@@ -13,8 +15,10 @@ use crate::data::Data;
 use crate::fit::gib;
 use crate::plot::Range;
 use crate::recipe::{DeviceRecipe, Recipe};
-use crate::start::{Weights, from_seed};
-use crate::{Error, Kind, Options, Ranks, Report, Result, Trainer};
+use crate::resume::{data as data_of, resumed};
+use crate::saving::{Next, Saver, about, agreed};
+use crate::start::{from_seed, from_weights};
+use crate::{Asked, Error, Kind, Options, Ranks, Report, Result, Trainer};
 
 /// What is printed for a step.
 #[derive(Clone, Debug)]
@@ -60,8 +64,8 @@ impl fmt::Display for Line {
     }
 }
 
-/// Runs a recipe. The first rank prints to `out`.
-pub fn run(recipe: &Recipe, world: &Arc<Group>, out: &mut dyn Write) -> Result<()> {
+/// Runs a recipe, and does what it is asked for meanwhile. The first rank prints to `out`.
+pub fn run(recipe: &Recipe, world: &Arc<Group>, asked: &Asked, out: &mut dyn Write) -> Result<()> {
     let (ranks, options) = placed(recipe, world.clone())?;
     let data = Data::open(recipe)?;
     let model = recipe.model()?;
@@ -72,11 +76,27 @@ pub fn run(recipe: &Recipe, world: &Arc<Group>, out: &mut dyn Write) -> Result<(
         }
     };
     say(out, &heading(recipe, &options, model.elements(), &ranks));
-    let mut trainer = begun(recipe, model, ranks, options)?;
+    let store = recipe.checkpoints.as_ref().map(|checkpoints| opened(&checkpoints.folder, world)).transpose()?;
+    let found = match &store {
+        Some(store) => resumed(recipe, store, &ranks, options, &mut |text| say(out, &text))?,
+        None => None,
+    };
+    let mut trainer = match found {
+        Some(trainer) => trainer,
+        None => begun(recipe, model, ranks, options)?,
+    };
+    let first = trainer.progress().step + 1;
+    let mut saver = store.zip(recipe.checkpoints.clone()).map(|(store, checkpoints)| {
+        let about = about(recipe, data_of(recipe, world.size()));
+        Saver::new(store, world.clone(), checkpoints, about, asked.clone(), first - 1)
+    });
+    if first > recipe.run.steps {
+        say(out, &format!("there is nothing left to do: run.steps is {}", recipe.run.steps));
+    }
     let is_range_test = matches!(options.schedule.kind, Kind::RangeTest { .. });
     let mut range = Range::default();
     let (mut sent_before, mut since, mut tokens) = (sent_bytes(world), Instant::now(), 0);
-    for step in 1..=recipe.run.steps {
+    for step in first..=recipe.run.steps {
         let micro_batches = data.step(step, world.rank(), world.size())?;
         let report = match trainer.step(&micro_batches) {
             // A range test ends where numbers do: that is what it is for.
@@ -84,27 +104,44 @@ pub fn run(recipe: &Recipe, world: &Arc<Group>, out: &mut dyn Write) -> Result<(
                 say(out, &format!("step {step}: {fault}; the test ends here"));
                 break;
             }
+            // What was to be saved before is still worth having.
+            Err(error) if error.is_everyones() => {
+                if let Some(saver) = &mut saver {
+                    saver.finish(&mut |text| say(out, &text))?;
+                }
+                return Err(error);
+            }
             report => report?,
         };
         tokens += report.tokens;
         range.add(report.rate, report.loss);
-        if step % recipe.run.print_every != 0 && step != recipe.run.steps && report.skipped.is_none() {
-            sent_before = sent_bytes(world);
-            continue;
+        let printed = step % recipe.run.print_every == 0 || step == recipe.run.steps || report.skipped.is_some();
+        if printed {
+            let sent = sent_bytes(world) - sent_before;
+            let own = [memory_bytes("VmRSS:"), memory_bytes("VmHWM:"), sent].map(|number| number as i64);
+            let most = world.all_reduce("memory and traffic", Reduce::Max, own.to_vec()).wait()?;
+            let line = Line {
+                report,
+                steps: recipe.run.steps,
+                tokens_per_s: tokens as f64 / since.elapsed().as_secs_f64(),
+                memory_bytes: most[0] as usize,
+                memory_peak_bytes: most[1] as usize,
+                sent_bytes: most[2] as usize,
+            };
+            say(out, &line);
+            (since, tokens) = (Instant::now(), 0);
         }
-        let sent = sent_bytes(world) - sent_before;
-        let own = [memory_bytes("VmRSS:"), memory_bytes("VmHWM:"), sent].map(|number| number as i64);
-        let most = world.all_reduce("memory and traffic", Reduce::Max, own.to_vec()).wait()?;
-        let line = Line {
-            report,
-            steps: recipe.run.steps,
-            tokens_per_s: tokens as f64 / since.elapsed().as_secs_f64(),
-            memory_bytes: most[0] as usize,
-            memory_peak_bytes: most[1] as usize,
-            sent_bytes: most[2] as usize,
-        };
-        say(out, &line);
-        (sent_before, since, tokens) = (sent_bytes(world), Instant::now(), 0);
+        if let Some(saver) = &mut saver {
+            let last = step == recipe.run.steps;
+            if saver.after_step(&mut trainer, last, &mut |text| say(out, &text))? == Next::End {
+                say(out, &format!("ends after step {step}, as it was asked to"));
+                break;
+            }
+        }
+        sent_before = sent_bytes(world);
+    }
+    if let Some(why) = saver.and_then(Saver::given_up) {
+        return Err(Error::Checkpoint(format!("the last checkpoint is not saved: {why}")));
     }
     if is_range_test && world.rank() == 0 {
         say(out, &range.verdict());
@@ -118,15 +155,22 @@ pub fn run(recipe: &Recipe, world: &Arc<Group>, out: &mut dyn Write) -> Result<(
     Ok(())
 }
 
+/// The place for checkpoints, which every rank can reach or none uses.
+fn opened(folder: &str, world: &Group) -> Result<Arc<Store>> {
+    let store = Store::create(folder).map_err(|error| error.to_string());
+    agreed(world, store.as_ref().map(drop).map_err(Clone::clone))?.map_err(Error::Checkpoint)?;
+    store.map(Arc::new).map_err(Error::Checkpoint)
+}
+
 /// A trainer whose parameters begin as the recipe says.
 fn begun(recipe: &Recipe, model: Model, ranks: Ranks, options: Options) -> Result<Trainer> {
-    let Some(path) = &recipe.start.weights else {
+    let Some(address) = recipe.weights() else {
         return Trainer::new(model, ranks, options, &mut from_seed(recipe.start.seed.unwrap_or(1)));
     };
-    let weights =
-        Weights::open(path).map_err(|error| Error::Data { path: path.clone(), problem: error.to_string() })?;
-    let mut read = |parameter: &_, range, elements: &mut [f32]| weights.read(parameter, range, elements);
-    Trainer::new(model, ranks, options, &mut read)
+    let weights = Weights::open(address).map_err(|error| error.to_string());
+    agreed(&ranks.world, weights.as_ref().map(drop).map_err(Clone::clone))?.map_err(Error::Checkpoint)?;
+    let weights = weights.map_err(Error::Checkpoint)?;
+    Trainer::new(model, ranks, options, &mut from_weights(&weights))
 }
 
 /// The groups, and the options with the device of this rank.

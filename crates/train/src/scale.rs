@@ -40,6 +40,22 @@ impl Scale {
         self.value
     }
 
+    pub(crate) fn good_steps(&self) -> u32 {
+        self.good_steps
+    }
+
+    /// The scale, where it moves.
+    pub(crate) fn moving(&self) -> Option<f64> {
+        matches!(self.how, LossScale::Dynamic { .. }).then_some(self.value)
+    }
+
+    /// Goes on where another run ended, if the scale moved there and moves here.
+    pub(crate) fn resume(&mut self, value: Option<f64>, good_steps: u32) {
+        if let (LossScale::Dynamic { .. }, Some(value)) = (self.how, value) {
+            (self.value, self.good_steps) = (value, good_steps);
+        }
+    }
+
     /// A step's gradients were finite.
     pub(crate) fn went_well(&mut self) {
         let LossScale::Dynamic { patience, .. } = self.how else { return };

@@ -36,16 +36,16 @@ pub struct Report {
 
 /// A model in training, as one rank holds it.
 pub struct Trainer {
-    model: Model,
-    shards: Vec<ShardedUnit>,
+    pub(crate) model: Model,
+    pub(crate) shards: Vec<ShardedUnit>,
     pool: Arc<Pool>,
-    ranks: Ranks,
-    options: Options,
+    pub(crate) ranks: Ranks,
+    pub(crate) options: Options,
     /// The first unit that learns anything; the backward pass ends there.
-    first_trained: usize,
-    scale: Scale,
-    steps: u64,
-    skipped: u64,
+    pub(crate) first_trained: usize,
+    pub(crate) scale: Scale,
+    pub(crate) steps: u64,
+    pub(crate) skipped: u64,
 }
 
 /// What a unit's forward pass leaves for its backward pass. Each unit has a graph of its own: its input is a leaf.
@@ -313,6 +313,30 @@ impl Trainer {
         // Every replica has counted the same gradients.
         let replicas = self.ranks.groups.replicate.size() as f64;
         Ok((all[0], (all[1..].iter().sum::<f64>() / replicas).sqrt()))
+    }
+
+    // ---- without learning ---------------------------------------------------------------------------------------------
+
+    /// What the model says of every token of the vocabulary, for every position of these tokens: sequences by positions by
+    /// vocabulary. All ranks call it together, with tokens of their own.
+    pub fn logits(&mut self, tokens: &Tensor) -> Result<Tensor> {
+        let tokens = tokens.to_device(self.options.device);
+        let batch = Batch { targets: tokens.full_like(IGNORED), tokens };
+        let head = self.shards.len() - 1;
+        let mut x = None;
+        for index in 0..head {
+            self.gather(index)?;
+            x = Some(no_grad(|| self.compute(index, x.as_ref(), &batch, Activations::Kept))?);
+            self.release(index)?;
+        }
+        self.gather(head)?;
+        let unit = &self.model.units()[head];
+        let tied = unit.tied().map(|tied| &self.shards[tied.unit].parameters()[tied.parameter]);
+        let input = x.expect("there is a unit before the head");
+        let logits = no_grad(|| unit.logits(self.shards[head].parameters(), tied, &input))
+            .map_err(|error| Error::Model { unit: unit.name().to_string(), error })?;
+        self.release(head)?;
+        Ok(logits.expect("the last unit is the head"))
     }
 
     // ---- numbers that are not finite ----------------------------------------------------------------------------------

@@ -134,12 +134,20 @@ impl Flat {
                 self.put(&self.whole, whole)?;
                 State::Whole { slice }
             }
+            already => already,
+        };
+        self.settle()
+    }
+
+    /// Waits for the other ranks' updates, if they are on their way.
+    pub(crate) fn settle(&mut self) -> Result<()> {
+        self.state = match self.take_state() {
             State::Updating(pending) => {
                 let whole = self.faults.comm(pending.wait())?;
                 self.put(&self.whole, whole)?;
                 State::Kept
             }
-            already => already,
+            settled => settled,
         };
         Ok(())
     }

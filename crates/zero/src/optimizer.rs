@@ -82,9 +82,14 @@ impl Optimizer {
 
     /// How many f32 numbers it keeps for each element.
     pub fn states(&self) -> usize {
+        self.state_names().len()
+    }
+
+    /// What they are called.
+    pub fn state_names(&self) -> &'static [&'static str] {
         match self {
-            Optimizer::AdamW(_) | Optimizer::Lamb(_) => 2,
-            Optimizer::Sgd(_) => 1,
+            Optimizer::AdamW(_) | Optimizer::Lamb(_) => &["first_moment", "second_moment"],
+            Optimizer::Sgd(_) => &["momentum"],
         }
     }
 }

@@ -42,6 +42,9 @@ pub struct Layout {
 /// Writes the beginning of some elements of a parameter: which parameter, which of its elements, where to.
 pub type Start<'a> = dyn FnMut(usize, Range<usize>, &mut [f32]) -> std::result::Result<(), StartError> + 'a;
 
+/// The same of the optimizer's numbers: which parameter, which of its numbers, which elements, where to.
+pub type StateStart<'a> = dyn FnMut(usize, usize, Range<usize>, &mut [f32]) -> std::result::Result<(), StartError> + 'a;
+
 /// Bytes that a rank holds, by what for. The pool's are not among them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Bytes {
@@ -416,8 +419,7 @@ impl ShardedUnit {
 
     /// The first parameter that is not finite in `elements`, looked for in this rank's own slice.
     fn first_run_not_finite(&self, elements: impl Fn(&Slice) -> Tensor) -> Result<Option<usize>> {
-        let own = self.slices.iter().find(|slice| slice.owner == self.layout.groups.shard.rank());
-        let own = own.expect("a rank updates its own slice, whatever else");
+        let own = self.own_slice();
         let elements = elements(own);
         for run in &own.runs {
             let part = elements.narrow(0, run.range.start as i64, run.range.len() as i64);
@@ -521,6 +523,57 @@ impl ShardedUnit {
             totals = self.faults.tch(Vec::try_from(self.faults.torch(all.into_tensor())?))?;
         }
         Ok(totals.chunks_exact(2).map(|pair| Squares { parameter: pair[0], direction: pair[1] }).collect())
+    }
+
+    // ---- checkpoints --------------------------------------------------------------------------------------------------
+
+    /// Waits until updated parameters have come to where they are kept.
+    pub fn settle(&mut self) -> Result<()> {
+        self.trainable.settle()
+    }
+
+    /// What a checkpoint keeps of this rank's slice, once it is settled: f32 parameters and the optimizer's numbers for each of
+    /// them; then the slice of what is not trained, in the type in which the unit computes.
+    pub fn saved(&self) -> Vec<Tensor> {
+        let own = self.own_slice();
+        let trained = std::iter::once(self.updated(own)).chain(own.state.iter().map(Tensor::shallow_clone));
+        trained.chain(std::iter::once(self.frozen.slice(self.layout.groups.shard.rank()))).collect()
+    }
+
+    /// How many updates there have been.
+    pub fn updates(&self) -> u32 {
+        self.steps
+    }
+
+    /// Goes on after so many updates: `start` is asked for the optimizer's numbers, of which it is told the first, second and so
+    /// on, of what this rank updates.
+    pub fn resume(&mut self, updates: u32, start: &mut StateStart<'_>) -> Result<()> {
+        self.steps = updates;
+        let mut elements = Vec::new();
+        for slice in &self.slices {
+            let first = self.partition().range(slice.owner).start;
+            for run in &slice.runs {
+                let parameter = self.places[run.parameter].as_ref().expect("a run is of a parameter that is trained");
+                for (index, state) in slice.state.iter().enumerate() {
+                    for from in run.range.clone().step_by(START_CHUNK) {
+                        let range = from..run.range.end.min(from + START_CHUNK);
+                        elements.resize(range.len(), 0f32);
+                        // From places in the slice to places in the parameter.
+                        let within = first + range.start - parameter.start..first + range.end - parameter.start;
+                        start(run.parameter, index, within, &mut elements)
+                            .map_err(|error| Error::Start { unit: self.name().to_string(), error })?;
+                        let chunk = self.faults.tch(Tensor::f_from_slice(&elements))?;
+                        self.faults.tch(copy(&chunk, &range, state, &(0..state.numel())))?;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn own_slice(&self) -> &Slice {
+        let own = self.slices.iter().find(|slice| slice.owner == self.layout.groups.shard.rank());
+        own.expect("a rank updates its own slice, whatever else")
     }
 
     fn partition(&self) -> Partition {

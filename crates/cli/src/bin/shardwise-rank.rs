@@ -11,7 +11,8 @@ use serde_json::json;
 use shardwise_comm::{Reduce, mpi};
 use shardwise_torch::tch::{Cuda, Kind, Tensor};
 use shardwise_train::fit::{self, Need, gib};
-use shardwise_train::{Recipe, run};
+use shardwise_train::{Asked, Recipe, run};
+use signal_hook::consts::{SIGTERM, SIGUSR1, SIGUSR2};
 
 #[path = "../launched.rs"]
 mod launched;
@@ -93,7 +94,7 @@ fn train(path: &Path) -> Result<ExitCode> {
             return Ok(ExitCode::from(REFUSED));
         }
     };
-    match run(&recipe, &world, &mut std::io::stdout()) {
+    match run(&recipe, &world, &asked(&recipe)?, &mut std::io::stdout()) {
         Ok(()) => Ok(ExitCode::SUCCESS),
         Err(error) if error.is_everyones() => {
             if world.rank() == 0 {
@@ -107,6 +108,20 @@ fn train(path: &Path) -> Result<ExitCode> {
             std::process::exit(1);
         }
     }
+}
+
+/// What signals ask for: SIGUSR1 to save, SIGUSR2 and SIGTERM to save and end.
+fn asked(recipe: &Recipe) -> Result<Asked> {
+    let asked = Asked::default();
+    if recipe.checkpoints.is_none() {
+        return Ok(asked);
+    }
+    // Who asks a second time does not want to wait.
+    signal_hook::flag::register_conditional_default(SIGTERM, asked.end.clone()).context("a signal's handler")?;
+    for (signal, flag) in [(SIGUSR1, &asked.save), (SIGUSR2, &asked.end), (SIGTERM, &asked.end)] {
+        signal_hook::flag::register(signal, flag.clone()).context("a signal's handler")?;
+    }
+    Ok(asked)
 }
 
 /// What `shardwise doctor` wants to know of libtorch, as a line of JSON.

@@ -1,0 +1,416 @@
+//! Hugging Face checkpoints: weights read by range, and written as a stream.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+
+use bytes::Bytes;
+use half::{bf16, f16};
+use serde::Deserialize;
+use serde_json::json;
+use shardwise_plan::Dtype;
+
+use crate::load::as_f32;
+use crate::place::elements;
+use crate::safetensors::{self, Entry, Found};
+use crate::save::{UPLOAD_BYTES, write_in_parts, write_manifest, write_table};
+use crate::store::folder_of;
+use crate::{
+    Band, Checkpoint, Error, FILE_BYTES, FORMAT, Manifest, Result, SaveId, Store, Tensor, UnitLayout, UnitReader,
+};
+
+/// The file with the shape of the model.
+pub const CONFIG: &str = "config.json";
+const SINGLE: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+
+/// Limits on what is believed.
+const CONFIG_BYTES_MAX: u64 = 1 << 20;
+const INDEX_BYTES_MAX: u64 = 64 << 20;
+const COPIED_BYTES_MAX: u64 = 256 << 20;
+
+/// What goes with the weights, and is handed on as it is.
+const COMPANIONS: [&str; 9] = [
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+];
+
+/// How many elements are read and converted at once: what stays in the cache.
+const READ_ELEMENTS: usize = 1 << 18;
+
+const READABLE: &str = "and only f32, bf16 and f16 are read";
+
+/// Weights in safetensors files, of which only headers are read at first.
+#[derive(Debug)]
+pub struct Weights {
+    store: Store,
+    files: Vec<String>,
+    /// By name: which file, and where in it.
+    tensors: BTreeMap<String, (usize, Found)>,
+}
+
+#[derive(Deserialize)]
+struct Index {
+    weight_map: BTreeMap<String, String>,
+}
+
+impl Weights {
+    /// Opens a safetensors file, or a folder with `model.safetensors` or an index of several files.
+    pub fn open(address: &str) -> Result<Self> {
+        if let Some((folder, file)) = split_file(address) {
+            return Weights::of(Store::open(folder)?, vec![file.to_string()]);
+        }
+        let store = Store::open(address)?;
+        if store.bytes_of(SINGLE)?.is_some() {
+            return Weights::of(store, vec![SINGLE.to_string()]);
+        }
+        if store.bytes_of(INDEX)?.is_none() {
+            let problem = format!("there is neither {SINGLE} nor {INDEX} in it");
+            return Err(Error::Address { address: address.to_string(), problem });
+        }
+        let index: Index = serde_json::from_slice(&store.read(INDEX, INDEX_BYTES_MAX)?)
+            .map_err(|error| store.damaged(INDEX, error.to_string()))?;
+        let mut files: Vec<String> = index.weight_map.into_values().collect();
+        files.sort();
+        files.dedup();
+        if let Some(file) = files.iter().find(|file| file.contains('/') || file.starts_with('.')) {
+            return Err(store.damaged(INDEX, format!("{file:?} is no name of a file beside it")));
+        }
+        Weights::of(store, files)
+    }
+
+    fn of(store: Store, files: Vec<String>) -> Result<Self> {
+        let mut tensors = BTreeMap::new();
+        for (index, file) in files.iter().enumerate() {
+            let bytes = store.bytes_of(file)?.ok_or_else(|| store.damaged(file, "it is missing".to_string()))?;
+            let short = || store.damaged(file, "it is too short for a safetensors file".to_string());
+            if bytes < 8 {
+                return Err(short());
+            }
+            let first: [u8; 8] = store.read_range(file, 0..8)?.as_ref().try_into().map_err(|_| short())?;
+            let damaged = |problem: String| store.damaged(file, problem);
+            let len = safetensors::header_len(first, bytes).map_err(damaged)?;
+            let header = if len == 0 { Bytes::new() } else { store.read_range(file, 8..8 + len)? };
+            for (name, found) in safetensors::parse(&header, bytes).map_err(damaged)? {
+                if let Some((other, _)) = tensors.insert(name.clone(), (index, found)) {
+                    return Err(store.damaged(file, format!("{name} is also in {}", files[other])));
+                }
+            }
+        }
+        Ok(Weights { store, files, tensors })
+    }
+
+    /// `config.json`, if it is beside them.
+    pub fn config(&self) -> Result<Option<serde_json::Value>> {
+        config(&self.store)
+    }
+
+    /// The tensors, by name.
+    pub fn tensors(&self) -> impl Iterator<Item = (&str, &Found)> {
+        self.tensors.iter().map(|(name, (_, found))| (name.as_str(), found))
+    }
+
+    /// Reads elements of a tensor of this shape as f32. The name may lack the prefix that whole models have, or have GPT-2's.
+    pub fn read_f32(&self, name: &str, shape: &[u64], range: Range<u64>, out: &mut [f32]) -> Result<()> {
+        let names = [
+            Some(name.to_string()),
+            Some(format!("transformer.{name}")),
+            name.strip_prefix("model.").map(String::from),
+        ];
+        let found = names.into_iter().flatten().find_map(|name| self.tensors.get(&name));
+        let other = |problem: String| Error::Other { folder: self.store.display(""), problem };
+        let (file, found) = found.ok_or_else(|| other(format!("there is no tensor {name}")))?;
+        if found.shape != shape {
+            let problem = format!("{name} has the shape {:?}, and the model's is {shape:?}", found.shape);
+            return Err(other(problem));
+        }
+        let dtype = match &found.dtype {
+            Ok(dtype @ (Dtype::F32 | Dtype::Bf16 | Dtype::F16)) => *dtype,
+            Ok(dtype) => return Err(other(format!("{name} has elements of type {dtype}, {READABLE}"))),
+            Err(dtype) => return Err(other(format!("{name} has elements of type {dtype}, {READABLE}"))),
+        };
+        if range.end > elements(shape).unwrap_or(0) || range.end.checked_sub(range.start) != Some(out.len() as u64) {
+            return Err(other(format!("{name} has the shape {shape:?}, and more of it is wanted")));
+        }
+        let size = dtype.bytes() as u64;
+        let mut from = found.bytes.start + range.start * size;
+        for piece in out.chunks_mut(READ_ELEMENTS) {
+            let bytes = self.store.read_range(&self.files[*file], from..from + piece.len() as u64 * size)?;
+            from += bytes.len() as u64;
+            as_f32(dtype, &bytes, piece);
+        }
+        Ok(())
+    }
+}
+
+/// The folder and the file, where an address is that of a safetensors file.
+fn split_file(address: &str) -> Option<(&str, &str)> {
+    address.ends_with(".safetensors").then(|| match address.rsplit_once('/') {
+        Some(("", file)) => ("/", file),
+        Some((folder, file)) => (folder, file),
+        None => (".", address),
+    })
+}
+
+fn config(store: &Store) -> Result<Option<serde_json::Value>> {
+    if store.bytes_of(CONFIG)?.is_none() {
+        return Ok(None);
+    }
+    let text = store.read(CONFIG, CONFIG_BYTES_MAX)?;
+    serde_json::from_slice(&text).map(Some).map_err(|error| store.damaged(CONFIG, error.to_string()))
+}
+
+/// How a checkpoint is written for others.
+#[derive(Clone, Debug)]
+pub struct Export {
+    /// The type of elements: f32, bf16 or f16.
+    pub dtype: Dtype,
+    /// How long a file may become, unless a tensor alone is longer.
+    pub file_bytes: u64,
+}
+
+/// A tensor to be exported.
+struct Exported {
+    unit: String,
+    /// In the checkpoint.
+    name: String,
+    entry: Entry,
+}
+
+/// Writes the parameters of a checkpoint as Hugging Face does, with `config` beside them and what `like`, a Hugging Face
+/// checkpoint, has of tokenizer and settings. `progress` is told of bytes as they are written. Only a few mebibytes are ever in
+/// memory.
+pub fn export(
+    checkpoint: &Checkpoint,
+    to: &Store,
+    config: &serde_json::Value,
+    like: Option<&Store>,
+    export: &Export,
+    progress: &mut dyn FnMut(u64),
+) -> Result<()> {
+    let refuse = |problem: &str| Err(Error::Other { folder: checkpoint.name(), problem: problem.to_string() });
+    if !matches!(export.dtype, Dtype::F32 | Dtype::Bf16 | Dtype::F16) {
+        return refuse("it can be exported in f32, bf16 and f16");
+    }
+    if !config.is_object() {
+        return refuse("its model is of no family that Hugging Face knows");
+    }
+    // What an earlier export has left must not be taken for this one's.
+    for file in [CONFIG, SINGLE, INDEX] {
+        to.remove(file)?;
+    }
+    let prefix = if config["model_type"] == "gpt2" { "transformer." } else { "" };
+    let files = planned(checkpoint, prefix, export)?;
+    let name = |index: usize| match files.len() {
+        1 => SINGLE.to_string(),
+        many => format!("model-{:05}-of-{many:05}.safetensors", index + 1),
+    };
+    let mut map = BTreeMap::new();
+    let mut total_size = 0u64;
+    for (index, tensors) in files.iter().enumerate() {
+        let entries: Vec<Entry> = tensors.iter().map(|tensor| tensor.entry.clone()).collect();
+        for entry in &entries {
+            map.insert(entry.name.clone(), name(index));
+            total_size = total_size.saturating_add(bytes_of(&entry.shape, entry.dtype));
+        }
+        let mut open: Option<(&str, UnitReader)> = None;
+        let read = |index: usize, range: Range<u64>, out: &mut [f32]| {
+            let Exported { unit, name, entry } = &tensors[index];
+            let mut reader = match open.take() {
+                Some((of, reader)) if of == unit => reader,
+                _ => checkpoint.unit(unit)?,
+            };
+            reader.read_f32(name, &entry.shape, range, out)?;
+            open = Some((unit, reader));
+            Ok(())
+        };
+        let lens = entries.iter().map(|entry| elements(&entry.shape).unwrap_or(0)).collect();
+        let ready = safetensors::header(&entries);
+        let stream = Stream { lens, dtype: export.dtype, read, at: (0, 0), ready, progress: &mut *progress };
+        write_in_parts(to, &name(index), stream)?;
+    }
+    if files.len() > 1 {
+        let index = json!({ "metadata": { "total_size": total_size }, "weight_map": map });
+        to.write(INDEX, pretty(&index))?;
+    }
+    let mut config = config.clone();
+    if let Some(config) = config.as_object_mut() {
+        config.remove("torch_dtype");
+    }
+    config["dtype"] = json!(match export.dtype {
+        Dtype::Bf16 => "bfloat16",
+        Dtype::F16 => "float16",
+        _ => "float32",
+    });
+    if let Some(like) = like {
+        for file in COMPANIONS {
+            if like.bytes_of(file)?.is_some() {
+                to.write(file, like.read(file, COPIED_BYTES_MAX)?)?;
+            }
+        }
+    }
+    if to.bytes_of(COMPANIONS[0])?.is_none() {
+        to.write(COMPANIONS[0], pretty(&json!({ "_from_model_config": true })))?;
+    }
+    // Last, so that a folder with it has everything.
+    to.write(CONFIG, pretty(&config))
+}
+
+fn pretty(value: &serde_json::Value) -> Vec<u8> {
+    serde_json::to_vec_pretty(value).expect("JSON is made of what JSON has")
+}
+
+fn bytes_of(shape: &[u64], dtype: Dtype) -> u64 {
+    elements(shape).unwrap_or(0).saturating_mul(dtype.bytes() as u64)
+}
+
+/// What goes into which file, in the order of the model.
+fn planned(checkpoint: &Checkpoint, prefix: &str, export: &Export) -> Result<Vec<Vec<Exported>>> {
+    let mut files: Vec<Vec<Exported>> = vec![Vec::new()];
+    let (mut file_bytes, mut names) = (0u64, BTreeSet::new());
+    for unit in &checkpoint.manifest().units {
+        for tensor in &checkpoint.unit(&unit.name)?.table().tensors {
+            // The optimizer's numbers stay behind.
+            if tensor.name.contains('/') {
+                continue;
+            }
+            let bytes = bytes_of(&tensor.shape, export.dtype);
+            if !names.insert(tensor.name.clone()) {
+                let problem = format!("two of its units have a tensor {}", tensor.name);
+                return Err(Error::Other { folder: checkpoint.name(), problem });
+            }
+            if file_bytes > 0 && bytes > export.file_bytes.saturating_sub(file_bytes) {
+                files.push(Vec::new());
+                file_bytes = 0;
+            }
+            file_bytes = bytes.saturating_add(file_bytes);
+            let entry =
+                Entry { name: format!("{prefix}{}", tensor.name), dtype: export.dtype, shape: tensor.shape.clone() };
+            let exported = Exported { unit: unit.name.clone(), name: tensor.name.clone(), entry };
+            files.last_mut().expect("there is always one").push(exported);
+        }
+    }
+    Ok(files)
+}
+
+/// Makes a checkpoint of weights, at step 0, from which a run goes on as from any other. The optimizer's numbers are not in
+/// it: they begin with the run.
+pub fn import(weights: &Weights, to: &Store, progress: &mut dyn FnMut(u64)) -> Result<()> {
+    let config = weights.config()?;
+    let tied =
+        config.as_ref().is_some_and(|config| config["tie_word_embeddings"] == true || config["model_type"] == "gpt2");
+    let mut units: BTreeMap<(usize, usize), Vec<(Tensor, String)>> = BTreeMap::new();
+    for (name, found) in weights.tensors() {
+        let own = name.strip_prefix("transformer.").unwrap_or(name);
+        // Of a checkpoint without a head, which has no prefix.
+        let headless = own.starts_with("layers.") || own.starts_with("embed_tokens.") || own == "norm.weight";
+        let own = if headless { format!("model.{own}") } else { own.to_string() };
+        let own = own.as_str();
+        if is_buffer(own) || tied && own == "lm_head.weight" {
+            continue;
+        }
+        let tensor = Tensor { name: own.to_string(), shape: found.shape.clone() };
+        units.entry(unit_of(own)).or_default().push((tensor, name.to_string()));
+    }
+    let save = SaveId::new();
+    let mut entries = Vec::new();
+    for (turn, ((part, block), tensors)) in units.into_iter().enumerate() {
+        let name = match part {
+            0 => "embedding".to_string(),
+            1 => format!("block.{block}"),
+            _ => "head".to_string(),
+        };
+        let band = Band { dtype: Dtype::F32, tensors: tensors.iter().map(|(tensor, _)| tensor.clone()).collect() };
+        let layout = UnitLayout { name, bands: vec![band], owners: 1, turn, file_bytes: FILE_BYTES };
+        let plan = layout.files(save).remove(0);
+        let header = plan.header;
+        let read = |index: usize, range: Range<u64>, out: &mut [f32]| {
+            let (tensor, name) = &tensors[index];
+            weights.read_f32(name, &tensor.shape, range, out)
+        };
+        let lens = tensors.iter().map(|(tensor, _)| elements(&tensor.shape).unwrap_or(0)).collect();
+        let stream = Stream { lens, dtype: Dtype::F32, read, at: (0, 0), ready: header, progress: &mut *progress };
+        let pieces = write_in_parts(to, &format!("{}/{}", folder_of(0), plan.name), stream)?;
+        let table = layout.table(save, &pieces);
+        let entry = layout.entry(save, &table);
+        // Names come from outside: two of them may be the same here.
+        table.check().map_err(|fault| Error::Fault { path: to.display(&entry.table), fault })?;
+        write_table(to, 0, &entry, &table)?;
+        entries.push(entry);
+    }
+    let progress = json!({ "step": 0, "updates": 0, "skipped": 0, "loss_scale": null, "good_steps": 0 });
+    let training = json!({ "progress": progress, "model": config, "began_with": weights.store.display("") });
+    let written_by = format!("shardwise {}", env!("CARGO_PKG_VERSION"));
+    write_manifest(to, &Manifest { format: FORMAT, written_by, step: 0, training, units: entries })
+}
+
+/// In which unit a parameter is: before the blocks, in one of them, or after.
+fn unit_of(name: &str) -> (usize, usize) {
+    let inner = name.strip_prefix("model.").unwrap_or(name);
+    let block = inner.strip_prefix("layers.").or_else(|| inner.strip_prefix("h."));
+    match block.and_then(|rest| rest.split('.').next()?.parse().ok()) {
+        Some(block) => (1, block),
+        None if ["embed_tokens.", "wte.", "wpe."].iter().any(|start| inner.starts_with(start)) => (0, 0),
+        None => (2, 0),
+    }
+}
+
+/// What older files hold beside parameters: masks and frequencies that follow from the shape.
+fn is_buffer(name: &str) -> bool {
+    [".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"].iter().any(|ending| name.ends_with(ending))
+}
+
+/// A file's bytes, one upload after the other: what is in `ready`, and then tensors, read a few elements at a time.
+struct Stream<'a, R> {
+    /// How many elements each tensor has.
+    lens: Vec<u64>,
+    dtype: Dtype,
+    /// Reads some elements of one of them.
+    read: R,
+    /// Which tensor is next, and from which element on.
+    at: (usize, u64),
+    ready: Vec<u8>,
+    progress: &'a mut dyn FnMut(u64),
+}
+
+impl<R: FnMut(usize, Range<u64>, &mut [f32]) -> Result<()>> Stream<'_, R> {
+    /// Adds some elements of the next tensor.
+    fn more(&mut self) -> Result<()> {
+        let (index, from) = self.at;
+        let to = self.lens[index].min(from + (1 << 20));
+        let mut read = vec![0f32; (to - from) as usize];
+        (self.read)(index, from..to, &mut read)?;
+        let before = self.ready.len();
+        match self.dtype {
+            Dtype::Bf16 => self.ready.extend(read.iter().flat_map(|&x| bf16::from_f32(x).to_le_bytes())),
+            Dtype::F16 => self.ready.extend(read.iter().flat_map(|&x| f16::from_f32(x).to_le_bytes())),
+            _ => self.ready.extend(read.iter().flat_map(|x| x.to_le_bytes())),
+        }
+        (self.progress)((self.ready.len() - before) as u64);
+        self.at = if to == self.lens[index] { (index + 1, 0) } else { (index, to) };
+        Ok(())
+    }
+}
+
+impl<R: FnMut(usize, Range<u64>, &mut [f32]) -> Result<()>> Iterator for Stream<'_, R> {
+    type Item = Result<Vec<Bytes>>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        while (self.ready.len() as u64) < UPLOAD_BYTES && self.at.0 < self.lens.len() {
+            if let Err(error) = self.more() {
+                return Some(Err(error));
+            }
+        }
+        if self.ready.is_empty() {
+            return None;
+        }
+        let rest = self.ready.split_off((UPLOAD_BYTES as usize).min(self.ready.len()));
+        Some(Ok(vec![std::mem::replace(&mut self.ready, rest).into()]))
+    }
+}

@@ -1,0 +1,227 @@
+//! Reading: only what is asked for, and nothing that is not what was written.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+use shardwise_plan::Dtype;
+
+use crate::manifest::{FileEntry, MANIFEST_BYTES_MAX, Manifest, PIECE_BYTES, TABLE_BYTES_MAX, Table, TensorEntry};
+use crate::place::{Place, Shared};
+use crate::store::folder_of;
+use crate::{Error, Hash, Result, Store};
+
+/// A checkpoint of which the manifest has been read.
+#[derive(Clone, Debug)]
+pub struct Checkpoint {
+    store: Arc<Store>,
+    folder: String,
+    manifest: Arc<Manifest>,
+}
+
+impl Checkpoint {
+    /// Opens the checkpoint of a step.
+    pub fn open(store: &Arc<Store>, step: u64) -> Result<Self> {
+        let folder = folder_of(step);
+        let path = format!("{folder}/{}", Manifest::file());
+        let text = store.read(&path, MANIFEST_BYTES_MAX)?;
+        let manifest = Manifest::parse(&text).map_err(|fault| Error::Fault { path: store.display(&path), fault })?;
+        if manifest.step != step {
+            return Err(store.damaged(&path, format!("it is the manifest of step {}", manifest.step)));
+        }
+        Ok(Checkpoint { store: store.clone(), folder, manifest: Arc::new(manifest) })
+    }
+
+    /// What it says of itself.
+    pub fn manifest(&self) -> &Manifest {
+        &self.manifest
+    }
+
+    /// What it is called.
+    pub fn name(&self) -> String {
+        self.store.display(&self.folder)
+    }
+
+    /// Reads the table of a unit.
+    pub fn unit(&self, name: &str) -> Result<UnitReader> {
+        let entry = self.manifest.units.iter().find(|unit| unit.name == name);
+        let entry = entry.ok_or_else(|| self.other(format!("it has no unit {name}")))?;
+        let path = format!("{}/{}", self.folder, entry.table);
+        let text = self.store.read(&path, TABLE_BYTES_MAX)?;
+        if text.len() as u64 != entry.table_bytes || Hash::of(&text) != entry.table_hash {
+            return Err(self.store.damaged(&path, "it is not the table that the manifest names".to_string()));
+        }
+        let table = Table::parse(&text).map_err(|fault| Error::Fault { path: self.store.display(&path), fault })?;
+        let index = table.tensors.iter().enumerate().map(|(index, tensor)| (tensor.name.clone(), index)).collect();
+        let files = table.files.iter().map(|_| false).collect();
+        Ok(UnitReader { checkpoint: self.clone(), table, index, measured: files, last: None })
+    }
+
+    /// Reads all of it, and says how many bytes have been read after each few of them.
+    pub fn verify(&self, progress: &mut dyn FnMut(u64)) -> Result<()> {
+        for unit in &self.manifest.units {
+            let mut reader = self.unit(&unit.name)?;
+            for file in 0..reader.table.files.len() {
+                let bytes = reader.table.files[file].bytes;
+                for from in (0..bytes).step_by(READ_BYTES as usize) {
+                    let range = from..bytes.min(from + READ_BYTES);
+                    progress(range.end - range.start);
+                    reader.pieces(file, range)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// How many bytes it has, tables read.
+    pub fn bytes(&self) -> Result<u64> {
+        let unit = |name: &str| Ok(self.unit(name)?.table.files.iter().map(|file| file.bytes).sum::<u64>());
+        self.manifest.units.iter().map(|entry| unit(&entry.name)).sum()
+    }
+
+    fn other(&self, problem: String) -> Error {
+        Error::Other { folder: self.name(), problem }
+    }
+}
+
+/// What is asked of the storage at once.
+const READ_BYTES: u64 = 16 * PIECE_BYTES;
+
+/// A unit of a checkpoint.
+#[derive(Debug)]
+pub struct UnitReader {
+    checkpoint: Checkpoint,
+    table: Table,
+    index: BTreeMap<String, usize>,
+    /// Which files have been found to have the right length.
+    measured: Vec<bool>,
+    /// The piece that was read last: what is asked for next often begins in it.
+    last: Option<(usize, u64, Bytes)>,
+}
+
+impl UnitReader {
+    /// What is in it.
+    pub fn table(&self) -> &Table {
+        &self.table
+    }
+
+    /// Reads elements of a tensor of this shape as f32, from whichever type they have.
+    pub fn read_f32(&mut self, name: &str, shape: &[u64], range: Range<u64>, elements: &mut [f32]) -> Result<()> {
+        let tensor = self.tensor(name)?;
+        if tensor.shape != shape {
+            let problem = format!("{name} has the shape {:?} there, and {shape:?} here", tensor.shape);
+            return Err(self.checkpoint.other(problem));
+        }
+        let dtype = tensor.dtype;
+        if !matches!(dtype, Dtype::F32 | Dtype::Bf16 | Dtype::F16) {
+            return Err(self.checkpoint.other(format!("{name} has elements of type {dtype}")));
+        }
+        let mut bytes = vec![0; elements.len() * dtype.bytes()];
+        self.read(name, &Place::flat(range), &mut bytes)?;
+        as_f32(dtype, &bytes, elements);
+        Ok(())
+    }
+
+    /// Reads a slice of a tensor, as the bytes that it is.
+    pub fn read(&mut self, name: &str, place: &Place, out: &mut [u8]) -> Result<()> {
+        let tensor = self.tensor(name)?;
+        let (size, shape) = (tensor.dtype.bytes() as u64, tensor.shape.clone());
+        if !place.fits(&shape) || place.len() * size != out.len() as u64 {
+            return Err(self.checkpoint.other(format!("{name} has the shape {shape:?}, and more of it is wanted")));
+        }
+        let mut runs: Vec<(usize, u64, Shared)> = Vec::new();
+        for slice in &tensor.slices {
+            let shared = slice.place.shared(place, &shape);
+            runs.extend(shared.into_iter().map(|run| (slice.file as usize, slice.offset_bytes, run)));
+        }
+        runs.sort_unstable_by_key(|(.., run)| run.to);
+        let mut next = 0;
+        for (file, offset, run) in runs {
+            if run.to != next {
+                return Err(self.incomplete(name));
+            }
+            let from = offset + run.from * size..offset + (run.from + run.len) * size;
+            let to = (run.to * size) as usize..((run.to + run.len) * size) as usize;
+            self.copy(file, from, &mut out[to])?;
+            next += run.len;
+        }
+        if next == place.len() { Ok(()) } else { Err(self.incomplete(name)) }
+    }
+
+    fn incomplete(&self, name: &str) -> Error {
+        let problem = format!("the slices of {name} are not all of it, none twice");
+        Error::Damaged { path: self.checkpoint.name(), problem }
+    }
+
+    fn tensor(&self, name: &str) -> Result<&TensorEntry> {
+        let index = self.index.get(name).ok_or_else(|| self.checkpoint.other(format!("it has no tensor {name}")))?;
+        Ok(&self.table.tensors[*index])
+    }
+
+    fn copy(&mut self, file: usize, range: Range<u64>, out: &mut [u8]) -> Result<()> {
+        let mut from = range.start;
+        while from < range.end {
+            let to = range.end.min(from / PIECE_BYTES * PIECE_BYTES + READ_BYTES);
+            let (begin, bytes) = match &self.last {
+                Some((of, begin, bytes)) if *of == file && (*begin..*begin + bytes.len() as u64).contains(&from) => {
+                    (*begin, bytes.clone())
+                }
+                _ => self.pieces(file, from..to)?,
+            };
+            let here = from..to.min(begin + bytes.len() as u64);
+            let target = (here.start - range.start) as usize..(here.end - range.start) as usize;
+            out[target].copy_from_slice(&bytes[(here.start - begin) as usize..(here.end - begin) as usize]);
+            from = here.end;
+            // The end of what was read is where the next one begins.
+            let last = (here.end - 1 - begin) / PIECE_BYTES * PIECE_BYTES;
+            self.last = Some((file, begin + last, bytes.slice(last as usize..)));
+        }
+        Ok(())
+    }
+
+    /// The pieces of a file that these bytes are in, each of which has the right hash, and where they begin.
+    fn pieces(&mut self, file: usize, range: Range<u64>) -> Result<(u64, Bytes)> {
+        let FileEntry { name, bytes: file_bytes, pieces } = &self.table.files[file];
+        let path = format!("{}/{name}", self.checkpoint.folder);
+        let store = &self.checkpoint.store;
+        if !self.measured[file] {
+            match store.bytes_of(&path)? {
+                Some(found) if found == *file_bytes => self.measured[file] = true,
+                Some(found) => {
+                    return Err(store.damaged(&path, format!("it has {found} bytes, and should have {file_bytes}")));
+                }
+                None => return Err(store.damaged(&path, "it is missing".to_string())),
+            }
+        }
+        let begin = range.start / PIECE_BYTES * PIECE_BYTES;
+        let end = file_bytes.min(&(range.end.div_ceil(PIECE_BYTES) * PIECE_BYTES)).to_owned();
+        let bytes = store.read_range(&path, begin..end)?;
+        for (index, piece) in bytes.chunks(PIECE_BYTES as usize).enumerate() {
+            let index = index + (begin / PIECE_BYTES) as usize;
+            if Hash::of(piece) != pieces[index] {
+                let from = index as u64 * PIECE_BYTES;
+                let problem = format!("bytes {from} to {} are not what was written", from + piece.len() as u64);
+                return Err(store.damaged(&path, problem));
+            }
+        }
+        Ok((begin, bytes))
+    }
+}
+
+/// Elements of one of three types, as f32.
+pub(crate) fn as_f32(dtype: Dtype, bytes: &[u8], elements: &mut [f32]) {
+    let halves = || bytes.chunks_exact(2).map(|pair| u16::from_le_bytes([pair[0], pair[1]]));
+    match dtype {
+        Dtype::F32 => {
+            for (element, four) in elements.iter_mut().zip(bytes.chunks_exact(4)) {
+                *element = f32::from_le_bytes([four[0], four[1], four[2], four[3]]);
+            }
+        }
+        Dtype::Bf16 => halves().map(bf16::from_bits).collect::<Vec<_>>().convert_to_f32_slice(elements),
+        Dtype::F16 => halves().map(f16::from_bits).collect::<Vec<_>>().convert_to_f32_slice(elements),
+        other => panic!("{other} is no type of parameters"),
+    }
+}

@@ -1,0 +1,123 @@
+//! Whatever happens to a checkpoint's files is noticed, and the checkpoint before it is used.
+
+#![allow(clippy::unwrap_used, reason = "a test may fail")]
+
+mod support;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use shardwise_checkpoint::{SaveId, Store, write_manifest};
+use support::{load, newest, save, save_but_manifest, units};
+
+/// A sequence of numbers that look random, the same every time.
+struct Numbers(u64);
+
+impl Numbers {
+    fn below(&mut self, limit: usize) -> usize {
+        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (self.0 >> 33) as usize % limit
+    }
+}
+
+fn files(folder: &Path) -> Vec<PathBuf> {
+    let mut files: Vec<PathBuf> = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    files.sort();
+    files
+}
+
+/// Does something to a file, and says what.
+fn corrupt(numbers: &mut Numbers, newest: &Path, older: &Path) -> String {
+    let all = files(newest);
+    let file = &all[numbers.below(all.len())];
+    let name = file.file_name().unwrap().to_string_lossy().into_owned();
+    let mut bytes = fs::read(file).unwrap();
+    match numbers.below(6) {
+        0 => {
+            let len = numbers.below(bytes.len());
+            bytes.truncate(len);
+            fs::write(file, bytes).unwrap();
+            format!("{name} cut off after {len} bytes")
+        }
+        1 => {
+            let (at, bit) = (numbers.below(bytes.len()), numbers.below(8));
+            bytes[at] ^= 1 << bit;
+            fs::write(file, bytes).unwrap();
+            format!("bit {bit} of byte {at} of {name} flipped")
+        }
+        2 => {
+            let from = numbers.below(bytes.len());
+            let to = bytes.len().min(from + 1 + numbers.below(4096));
+            if bytes[from..to].iter().all(|&byte| byte == 0) {
+                bytes[from] = 1;
+            } else {
+                bytes[from..to].fill(0);
+            }
+            fs::write(file, bytes).unwrap();
+            format!("bytes {from} to {to} of {name} zeroed")
+        }
+        3 => {
+            let others: Vec<&PathBuf> = all.iter().filter(|other| *other != file).collect();
+            let other = others[numbers.below(others.len())];
+            let theirs = fs::read(other).unwrap();
+            fs::write(other, bytes).unwrap();
+            fs::write(file, theirs).unwrap();
+            format!("{name} and {} swapped", other.display())
+        }
+        4 => {
+            fs::remove_file(file).unwrap();
+            format!("{name} deleted")
+        }
+        _ => {
+            fs::copy(older.join("manifest.json"), newest.join("manifest.json")).unwrap();
+            "an older manifest in the newest's place".to_string()
+        }
+    }
+}
+
+#[test]
+fn a_thousand_corruptions_are_noticed() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = Arc::new(Store::open(folder.path().to_str().unwrap()).unwrap());
+    let layouts = units(&[&[&[97, 31], &[31]], &[&[64, 33], &[33], &[7, 5, 3]], &[&[400_003]]], 3, 20_000);
+    for step in [10, 20, 30] {
+        save(&store, step, &layouts, SaveId::from(step as u32));
+    }
+    assert_eq!(newest(&store, &layouts).0, Some(30));
+    let (at_30, at_20) = (folder.path().join("step-00000030"), folder.path().join("step-00000020"));
+    let whole: Vec<(PathBuf, Vec<u8>)> =
+        files(&at_30).into_iter().map(|file| (file.clone(), fs::read(file).unwrap())).collect();
+    let mut numbers = Numbers(7);
+    for round in 0..1000 {
+        let what = corrupt(&mut numbers, &at_30, &at_20);
+        let (found, reasons) = newest(&store, &layouts);
+        assert_eq!(found, Some(20), "round {round}: {what}");
+        assert!(reasons.iter().all(|reason| reason.is_damage()), "round {round}: {what}: {reasons:?}");
+        for (file, bytes) in &whole {
+            if fs::read(file).ok().as_ref() != Some(bytes) {
+                fs::write(file, bytes).unwrap();
+            }
+        }
+    }
+    load(&store, 30, &layouts).unwrap();
+}
+
+#[test]
+fn a_step_that_is_saved_again_is_whole_at_every_moment() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = Arc::new(Store::open(folder.path().to_str().unwrap()).unwrap());
+    let layouts = units(&[&[&[97, 31]]], 2, 1 << 20);
+    save(&store, 10, &layouts, SaveId::from(1));
+    // Files of the second save stand beside those of the first until its manifest takes the other's place.
+    let again = units(&[&[&[97, 31]]], 5, 1 << 20);
+    let manifest = save_but_manifest(&store, 10, &again, SaveId::from(2));
+    load(&store, 10, &layouts).unwrap();
+    write_manifest(&store, &manifest).unwrap();
+    load(&store, 10, &again).unwrap();
+    assert_eq!(store.files("step-00000010").unwrap().len(), 5);
+    fs::write(folder.path().join("step-00000010/unit.0-0.00000001.safetensors#7"), b"what a dead writer left").unwrap();
+    assert_eq!(store.tidy(10, SaveId::from(2), |_| true).unwrap(), [] as [u64; 0]);
+    assert_eq!(files(&folder.path().join("step-00000010")).len(), 3);
+    load(&store, 10, &again).unwrap();
+}

@@ -1,0 +1,113 @@
+//! Checkpoints without a model: what is in them follows from the names.
+
+#![allow(dead_code, reason = "each test uses some of it")]
+
+use std::sync::Arc;
+
+use serde_json::json;
+use shardwise_checkpoint::{
+    Band, Checkpoint, FORMAT, Hash, Manifest, SaveId, Store, Tensor, UnitLayout, elements, write_file, write_manifest,
+    write_table,
+};
+use shardwise_plan::Dtype;
+
+/// Units of tensors with these shapes, each with a master and two moments, in files of at least so many bytes.
+pub(crate) fn units(shapes: &[&[&[u64]]], owners: usize, file_bytes: u64) -> Vec<UnitLayout> {
+    let unit = |(turn, shapes): (usize, &&[&[u64]])| {
+        let band = |ending: &str| Band {
+            dtype: Dtype::F32,
+            tensors: shapes
+                .iter()
+                .enumerate()
+                .map(|(index, shape)| Tensor { name: format!("unit.{turn}.{index}{ending}"), shape: shape.to_vec() })
+                .collect(),
+        };
+        let bands = vec![band(""), band("/first_moment"), band("/second_moment")];
+        UnitLayout { name: format!("unit.{turn}"), bands, owners, turn, file_bytes }
+    };
+    shapes.iter().enumerate().map(unit).collect()
+}
+
+/// Element `index` of a tensor in the checkpoint of a step.
+pub(crate) fn element(step: u64, name: &str, index: u64) -> f32 {
+    at(key(step, name), index)
+}
+
+fn key(step: u64, name: &str) -> u64 {
+    name.bytes().fold(step, |key, byte| key.wrapping_mul(31).wrapping_add(u64::from(byte)))
+}
+
+fn at(key: u64, index: u64) -> f32 {
+    let mixed = (key ^ index).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    (mixed >> 40) as f32
+}
+
+/// The bytes of some elements of a band.
+fn bytes(step: u64, band: &Band, range: std::ops::Range<u64>) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(4 * (range.end - range.start) as usize);
+    let mut begin = 0;
+    for tensor in &band.tensors {
+        let end = begin + elements(&tensor.shape).unwrap();
+        let key = key(step, &tensor.name);
+        for index in range.start.max(begin)..range.end.min(end) {
+            bytes.extend(at(key, index - begin).to_le_bytes());
+        }
+        begin = end;
+    }
+    bytes
+}
+
+/// Writes a checkpoint as all its owners together would.
+pub(crate) fn save(store: &Store, step: u64, layouts: &[UnitLayout], save: SaveId) {
+    write_manifest(store, &save_but_manifest(store, step, layouts, save)).unwrap();
+}
+
+/// The same up to the manifest.
+pub(crate) fn save_but_manifest(store: &Store, step: u64, layouts: &[UnitLayout], save: SaveId) -> Manifest {
+    let mut units = Vec::new();
+    for layout in layouts {
+        let mut pieces: Vec<Hash> = Vec::new();
+        for file in layout.files(save) {
+            let segments =
+                file.segments.iter().map(|segment| bytes(step, &layout.bands[segment.band], segment.range.clone()));
+            let contents: Vec<_> = std::iter::once(file.header.clone()).chain(segments).map(Into::into).collect();
+            pieces.extend(write_file(store, step, &file.name, &contents).unwrap());
+        }
+        let table = layout.table(save, &pieces);
+        let entry = layout.entry(save, &table);
+        write_table(store, step, &entry, &table).unwrap();
+        units.push(entry);
+    }
+    let training = json!({ "progress": { "step": step } });
+    Manifest { format: FORMAT, written_by: "a test".to_string(), step, training, units }
+}
+
+/// Reads all of a checkpoint as `owners` ranks would, and compares it with what was written.
+pub(crate) fn load(store: &Arc<Store>, step: u64, layouts: &[UnitLayout]) -> Result<(), shardwise_checkpoint::Error> {
+    let checkpoint = Checkpoint::open(store, step)?;
+    for layout in layouts {
+        let mut reader = checkpoint.unit(&layout.name)?;
+        for tensor in layout.bands.iter().flat_map(|band| &band.tensors) {
+            let len = elements(&tensor.shape).unwrap();
+            let mut found = vec![0f32; len as usize];
+            reader.read_f32(&tensor.name, &tensor.shape, 0..len, &mut found)?;
+            let key = key(step, &tensor.name);
+            for (index, found) in found.iter().enumerate() {
+                assert_eq!(*found, at(key, index as u64), "{} {index}", tensor.name);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The newest step that can be read, and why the ones after it cannot.
+pub(crate) fn newest(store: &Arc<Store>, layouts: &[UnitLayout]) -> (Option<u64>, Vec<shardwise_checkpoint::Error>) {
+    let mut reasons = Vec::new();
+    for step in store.steps().unwrap() {
+        match load(store, step, layouts) {
+            Ok(()) => return (Some(step), reasons),
+            Err(error) => reasons.push(error),
+        }
+    }
+    (None, reasons)
+}

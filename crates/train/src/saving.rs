@@ -1,0 +1,435 @@
+//! Saving: when, and how a save goes from phase to phase while training goes on.
+//!
+//! A save copies what this rank is to write, and then only the copy matters. A thread writes files; when every rank's have been
+//! written, tables are; then the first rank writes the manifest, and removes what is not to be kept. Between phases ranks have
+//! to agree that all are there, which they do after a step. A save that blocks is the same, with waiting in between.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+use shardwise_checkpoint::{
+    FORMAT, FilePlan, Hash, Manifest, SaveId, Store, Table, UnitEntry, UnitLayout, folder_of, write_file,
+    write_manifest, write_table,
+};
+use shardwise_comm::{Group, Reduce};
+
+use crate::recipe::{CheckpointsRecipe, Recipe};
+use crate::state::OwnFile;
+use crate::{Error, Result, Trainer};
+
+/// What a run can be asked for from outside, on any of its ranks; a signal's handler sets it.
+#[derive(Clone, Debug, Default)]
+pub struct Asked {
+    /// To save.
+    pub save: Arc<AtomicBool>,
+    /// To save and end.
+    pub end: Arc<AtomicBool>,
+}
+
+/// What a run should do next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Next {
+    GoOn,
+    End,
+}
+
+/// How often a save is tried, and how long it waits before it is tried again.
+const ATTEMPTS: u32 = 3;
+const WAIT: Duration = Duration::from_secs(4);
+
+/// How often ranks that wait for a save look how far it is.
+const POLL: Duration = Duration::from_millis(5);
+
+/// Saves a run's checkpoints.
+pub(crate) struct Saver {
+    store: Arc<Store>,
+    world: Arc<Group>,
+    recipe: CheckpointsRecipe,
+    /// What manifests say beside tensors and progress.
+    about: Value,
+    asked: Asked,
+    last: Instant,
+    last_step: u64,
+    under_way: Option<Save>,
+    /// Why the last save was given up, if it was.
+    given_up: Option<String>,
+}
+
+/// Saves a checkpoint, and waits until it is there. All ranks of the trainer call it together. `about` is an object for the
+/// manifest, which says what the caller will want to know of the run.
+pub fn save(trainer: &mut Trainer, store: &Arc<Store>, about: Value) -> Result<()> {
+    let recipe = CheckpointsRecipe { keep_last: None, background: false, ..CheckpointsRecipe::at("") };
+    let (world, step) = (trainer.ranks.world.clone(), trainer.progress().step);
+    let mut saver = Saver::new(store.clone(), world, recipe, about, Asked::default(), 0);
+    saver.begin(trainer, step, &mut |_| ())?;
+    saver.given_up.map_or(Ok(()), |why| Err(Error::Checkpoint(why)))
+}
+
+/// A save under way.
+struct Save {
+    step: u64,
+    id: SaveId,
+    training: Value,
+    layouts: Vec<UnitLayout>,
+    files: Arc<Vec<OwnFile>>,
+    phase: Phase,
+    job: Job,
+    attempt: u32,
+    began: Instant,
+    /// For how long training stood still for it.
+    stood: Duration,
+}
+
+/// What ranks are doing.
+enum Phase {
+    Files,
+    Tables(Vec<UnitEntry>),
+    Manifest(Box<Manifest>),
+    Tidy,
+}
+
+/// A rank's part in a phase: the hashes of its files, where it wrote any.
+type Outcome = std::result::Result<Vec<Vec<Hash>>, String>;
+
+enum Job {
+    Running(JoinHandle<Outcome>),
+    Done(Outcome),
+}
+
+impl Job {
+    fn spawn(
+        work: impl FnOnce() -> std::result::Result<Vec<Vec<Hash>>, shardwise_checkpoint::Error> + Send + 'static,
+    ) -> Self {
+        let spawned = std::thread::Builder::new()
+            .name("checkpoint".to_string())
+            .spawn(move || work().map_err(|error| error.to_string()));
+        match spawned {
+            Ok(handle) => Job::Running(handle),
+            Err(error) => Job::Done(Err(format!("no thread for saving: {error}"))),
+        }
+    }
+
+    /// What came of it, if it is done or to be waited for.
+    fn outcome(&mut self, wait: bool) -> Option<&Outcome> {
+        if let Job::Running(handle) = self {
+            if !wait && !handle.is_finished() {
+                return None;
+            }
+            let Job::Running(handle) = std::mem::replace(self, Job::Done(Ok(Vec::new()))) else { unreachable!() };
+            *self = Job::Done(handle.join().unwrap_or_else(|_| Err("the thread that saves has panicked".to_string())));
+        }
+        match self {
+            Job::Done(outcome) => Some(outcome),
+            Job::Running(_) => None,
+        }
+    }
+}
+
+impl Saver {
+    pub(crate) fn new(
+        store: Arc<Store>,
+        world: Arc<Group>,
+        recipe: CheckpointsRecipe,
+        about: Value,
+        asked: Asked,
+        last_step: u64,
+    ) -> Self {
+        Saver { store, world, recipe, about, asked, last: Instant::now(), last_step, under_way: None, given_up: None }
+    }
+
+    /// Why the last save was given up, if it was.
+    pub(crate) fn given_up(self) -> Option<String> {
+        self.given_up
+    }
+
+    /// Looks after checkpoints when a step is done: whether one is due, and how the one under way goes.
+    pub(crate) fn after_step(&mut self, trainer: &mut Trainer, last: bool, say: &mut dyn FnMut(&str)) -> Result<Next> {
+        let step = trainer.progress().step;
+        let is_first = self.world.rank() == 0;
+        let timed = |minutes: f64| is_first && self.last.elapsed().as_secs_f64() >= 60. * minutes;
+        let own = [
+            self.asked.save.swap(false, Ordering::Relaxed),
+            self.asked.end.load(Ordering::Relaxed),
+            self.recipe.every_minutes.is_some_and(timed),
+            self.under_way.as_mut().is_some_and(|save| save.job.outcome(false).is_none()),
+        ];
+        let all = self.world.all_reduce("checkpoints", Reduce::Max, own.map(i64::from).to_vec()).wait()?;
+        let [save, end, timed, unfinished] = [all[0], all[1], all[2], all[3]].map(|any| any != 0);
+        if self.under_way.is_some() && !unfinished {
+            self.advance(say)?;
+        }
+        let stepped = self.recipe.every_steps.is_some_and(|every| step.is_multiple_of(every));
+        let must = save || end || last;
+        if (must || stepped || timed) && self.last_step != step {
+            if must {
+                self.finish(say)?;
+            }
+            match &self.under_way {
+                Some(save) if stepped => {
+                    say(&format!("step {step} is not saved: the save of step {} is still under way", save.step));
+                }
+                // By the clock it is due until it is there.
+                Some(_) => (),
+                None => self.begin(trainer, step, say)?,
+            }
+        }
+        if end || last {
+            self.finish(say)?;
+        }
+        Ok(if end { Next::End } else { Next::GoOn })
+    }
+
+    /// Copies what is to be written, and begins to write it.
+    fn begin(&mut self, trainer: &mut Trainer, step: u64, say: &mut dyn FnMut(&str)) -> Result<()> {
+        let began = Instant::now();
+        let own = if self.world.rank() == 0 { i64::from(SaveId::new().number()) } else { 0 };
+        let id = self.world.all_reduce("checkpoint's id", Reduce::Max, vec![own]).wait()?[0];
+        let id = SaveId::from(id as u32);
+        let layouts = trainer.layouts();
+        let files = Arc::new(trainer.snapshot(&layouts, id)?);
+        let mut training = self.about.clone();
+        training["progress"] =
+            serde_json::to_value(trainer.progress()).map_err(|error| Error::Checkpoint(error.to_string()))?;
+        let job = self.write_files(step, &files, 1);
+        let stood = began.elapsed();
+        self.under_way =
+            Some(Save { step, id, training, layouts, files, phase: Phase::Files, job, attempt: 1, began, stood });
+        (self.last, self.last_step) = (Instant::now(), step);
+        if !self.recipe.background {
+            self.finish(say)?;
+        }
+        Ok(())
+    }
+
+    /// Waits for the save under way.
+    pub(crate) fn finish(&mut self, say: &mut dyn FnMut(&str)) -> Result<()> {
+        while let Some(save) = &mut self.under_way {
+            let waited = Instant::now();
+            // Ranks may be minutes apart, which is longer than they wait for each other in one call.
+            loop {
+                let running = i64::from(save.job.outcome(false).is_none());
+                if self.world.all_reduce("checkpoint under way", Reduce::Max, vec![running]).wait()?[0] == 0 {
+                    break;
+                }
+                std::thread::sleep(POLL);
+            }
+            save.stood += waited.elapsed();
+            self.advance(say)?;
+        }
+        Ok(())
+    }
+
+    /// Every rank is through with its part of the phase, or will be: on to the next.
+    fn advance(&mut self, say: &mut dyn FnMut(&str)) -> Result<()> {
+        let Some(mut save) = self.under_way.take() else { return Ok(()) };
+        let own = match save.job.outcome(true) {
+            Some(Ok(_)) => Ok(()),
+            Some(Err(error)) => Err(error.clone()),
+            None => Err("the thread that saves is gone".to_string()),
+        };
+        if let Err(error) = agreed(&self.world, own)? {
+            return self.failed(save, &error, say);
+        }
+        let (step, store) = (save.step, self.store.clone());
+        save.phase = match &save.phase {
+            Phase::Files => {
+                let tables = self.tables(&save)?;
+                let entries = tables.iter().map(|(entry, _)| entry.clone()).collect();
+                save.job = Job::spawn(move || {
+                    for (entry, table) in &tables {
+                        table.as_ref().map_or(Ok(()), |table| write_table(&store, step, entry, table))?;
+                    }
+                    Ok(Vec::new())
+                });
+                Phase::Tables(entries)
+            }
+            Phase::Tables(entries) => {
+                let manifest = Box::new(Manifest {
+                    format: FORMAT,
+                    written_by: format!("shardwise {}", env!("CARGO_PKG_VERSION")),
+                    step,
+                    training: save.training.clone(),
+                    units: entries.clone(),
+                });
+                save.job = self.write_manifest(manifest.clone(), 1);
+                Phase::Manifest(manifest)
+            }
+            Phase::Manifest(_) => {
+                let bytes: u64 =
+                    save.layouts.iter().flat_map(|layout| layout.files(save.id)).map(|file| file.bytes()).sum();
+                let (took, stood) = (save.began.elapsed().as_secs_f64(), save.stood.as_secs_f64());
+                say(&format!(
+                    "saved {}: {:.1} MB in {took:.1} s, of which training stood still for {stood:.2} s",
+                    self.store.display(&folder_of(step)),
+                    bytes as f64 / 1e6,
+                ));
+                let (is_first, id, recipe) = (self.world.rank() == 0, save.id, self.recipe.clone());
+                save.files = Arc::default();
+                self.given_up = None;
+                save.job = Job::spawn(move || {
+                    if is_first {
+                        let kept = kept(&recipe, &store.steps()?);
+                        store.tidy(step, id, |step| kept.contains(&step))?;
+                    }
+                    Ok(Vec::new())
+                });
+                Phase::Tidy
+            }
+            Phase::Tidy => return Ok(()),
+        };
+        self.under_way = Some(save);
+        Ok(())
+    }
+
+    /// Says why a save failed, and tries again or gives it up.
+    fn failed(&mut self, mut save: Save, error: &str, say: &mut dyn FnMut(&str)) -> Result<()> {
+        let name = folder_of(save.step);
+        if let Phase::Tidy = save.phase {
+            say(&format!("{name} is saved, and what it replaces could not be removed: {error}"));
+            return Ok(());
+        }
+        match save.attempt < ATTEMPTS {
+            true => {
+                say(&format!("{name} could not be saved, and will be tried again: {error}"));
+                save.attempt += 1;
+                match &save.phase {
+                    // It may be in place though the storage says otherwise, so what it names stays.
+                    Phase::Manifest(manifest) => save.job = self.write_manifest(manifest.clone(), save.attempt),
+                    _ => {
+                        save.job = self.write_files(save.step, &save.files, save.attempt);
+                        save.phase = Phase::Files;
+                    }
+                }
+                self.under_way = Some(save);
+            }
+            false => {
+                say(&format!("{name} is not saved, after {ATTEMPTS} attempts: {error}; training goes on"));
+                if !matches!(save.phase, Phase::Manifest(_)) {
+                    discard(&self.store, save.step, &save.files);
+                }
+                self.given_up = Some(error.to_string());
+            }
+        }
+        Ok(())
+    }
+
+    /// The first rank does.
+    fn write_manifest(&self, manifest: Box<Manifest>, attempt: u32) -> Job {
+        let (store, is_first) = (self.store.clone(), self.world.rank() == 0);
+        Job::spawn(move || {
+            std::thread::sleep(WAIT * (attempt - 1));
+            if is_first {
+                write_manifest(&store, &manifest)?;
+            }
+            Ok(Vec::new())
+        })
+    }
+
+    fn write_files(&self, step: u64, files: &Arc<Vec<OwnFile>>, attempt: u32) -> Job {
+        let (store, files) = (self.store.clone(), files.clone());
+        Job::spawn(move || {
+            if attempt > 1 {
+                // What is there already may be what leaves no room.
+                discard(&store, step, &files);
+                std::thread::sleep(WAIT * (attempt - 1));
+            }
+            files.iter().map(|file| write_file(&store, step, &file.name, &file.contents)).collect()
+        })
+    }
+
+    /// What the manifest says of every unit, and its table where this rank writes it. Every rank has hashes of its own files; all
+    /// of them together are the sum.
+    fn tables(&self, save: &Save) -> Result<Vec<(UnitEntry, Option<Table>)>> {
+        let Job::Done(Ok(hashes)) = &save.job else {
+            return Err(Error::Checkpoint("files are written first".to_string()));
+        };
+        let (rank, ranks) = (self.world.rank(), self.world.size());
+        let mut tables = Vec::new();
+        for (unit, layout) in save.layouts.iter().enumerate() {
+            let plans = layout.files(save.id);
+            let mut words = vec![0i64; 4 * plans.iter().map(FilePlan::pieces).sum::<usize>()];
+            for (file, hashes) in save.files.iter().zip(hashes).filter(|(file, _)| file.unit == unit) {
+                let before: usize = plans[..file.file].iter().map(FilePlan::pieces).sum();
+                for (four, hash) in words[4 * before..].chunks_exact_mut(4).zip(hashes) {
+                    four.copy_from_slice(&hash.words());
+                }
+            }
+            let words = self.world.all_reduce("checkpoint's hashes", Reduce::Sum, words).wait()?;
+            let pieces: Vec<Hash> =
+                words.chunks_exact(4).map(|four| Hash::from_words([four[0], four[1], four[2], four[3]])).collect();
+            let table = layout.table(save.id, &pieces);
+            let entry = layout.entry(save.id, &table);
+            tables.push((entry, (unit % ranks == rank).then_some(table)));
+        }
+        Ok(tables)
+    }
+}
+
+/// Which of these steps, the newest first, are to be kept.
+fn kept(recipe: &CheckpointsRecipe, steps: &[u64]) -> BTreeSet<u64> {
+    let last = steps.iter().copied().take(recipe.keep_last.unwrap_or(usize::MAX));
+    let every =
+        recipe.keep_every.into_iter().flat_map(|every| steps.iter().copied().filter(move |step| step % every == 0));
+    last.chain(every).collect()
+}
+
+/// Removes what this rank has written for a save that failed, where that is possible.
+fn discard(store: &Store, step: u64, files: &[OwnFile]) {
+    for file in files {
+        drop(store.remove(&format!("{}/{}", folder_of(step), file.name)));
+    }
+}
+
+/// How long a message between ranks may be.
+const MESSAGE_BYTES: usize = 1 << 10;
+
+/// Whether all ranks have done something, or else what the first of those that have not says.
+pub(crate) fn agreed(world: &Group, own: std::result::Result<(), String>) -> Result<std::result::Result<(), String>> {
+    let key = if own.is_err() { (world.size() - world.rank()) as i64 } else { 0 };
+    let first = world.all_reduce("agreement", Reduce::Max, vec![key]).wait()?[0];
+    if first == 0 {
+        return Ok(Ok(()));
+    }
+    let first = world.size() - first as usize;
+    let mut message = own.err().unwrap_or_default().into_bytes();
+    message.resize(MESSAGE_BYTES, 0);
+    let message = world.broadcast("why not", first, message).wait()?;
+    let message = String::from_utf8_lossy(&message);
+    let message = message.trim_end_matches(['\0', char::REPLACEMENT_CHARACTER]);
+    Ok(Err(match world.size() {
+        1 => message.to_string(),
+        _ => format!("rank {first}: {message}"),
+    }))
+}
+
+/// What a manifest says of a run beside its progress.
+pub(crate) fn about(recipe: &Recipe, data: Value) -> Value {
+    json!({
+        "data": data,
+        "recipe": recipe.text,
+        // As Hugging Face describes the model, for export.
+        "model": recipe.config(),
+        "began_with": recipe.weights(),
+        "versions": {
+            "shardwise": env!("CARGO_PKG_VERSION"),
+            "libtorch": shardwise_torch::libtorch_version(),
+        },
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_ones_and_every_so_manieth_are_kept() {
+        let recipe = CheckpointsRecipe { keep_last: Some(2), keep_every: Some(30), ..CheckpointsRecipe::at("folder") };
+        assert_eq!(kept(&recipe, &[70, 60, 50, 40, 30, 20]), BTreeSet::from([70, 60, 30]));
+        let all = CheckpointsRecipe { keep_last: None, keep_every: None, ..recipe };
+        assert_eq!(kept(&all, &[70, 60]).len(), 2);
+    }
+}

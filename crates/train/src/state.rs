@@ -1,0 +1,209 @@
+//! What of a trainer a checkpoint has, and how a trainer begins with it.
+
+use std::collections::HashMap;
+use std::ops::Range;
+
+use bytes::Bytes;
+use serde::{Deserialize, Serialize};
+use shardwise_checkpoint::{Band, Checkpoint, FILE_BYTES, SaveId, Tensor, UnitLayout, UnitReader};
+use shardwise_model::{Model, Parameter, Unit};
+use shardwise_plan::Dtype;
+use shardwise_zero::StartError;
+
+use crate::{Error, Options, Ranks, Result, Trainer};
+
+/// What training needs to go on, beside tensors.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Progress {
+    /// Steps so far.
+    pub step: u64,
+    /// How many of them updated anything.
+    pub updates: u32,
+    /// How many were skipped.
+    pub skipped: u64,
+    /// What the loss is multiplied by for the backward pass, where that moves.
+    pub loss_scale: Option<f64>,
+    /// Since when it has gone well.
+    pub good_steps: u32,
+}
+
+/// A file that this rank writes, in memory.
+pub(crate) struct OwnFile {
+    /// The unit's place in the model.
+    pub(crate) unit: usize,
+    /// The file's place among the unit's.
+    pub(crate) file: usize,
+    pub(crate) name: String,
+    pub(crate) contents: Vec<Bytes>,
+}
+
+/// How a model is laid out in a checkpoint that `owners` ranks write.
+pub(crate) fn layouts(model: &Model, options: &Options, owners: usize) -> Vec<UnitLayout> {
+    let unit = |(turn, unit): (usize, &Unit)| UnitLayout {
+        name: unit.name().to_string(),
+        bands: bands(unit.parameters(), options),
+        owners,
+        turn,
+        file_bytes: FILE_BYTES,
+    };
+    model.units().iter().enumerate().map(unit).collect()
+}
+
+/// The buffers of a unit, in the order of [`shardwise_zero::ShardedUnit::saved`].
+fn bands(parameters: &[Parameter], options: &Options) -> Vec<Band> {
+    let band = |dtype, trainable: bool, name: &dyn Fn(&Parameter) -> String| Band {
+        dtype,
+        tensors: parameters
+            .iter()
+            .filter(|parameter| parameter.trainable == trainable)
+            .map(|parameter| Tensor { name: name(parameter), shape: shape(parameter) })
+            .collect(),
+    };
+    let masters = band(Dtype::F32, true, &|parameter| parameter.name.clone());
+    let states = options.optimizer.state_names().iter();
+    let states = states.map(|state| band(Dtype::F32, true, &|parameter| state_name(parameter, state)));
+    let frozen = band(options.precision.parameters, false, &|parameter| parameter.name.clone());
+    std::iter::once(masters).chain(states).chain([frozen]).collect()
+}
+
+fn state_name(parameter: &Parameter, state: &str) -> String {
+    format!("{}/{state}", parameter.name)
+}
+
+pub(crate) fn shape(parameter: &Parameter) -> Vec<u64> {
+    parameter.shape.iter().map(|&size| size as u64).collect()
+}
+
+impl Trainer {
+    /// Where it stands.
+    pub fn progress(&self) -> Progress {
+        Progress {
+            step: self.steps,
+            updates: self.shards[self.first_trained].updates(),
+            skipped: self.skipped,
+            loss_scale: self.scale.moving(),
+            good_steps: self.scale.good_steps(),
+        }
+    }
+
+    pub(crate) fn layouts(&self) -> Vec<UnitLayout> {
+        layouts(&self.model, &self.options, self.ranks.groups.shard.size())
+    }
+
+    /// Copies what this rank is to write, its own slices and those that others send it. Replicas have the same, and take
+    /// turns.
+    pub(crate) fn snapshot(&mut self, layouts: &[UnitLayout], save: SaveId) -> Result<Vec<OwnFile>> {
+        let Ranks { world, groups } = &self.ranks;
+        let (replicas, replica) = (groups.replicate.size(), groups.replicate.rank());
+        let (me, label) = (groups.shard.rank(), "checkpoint");
+        let world_rank = |owner: usize| groups.shard.ranks().rank_at(owner);
+        let mut own_files = Vec::new();
+        for (unit, (layout, shard)) in layouts.iter().zip(&mut self.shards).enumerate() {
+            shard.settle()?;
+            if unit % replicas != replica {
+                continue;
+            }
+            let saved = shard.saved();
+            let mut sent = Vec::new();
+            for (file, plan) in layout.files(save).into_iter().enumerate() {
+                // What others have is received while this rank copies its own.
+                let mut contents = Vec::new();
+                for segment in plan.segments.iter().filter(|segment| segment.bytes > 0) {
+                    let copied = || copied(&saved[segment.band], segment.bytes);
+                    match (segment.owner == me, plan.writer == me) {
+                        (true, true) => contents.push(Content::Here(copied()?)),
+                        (true, false) => sent.push(world.send(label, world_rank(plan.writer), copied()?)),
+                        (false, true) => {
+                            let room = vec![0; segment.bytes as usize];
+                            contents.push(Content::Coming(world.receive(label, world_rank(segment.owner), room)));
+                        }
+                        (false, false) => (),
+                    }
+                }
+                if plan.writer == me {
+                    let header = Bytes::from(plan.header);
+                    let rest = contents.into_iter().map(Content::wait);
+                    let contents = std::iter::once(Ok(header)).chain(rest).collect::<Result<_>>()?;
+                    own_files.push(OwnFile { unit, file, name: plan.name, contents });
+                }
+            }
+            for pending in sent {
+                pending.wait()?;
+            }
+        }
+        Ok(own_files)
+    }
+
+    /// A trainer that goes on from a checkpoint, of any number of ranks and any stage.
+    pub fn resumed(model: Model, ranks: Ranks, options: Options, checkpoint: &Checkpoint) -> Result<Self> {
+        let progress: Progress = serde_json::from_value(checkpoint.manifest().training["progress"].clone())
+            .map_err(|error| Error::Checkpoint(format!("{}: its progress: {error}", checkpoint.name())))?;
+        let mut readers = Readers { checkpoint, open: None };
+        let units: Vec<(String, Vec<Parameter>)> =
+            model.units().iter().map(|unit| (unit.name().to_string(), unit.parameters().to_vec())).collect();
+        let owned = |(unit, parameters): &'_ (String, Vec<Parameter>)| {
+            parameters.iter().map(|parameter| (parameter.name.clone(), unit.clone())).collect::<Vec<_>>()
+        };
+        let unit_of: HashMap<String, String> = units.iter().flat_map(owned).collect();
+        let mut trainer = Trainer::new(model, ranks, options, &mut |parameter, range, elements| {
+            readers.read(&unit_of[&parameter.name], parameter, &parameter.name, range, elements)
+        })?;
+        let states = options.optimizer.state_names();
+        // Before the first update they are what they begin with, and an imported checkpoint has none.
+        let shards = trainer.shards.iter_mut().zip(&units).filter(|_| progress.updates > 0);
+        for (shard, (unit, parameters)) in shards {
+            shard.resume(progress.updates, &mut |parameter, state, range, elements| {
+                let parameter = &parameters[parameter];
+                readers.read(unit, parameter, &state_name(parameter, states[state]), range, elements)
+            })?;
+        }
+        trainer.steps = progress.step;
+        trainer.skipped = progress.skipped;
+        trainer.scale.resume(progress.loss_scale, progress.good_steps);
+        Ok(trainer)
+    }
+}
+
+/// The unit of a checkpoint that is being read: parameters are asked for unit by unit.
+struct Readers<'a> {
+    checkpoint: &'a Checkpoint,
+    open: Option<(String, UnitReader)>,
+}
+
+impl Readers<'_> {
+    fn read(
+        &mut self,
+        unit: &str,
+        parameter: &Parameter,
+        tensor: &str,
+        range: Range<usize>,
+        elements: &mut [f32],
+    ) -> std::result::Result<(), StartError> {
+        if self.open.as_ref().is_none_or(|(name, _)| name != unit) {
+            self.open = Some((unit.to_string(), self.checkpoint.unit(unit)?));
+        }
+        let (_, reader) = self.open.as_mut().expect("it has just been opened");
+        Ok(reader.read_f32(tensor, &shape(parameter), range.start as u64..range.end as u64, elements)?)
+    }
+}
+
+enum Content {
+    Here(Vec<u8>),
+    Coming(shardwise_comm::Pending<Vec<u8>>),
+}
+
+impl Content {
+    fn wait(self) -> Result<Bytes> {
+        match self {
+            Content::Here(bytes) => Ok(bytes.into()),
+            Content::Coming(pending) => Ok(pending.wait()?.into()),
+        }
+    }
+}
+
+/// A tensor's elements in the memory of the host.
+fn copied(tensor: &shardwise_torch::tch::Tensor, bytes: u64) -> Result<Vec<u8>> {
+    let mut copy = vec![0; bytes as usize];
+    tensor.f_copy_data_u8(&mut copy, tensor.numel()).map_err(|error| Error::Copy(error.to_string()))?;
+    Ok(copy)
+}

@@ -1,0 +1,77 @@
+"""Models of Hugging Face's transformers, as others train and save them.
+
+    python hugging_face.py make FOLDER       random models of every family, each with tokens and the logits for them
+    python hugging_face.py check FOLDER      models that were exported to FOLDER/NAME/exported give the logits beside them
+"""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+import torch  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+COMMON = dict(vocab_size=101, hidden_size=48, intermediate_size=112, num_hidden_layers=2, num_attention_heads=6)
+LLAMA3 = dict(
+    rope_type="llama3",
+    rope_theta=500000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=16,
+)
+CONFIGS = {
+    "llama2": LlamaConfig(**COMMON, num_key_value_heads=6, max_position_embeddings=64),
+    "llama3": LlamaConfig(
+        **COMMON, num_key_value_heads=2, max_position_embeddings=128, rope_parameters=LLAMA3, tie_word_embeddings=True
+    ),
+    "mistral": MistralConfig(**COMMON, num_key_value_heads=3, head_dim=10, sliding_window=7),
+    "qwen2": Qwen2Config(**COMMON, num_key_value_heads=2, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**COMMON, num_key_value_heads=3, head_dim=12),
+    "gpt2": GPT2Config(vocab_size=101, n_positions=32, n_embd=48, n_layer=2, n_head=6),
+}
+
+
+def logits(model, tokens):
+    model.eval()
+    with torch.no_grad():
+        return model(tokens).logits.contiguous()
+
+
+def make(folder: Path):
+    for number, (name, config) in enumerate(CONFIGS.items()):
+        torch.manual_seed(number)
+        config._attn_implementation = "eager"
+        model = AutoModelForCausalLM.from_config(config)
+        # Norms and biases begin with ones and zeros, which would hide where they are left out.
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+        # Several files, so that the index is read.
+        model.save_pretrained(folder / name, max_shard_size="100KB")
+        tokens = torch.randint(101, (2, 24))
+        save_file({"tokens": tokens, "logits": logits(model, tokens)}, folder / f"{name}.safetensors")
+        (folder / name / "tokenizer.json").write_text('{"stands for": "a tokenizer"}')
+        print(name)
+
+
+def check(folder: Path):
+    for name in CONFIGS:
+        model = AutoModelForCausalLM.from_pretrained(folder / name / "exported", attn_implementation="eager")
+        ours = load_file(folder / f"{name}.trained.safetensors")
+        difference = (logits(model, ours["tokens"]) - ours["logits"]).abs().max().item()
+        assert difference < 1e-4, f"{name}: logits differ by {difference}"
+        assert (folder / name / "exported" / "tokenizer.json").exists(), f"{name}: no tokenizer"
+        print(f"{name} {difference:.1e}")
+
+
+{"make": make, "check": check}[sys.argv[1]](Path(sys.argv[2]))
