@@ -25,6 +25,13 @@ pub(crate) const CLAIMS: &[Claim] = &[
         heavy: true,
         measure: speed,
     },
+    Claim {
+        group: "checkpoints",
+        name: "s3",
+        what: "an S3 server that is killed in mid-save and started again: the run goes on, says so, and saves; old checkpoints verify",
+        heavy: true,
+        measure: s3,
+    },
 ];
 
 fn recipe(model: &str, batch: &str, steps: u64, checkpoints: &str) -> String {
@@ -42,9 +49,10 @@ struct Running {
 }
 
 impl Running {
-    fn new(program: &Path, recipe: &Path) -> Result<Self> {
+    fn new(program: &Path, recipe: &Path, variables: &[(&str, &str)]) -> Result<Self> {
         let mut command = Command::new(program);
         command.arg("train").arg(recipe).args(["-n", "2"]).env("OMP_NUM_THREADS", "1");
+        command.envs(variables.iter().copied());
         let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
         let lines = BufReader::new(child.stdout.take().context("its output")?).lines();
         Ok(Running { child, lines, seen: Vec::new() })
@@ -96,7 +104,7 @@ fn killed() -> Result<Verdict> {
     std::fs::write(&path, recipe(model, "sequences = 1\npositions = 8", 1_000_000, often))?;
     let (mut newest, mut torn, mut random) = (0, 0, 1u64);
     for round in 0..KILLS {
-        let mut running = Running::new(&program, &path)?;
+        let mut running = Running::new(&program, &path, &[])?;
         running.until("saved ").with_context(|| format!("round {round}"))?;
         let text = running.seen.join("\n");
         ensure!(!text.contains("damaged"), "round {round}: {text}");
@@ -192,7 +200,7 @@ fn saved(program: &Path, folder: &Path, background: bool) -> Result<Saved> {
     let model = "vocabulary = 16000\nwidth = 1024\nblocks = 24\nheads = 16\nmlp_width = 2816\ntied = true";
     let when = format!("every_steps = {FIRST_SAVE}\nkeep_last = 1\nbackground = {background}");
     std::fs::write(&path, recipe(model, "sequences = 1\npositions = 128", STEPS, &when))?;
-    let mut running = Running::new(program, &path)?;
+    let mut running = Running::new(program, &path, &[])?;
     let mut at = Vec::new();
     let mut ended = None;
     let gib = |line: &str| line.split_whitespace().rev().nth(1).and_then(|number| number.parse::<f64>().ok());
@@ -240,4 +248,87 @@ fn dd(folder: &Path, bytes: f64) -> Result<f64> {
     let seconds = started.elapsed().as_secs_f64();
     std::fs::remove_file(file)?;
     Ok(seconds)
+}
+
+// ---- S3 ---------------------------------------------------------------------------------------------------------------
+
+const S3_SERVER: &str = "0.14.1";
+const PORT: &str = "18014";
+const KEYS: [(&str, &str); 5] = [
+    ("AWS_ACCESS_KEY_ID", "AKEXAMPLES3S"),
+    ("AWS_SECRET_ACCESS_KEY", "SKEXAMPLES3S"),
+    ("AWS_ENDPOINT", "http://127.0.0.1:18014"),
+    ("AWS_ALLOW_HTTP", "true"),
+    ("AWS_REGION", "us-east-1"),
+];
+
+/// A server of `s3s-fs` on loopback, which keeps a bucket in a folder.
+struct Server(Child);
+
+impl Server {
+    fn start(folder: &Path) -> Result<Self> {
+        let home = std::env::var("SHARDWISE_HOME").map(PathBuf::from);
+        let home = home.or_else(|_| std::env::var("HOME").map(|home| Path::new(&home).join(".cache/shardwise")))?;
+        let program = home.join("tools/bin/s3s-fs");
+        if !program.exists() {
+            println!("installing s3s-fs {S3_SERVER} with cargo");
+            let mut install = Command::new(env!("CARGO"));
+            install.args(["install", "--locked", "--quiet", "--features", "binary", "--root"]).arg(home.join("tools"));
+            output_of(install.arg(format!("s3s-fs@{S3_SERVER}")))?;
+        }
+        let mut command = Command::new(&program);
+        command.args(["--host", "127.0.0.1", "--port", PORT, "--access-key", KEYS[0].1, "--secret-key", KEYS[1].1]);
+        let child = command.arg(folder).stdout(Stdio::null()).stderr(Stdio::null()).spawn()?;
+        let server = Server(child);
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while std::net::TcpStream::connect(format!("127.0.0.1:{PORT}")).is_err() {
+            ensure!(Instant::now() < deadline, "{} does not listen on port {PORT}", program.display());
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        Ok(server)
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        drop(self.0.kill());
+        drop(self.0.wait());
+    }
+}
+
+fn s3() -> Result<Verdict> {
+    let program = shardwise()?;
+    let scratch = Scratch::new("s3")?;
+    let (path, objects) = (scratch.path().join("recipe.toml"), scratch.path().join("objects"));
+    std::fs::create_dir_all(objects.join("bucket"))?;
+    let model = "vocabulary = 32000\nwidth = 256\nblocks = 4\nheads = 4\nmlp_width = 700\ntied = true";
+    let text = recipe(model, "sequences = 1\npositions = 32", 1_000_000, "every_steps = 40\nkeep_last = 9");
+    std::fs::write(&path, text.replace("\"saved\"", "\"s3://bucket/runs/one\""))?;
+    let server = Server::start(&objects)?;
+    let mut running = Running::new(&program, &path, &KEYS)?;
+    running.until("saved ")?;
+    // In the middle of the next one: it has begun when its step is done, and takes a while.
+    running.until("step      80/")?;
+    std::thread::sleep(Duration::from_millis(100));
+    drop(server);
+    let (_, failure) = running.until("could not be saved, and will be tried again")?;
+    println!("{failure}");
+    running.until("  loss ")?;
+    let server = Server::start(&objects)?;
+    let (_, saved) = running.until("saved ")?;
+    println!("{saved}");
+    running.until("saved ")?;
+    Command::new("kill").arg("-USR2").args(&ranks_of(&path)?[..1]).status()?;
+    running.until("as it was asked to")?;
+    let mut verify = Command::new(&program);
+    verify.args(["checkpoint", "verify", "s3://bucket/runs/one"]).envs(KEYS);
+    let verified = output_of(&mut verify)?;
+    print!("{verified}");
+    drop(server);
+    let whole = verified.matches(": whole").count();
+    Ok(Verdict {
+        figure: format!("{whole} checkpoints, all whole; the run went on"),
+        bar: "the run goes on, the error is said, the next save succeeds, old ones verify".to_string(),
+        holds: whole >= 3 && !verified.contains("damaged"),
+    })
 }
