@@ -24,23 +24,19 @@ pub(crate) fn resumed(
     for &step in &steps {
         let begun = attempt(recipe, store, ranks, options, step);
         let refused = begun.as_ref().err().filter(|why| !why.is_damage).map(|why| why.text.clone());
-        if let Err(text) = agreed(&ranks.world, refused.map_or(Ok(()), Err))? {
-            return Err(Error::Checkpoint(text));
-        }
-        let damaged = begun.as_ref().err().map(|why| why.text.clone());
-        match (agreed(&ranks.world, damaged.map_or(Ok(()), Err))?, begun) {
-            (Ok(()), Ok(trainer)) => {
+        agreed(&ranks.world, refused.map_or(Ok(()), Err))?.map_err(Error::Checkpoint)?;
+        match agreed(&ranks.world, begun.map_err(|why| why.text))? {
+            Ok(trainer) => {
                 say(&format!(
                     "goes on after step {step}, from {}",
                     store.display(&shardwise_checkpoint::folder_of(step))
                 ));
                 return Ok(Some(trainer));
             }
-            (Err(text), _) => {
+            Err(text) => {
                 say(&format!("the checkpoint of step {step} is damaged and not used: {text}"));
                 damage.push(step);
             }
-            (Ok(()), Err(why)) => return Err(Error::Checkpoint(why.text)),
         }
     }
     match damage.is_empty() {
@@ -110,8 +106,7 @@ fn why(error: &shardwise_checkpoint::Error) -> Why {
 /// The steps that have a manifest, the newest first, as the first rank sees them.
 fn steps(store: &Store, world: &Group) -> Result<Vec<u64>> {
     let own = if world.rank() == 0 { store.steps() } else { Ok(Vec::new()) };
-    let steps = own.as_ref().map(Clone::clone).unwrap_or_default();
-    agreed(world, own.map(drop).map_err(|error| error.to_string()))?.map_err(Error::Checkpoint)?;
+    let steps = agreed(world, own.map_err(|error| error.to_string()))?.map_err(Error::Checkpoint)?;
     let count = world.broadcast("number of checkpoints", 0, vec![steps.len() as i64]).wait()?[0];
     let mut steps: Vec<i64> = steps.into_iter().map(|step| step as i64).collect();
     steps.resize(count as usize, 0);

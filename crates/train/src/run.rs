@@ -157,9 +157,8 @@ pub fn run(recipe: &Recipe, world: &Arc<Group>, asked: &Asked, out: &mut dyn Wri
 
 /// The place for checkpoints, which every rank can reach or none uses.
 fn opened(folder: &str, world: &Group) -> Result<Arc<Store>> {
-    let store = Store::create(folder).map_err(|error| error.to_string());
-    agreed(world, store.as_ref().map(drop).map_err(Clone::clone))?.map_err(Error::Checkpoint)?;
-    store.map(Arc::new).map_err(Error::Checkpoint)
+    let store = Store::create(folder).map(Arc::new).map_err(|error| error.to_string());
+    agreed(world, store)?.map_err(Error::Checkpoint)
 }
 
 /// A trainer whose parameters begin as the recipe says.
@@ -168,8 +167,7 @@ fn begun(recipe: &Recipe, model: Model, ranks: Ranks, options: Options) -> Resul
         return Trainer::new(model, ranks, options, &mut from_seed(recipe.start.seed.unwrap_or(1)));
     };
     let weights = Weights::open(address).map_err(|error| error.to_string());
-    agreed(&ranks.world, weights.as_ref().map(drop).map_err(Clone::clone))?.map_err(Error::Checkpoint)?;
-    let weights = weights.map_err(Error::Checkpoint)?;
+    let weights = agreed(&ranks.world, weights)?.map_err(Error::Checkpoint)?;
     Trainer::new(model, ranks, options, &mut from_weights(&weights))
 }
 

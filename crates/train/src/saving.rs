@@ -113,10 +113,10 @@ impl Job {
         }
     }
 
-    /// What came of it, if it is done or to be waited for.
-    fn outcome(&mut self, wait: bool) -> Option<&Outcome> {
+    /// What came of it, if it is done.
+    fn outcome(&mut self) -> Option<&Outcome> {
         if let Job::Running(handle) = self {
-            if !wait && !handle.is_finished() {
+            if !handle.is_finished() {
                 return None;
             }
             let Job::Running(handle) = std::mem::replace(self, Job::Done(Ok(Vec::new()))) else { unreachable!() };
@@ -155,7 +155,7 @@ impl Saver {
             self.asked.save.swap(false, Ordering::Relaxed),
             self.asked.end.load(Ordering::Relaxed),
             self.recipe.every_minutes.is_some_and(timed),
-            self.under_way.as_mut().is_some_and(|save| save.job.outcome(false).is_none()),
+            self.under_way.as_mut().is_some_and(|save| save.job.outcome().is_none()),
         ];
         let all = self.world.all_reduce("checkpoints", Reduce::Max, own.map(i64::from).to_vec()).wait()?;
         let [save, end, timed, unfinished] = [all[0], all[1], all[2], all[3]].map(|any| any != 0);
@@ -211,7 +211,7 @@ impl Saver {
             let waited = Instant::now();
             // Ranks may be minutes apart, which is longer than they wait for each other in one call.
             loop {
-                let running = i64::from(save.job.outcome(false).is_none());
+                let running = i64::from(save.job.outcome().is_none());
                 if self.world.all_reduce("checkpoint under way", Reduce::Max, vec![running]).wait()?[0] == 0 {
                     break;
                 }
@@ -223,13 +223,13 @@ impl Saver {
         Ok(())
     }
 
-    /// Every rank is through with its part of the phase, or will be: on to the next.
+    /// Every rank is through with its part of the phase: on to the next.
     fn advance(&mut self, say: &mut dyn FnMut(&str)) -> Result<()> {
         let Some(mut save) = self.under_way.take() else { return Ok(()) };
-        let own = match save.job.outcome(true) {
+        let own = match save.job.outcome() {
             Some(Ok(_)) => Ok(()),
             Some(Err(error)) => Err(error.clone()),
-            None => Err("the thread that saves is gone".to_string()),
+            None => Err("a phase ended before this rank was through with it".to_string()),
         };
         if let Err(error) = agreed(&self.world, own)? {
             return self.failed(save, &error, say);
@@ -387,12 +387,12 @@ fn discard(store: &Store, step: u64, files: &[OwnFile]) {
 /// How long a message between ranks may be.
 const MESSAGE_BYTES: usize = 1 << 10;
 
-/// Whether all ranks have done something, or else what the first of those that have not says.
-pub(crate) fn agreed(world: &Group, own: std::result::Result<(), String>) -> Result<std::result::Result<(), String>> {
+/// What this rank has, if all ranks have theirs; or else what the first of those that have not says.
+pub(crate) fn agreed<T>(world: &Group, own: std::result::Result<T, String>) -> Result<std::result::Result<T, String>> {
     let key = if own.is_err() { (world.size() - world.rank()) as i64 } else { 0 };
     let first = world.all_reduce("agreement", Reduce::Max, vec![key]).wait()?[0];
     if first == 0 {
-        return Ok(Ok(()));
+        return Ok(own);
     }
     let first = world.size() - first as usize;
     let mut message = own.err().unwrap_or_default().into_bytes();
