@@ -1,6 +1,7 @@
 """Models of Hugging Face's transformers, as others train and save them.
 
     python hugging_face.py make FOLDER       random models of every family, each with tokens and the logits for them
+    python hugging_face.py large FOLDER      a random Llama of half a billion parameters, in several files
     python hugging_face.py check FOLDER      models that were exported to FOLDER/NAME/exported give the logits beside them
 """
 
@@ -64,6 +65,13 @@ def make(folder: Path):
         print(name)
 
 
+def large(folder: Path):
+    torch.manual_seed(1)
+    shape = dict(vocab_size=32000, hidden_size=1280, intermediate_size=3456, num_hidden_layers=24)
+    config = LlamaConfig(**shape, num_attention_heads=20, num_key_value_heads=20, tie_word_embeddings=True)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder, max_shard_size="500MB")
+
+
 def check(folder: Path):
     for name in CONFIGS:
         model = AutoModelForCausalLM.from_pretrained(folder / name / "exported", attn_implementation="eager")
@@ -74,4 +82,4 @@ def check(folder: Path):
         print(f"{name} {difference:.1e}")
 
 
-{"make": make, "check": check}[sys.argv[1]](Path(sys.argv[2]))
+{"make": make, "large": large, "check": check}[sys.argv[1]](Path(sys.argv[2]))

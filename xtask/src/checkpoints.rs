@@ -6,9 +6,11 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
+use serde::Deserialize;
+use shardwise_harness::launcher;
 
 use crate::claims::{Claim, Verdict};
-use crate::workspace::{Scratch, built, median, output_of};
+use crate::workspace::{Scratch, built, median, output_of, root, tools};
 
 pub(crate) const CLAIMS: &[Claim] = &[
     Claim {
@@ -24,6 +26,13 @@ pub(crate) const CLAIMS: &[Claim] = &[
         what: "4 GB of state: a save that blocks is 0.8 times as fast as dd, and one in the background costs a tenth of it",
         heavy: true,
         measure: speed,
+    },
+    Claim {
+        group: "checkpoints",
+        name: "memory",
+        what: "half a billion parameters of Hugging Face's: 4 ranks read them with no more than slices, the largest unit and 10%; 2 GB are exported in 500 MB",
+        heavy: true,
+        measure: memory,
     },
     Claim {
         group: "checkpoints",
@@ -145,16 +154,16 @@ fn killed() -> Result<Verdict> {
 // ---- speed ------------------------------------------------------------------------------------------------------------
 
 const ROUNDS: usize = 3;
-const FIRST_SAVE: u64 = 6;
-const STEPS: u64 = 60;
+const EVERY: usize = 6;
+const STEPS: usize = 17;
 
-/// What a run of about 4 GB of state took.
+/// What a run with 4 GB of state said of its saves.
 struct Saved {
     bytes: f64,
-    /// From beginning to end.
-    seconds: f64,
-    /// By how much training is later than it would have been.
-    delay: f64,
+    /// From beginning to end, for each save.
+    seconds: Vec<f64>,
+    /// By how much training was later than it would have been, for each save.
+    delays: Vec<f64>,
     /// The most memory of a rank, and what was stated.
     peak: f64,
     stated: f64,
@@ -167,18 +176,17 @@ fn speed() -> Result<Verdict> {
     let mut peaks_hold = true;
     for round in 1..=ROUNDS {
         let blocking = saved(&program, scratch.path(), false)?;
+        let blocked = median(&blocking.seconds);
         let dd = dd(scratch.path(), blocking.bytes)?;
         let background = saved(&program, scratch.path(), true)?;
-        against_dd.push(dd / blocking.seconds);
-        delays.push(background.delay / blocking.seconds);
-        peaks_hold &= background.peak <= background.stated;
+        against_dd.push(dd / blocked);
+        delays.extend(background.delays.iter().map(|delay| delay / blocked));
+        peaks_hold &= background.peak <= background.stated && background.bytes >= 4e9;
         println!(
-            "round {round}: {:.2} GB: blocking {:.1} s, dd {dd:.1} s; in the background {:.1} s, training {:.2} s later; \
+            "round {round}: {:.2} GB: blocking {blocked:.1} s, dd {dd:.1} s; in the background training was {:.2} s later; \
              peak {:.2} GiB of {:.2} stated",
             blocking.bytes / 1e9,
-            blocking.seconds,
-            background.seconds,
-            background.delay,
+            median(&background.delays),
             background.peak,
             background.stated,
         );
@@ -196,42 +204,47 @@ fn speed() -> Result<Verdict> {
 fn saved(program: &Path, folder: &Path, background: bool) -> Result<Saved> {
     drop(std::fs::remove_dir_all(folder.join("saved")));
     let path = folder.join("recipe.toml");
-    // 345 million parameters, of 12 bytes each.
-    let model = "vocabulary = 16000\nwidth = 1024\nblocks = 24\nheads = 16\nmlp_width = 2816\ntied = true";
-    let when = format!("every_steps = {FIRST_SAVE}\nkeep_last = 1\nbackground = {background}");
-    std::fs::write(&path, recipe(model, "sequences = 1\npositions = 128", STEPS, &when))?;
+    // 338 million parameters, of 12 bytes each.
+    let model = "vocabulary = 16000\nwidth = 1024\nblocks = 25\nheads = 16\nmlp_width = 2816\ntied = true";
+    let when = format!("every_steps = {EVERY}\nkeep_last = 1\nbackground = {background}");
+    std::fs::write(&path, recipe(model, "sequences = 1\npositions = 128", STEPS as u64, &when))?;
     let mut running = Running::new(program, &path, &[])?;
     let mut at = Vec::new();
-    let mut ended = None;
-    let gib = |line: &str| line.split_whitespace().rev().nth(1).and_then(|number| number.parse::<f64>().ok());
-    // What a step takes is known from those before the save; the first two are slower.
-    for step in 1..=FIRST_SAVE {
-        at.push(running.until(&format!("step {step:>2}/"))?.0);
-    }
-    let usual: Vec<f64> = at[2..].windows(2).map(|pair| (pair[1] - pair[0]).as_secs_f64()).collect();
-    let usual = median(&usual);
-    let began = at[at.len() - 1];
-    let mut steps_since = 0;
-    let mut line = String::new();
-    while ended.is_none() || steps_since < 1 {
-        let (now, found) = running.until("s")?;
-        if found.starts_with("saved ") {
-            (ended, line) = (Some(now), found);
-        } else if found.starts_with("step ") && found.contains("  loss ") {
+    // For each save, the steps that were done when it was said to be there.
+    let (mut ended, mut lines) = (Vec::new(), Vec::new());
+    // To its end: another run may use the folder then.
+    while let Ok((now, line)) = running.until("") {
+        if line.starts_with("saved ") {
+            ended.push(at.len());
+            lines.push(line);
+        } else if line.starts_with("step ") && line.contains("  loss ") {
             at.push(now);
-            steps_since = if ended.is_some() { steps_since + 1 } else { 0 };
         }
     }
-    let during = at.len() as u64 - FIRST_SAVE;
-    let delay = (at[at.len() - 1] - began).as_secs_f64() - during as f64 * usual;
-    let bytes =
-        line.split(": ").nth(1).and_then(|rest| rest.split(' ').next()?.parse::<f64>().ok()).context("its size")? * 1e6;
-    let seconds = (ended.context("an end")? - began).as_secs_f64();
-    let steps: Vec<&String> = running.seen.iter().filter(|line| line.contains("  loss ")).collect();
-    let peak =
-        steps.iter().rev().find_map(|line| gib(line.split("(peak ").nth(1)?.split(')').next()?)).unwrap_or(f64::MAX);
-    let stated = running.seen.iter().find(|line| line.contains("together")).and_then(|line| gib(line)).unwrap_or(0.);
-    Ok(Saved { bytes, seconds, delay, peak, stated })
+    ensure!(at.len() == STEPS && lines.len() == 3, "not what was expected:\n{}", running.seen.join("\n"));
+    // Nothing goes on beside the last one.
+    ended.pop();
+    let took = |step: usize| (at[step] - at[step - 1]).as_secs_f64();
+    // The step after which a save began, and the last that it was under way in.
+    let spans: Vec<_> = ended.iter().enumerate().map(|(save, &end)| (save + 1) * EVERY..end).collect();
+    // The first steps are slower, and so are those that a save was under way in.
+    let usual: Vec<f64> = (3..STEPS)
+        .filter(|step| !spans.iter().any(|span| span.contains(step) || span.start == *step))
+        .map(took)
+        .collect();
+    let usual = median(&usual);
+    let number = |text: &str, after: &str| -> Option<f64> {
+        text.split(after).nth(1)?.split_whitespace().next()?.trim_end_matches(')').parse().ok()
+    };
+    let last = running.seen.iter().rev().find(|line| line.contains("  loss ")).context("a step")?;
+    let stated = running.seen.iter().find(|line| line.contains("together")).context("what a rank needs")?;
+    Ok(Saved {
+        bytes: number(&lines[0], ": ").context("its size")? * 1e6,
+        seconds: lines.iter().filter_map(|line| number(line, " MB in ")).collect(),
+        delays: spans.into_iter().map(|span| span.map(|step| took(step) - usual).sum()).collect(),
+        peak: number(last, "(peak ").context("its peak")?,
+        stated: number(stated, "together").context("its need")?,
+    })
 }
 
 /// How long dd takes for as many bytes on the same disk, with sync.
@@ -248,6 +261,90 @@ fn dd(folder: &Path, bytes: f64) -> Result<f64> {
     let seconds = started.elapsed().as_secs_f64();
     std::fs::remove_file(file)?;
     Ok(seconds)
+}
+
+// ---- memory -----------------------------------------------------------------------------------------------------------
+
+/// What `bench-load` prints.
+#[derive(Deserialize)]
+struct Loaded {
+    elements: f64,
+    parameter_bytes: f64,
+    largest_unit_bytes: f64,
+    rise_bytes: f64,
+}
+
+/// What the export of 2 GB may take.
+const EXPORT_BYTES: f64 = 500e6;
+
+fn memory() -> Result<Verdict> {
+    let program = shardwise()?;
+    let reader = built("bench-load", &["build", "--release", "--workspace", "--bins"])?;
+    let scratch = Scratch::new("memory")?;
+    let at = |name: &str| scratch.path().join(name);
+    let python = shardwise_harness::python().map_err(anyhow::Error::msg)?;
+    let python = output_of(Command::new(root().join("reference/setup")).arg(python))?;
+    let script = root().join("reference/hugging_face.py");
+    output_of(Command::new(python.trim()).arg(script).arg("large").arg(at("model")))?;
+
+    let mut ranks = launcher(None, 4, Duration::from_secs(600));
+    let printed = output_of(ranks.arg("OMP_NUM_THREADS=1").arg(reader).arg(at("model")))?;
+    let loaded: Loaded = serde_json::from_str(&printed)?;
+    let stated = loaded.parameter_bytes + loaded.largest_unit_bytes;
+    let ratio = loaded.rise_bytes / stated;
+    println!(
+        "{:.0}M parameters: slices {:.0} MB, the largest unit {:.0} MB; no rank rose by more than {:.0} MB",
+        loaded.elements / 1e6,
+        loaded.parameter_bytes / 1e6,
+        loaded.largest_unit_bytes / 1e6,
+        loaded.rise_bytes / 1e6,
+    );
+
+    let mut peaks = Vec::new();
+    for (verb, from, to) in [("import", "model", "saved"), ("export", "saved", "exported")] {
+        let started = Instant::now();
+        let peak = peak_of(Command::new(&program).args(["checkpoint", verb]).arg(at(from)).arg(at(to)))?;
+        println!("{verb}: {:.0} MB at the most, {:.1} s", peak / 1e6, started.elapsed().as_secs_f64());
+        peaks.push(peak);
+    }
+    let weights = |folder: &str| -> Result<u64> {
+        let of_weights = |file: &std::fs::DirEntry| file.path().extension().is_some_and(|end| end == "safetensors");
+        Ok(std::fs::read_dir(at(folder))?
+            .flatten()
+            .filter(of_weights)
+            .flat_map(|file| file.metadata())
+            .map(|m| m.len())
+            .sum())
+    };
+    let bytes = weights("exported")? as f64;
+    ensure!(bytes >= 2e9 && (bytes / weights("model")? as f64 - 1.).abs() < 1e-3, "{bytes} bytes were exported");
+    Ok(Verdict {
+        figure: format!(
+            "read with {ratio:.3} of slices and largest unit; {:.2} GB imported with {:.0} MB and exported with {:.0} MB",
+            bytes / 1e9,
+            peaks[0] / 1e6,
+            peaks[1] / 1e6,
+        ),
+        bar: "1.10, 500 MB".to_string(),
+        holds: ratio <= 1.1 && peaks.iter().all(|&peak| peak <= EXPORT_BYTES),
+    })
+}
+
+/// The most memory that a command has while it runs, which only rises: looking often is enough.
+fn peak_of(command: &mut Command) -> Result<f64> {
+    let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn()?;
+    let mut peak: f64 = 0.;
+    loop {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", child.id())).unwrap_or_default();
+        let kib =
+            status.lines().find_map(|line| line.strip_prefix("VmHWM:")?.split_whitespace().next()?.parse::<f64>().ok());
+        peak = peak.max(kib.unwrap_or(0.) * 1024.);
+        if let Some(end) = child.try_wait()? {
+            ensure!(end.success(), "{command:?} failed: {end}");
+            return Ok(peak);
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
 }
 
 // ---- S3 ---------------------------------------------------------------------------------------------------------------
@@ -267,13 +364,11 @@ struct Server(Child);
 
 impl Server {
     fn start(folder: &Path) -> Result<Self> {
-        let home = std::env::var("SHARDWISE_HOME").map(PathBuf::from);
-        let home = home.or_else(|_| std::env::var("HOME").map(|home| Path::new(&home).join(".cache/shardwise")))?;
-        let program = home.join("tools/bin/s3s-fs");
+        let program = tools()?.join("bin/s3s-fs");
         if !program.exists() {
             println!("installing s3s-fs {S3_SERVER} with cargo");
             let mut install = Command::new(env!("CARGO"));
-            install.args(["install", "--locked", "--quiet", "--features", "binary", "--root"]).arg(home.join("tools"));
+            install.args(["install", "--locked", "--quiet", "--features", "binary", "--root"]).arg(tools()?);
             output_of(install.arg(format!("s3s-fs@{S3_SERVER}")))?;
         }
         let mut command = Command::new(&program);

@@ -9,6 +9,7 @@ mod checkpoints;
 mod claims;
 mod draw;
 mod foundation;
+mod fuzz;
 mod growth;
 mod hosts;
 mod peers;
@@ -63,6 +64,11 @@ enum Command {
     /// bench/results.
     #[command(after_help = "Example:\n  cargo xtask growth --ranks 1,2,4,8,16 --rounds 3")]
     Growth(growth::Options),
+    /// Feed a reader of untrusted input with what may break it
+    ///
+    /// What reaches new code is kept in fuzz/corpus, and tried again by the tests. Installs cargo-fuzz if it is not there.
+    #[command(after_help = "Example:\n  cargo xtask fuzz manifest --minutes 10")]
+    Fuzz(fuzz::Options),
     /// Run a program on several hosts: network namespaces with links of a given rate and delay
     ///
     /// Needs root and Debian's iproute2. Whatever happens to it, the hosts are taken down.
@@ -77,6 +83,7 @@ fn main() -> Result<ExitCode> {
         Command::Show { name, heavy } => claims::show(name.as_deref(), heavy),
         Command::BenchComm(options) => bench_comm::run(&options).map(|_| ExitCode::SUCCESS),
         Command::Peers(options) => peers::run(&options).map(|()| ExitCode::SUCCESS),
+        Command::Fuzz(options) => fuzz::run(&options).map(|()| ExitCode::SUCCESS),
         Command::Growth(options) => growth::run(&options).map(|()| ExitCode::SUCCESS),
         Command::Hosts(options) => hosts::run(&options),
     }

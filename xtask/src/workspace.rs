@@ -12,6 +12,13 @@ pub(crate) fn root() -> PathBuf {
     manifest.parent().expect("xtask is a folder of the checkout").to_path_buf()
 }
 
+/// Where programs are installed that only developers need.
+pub(crate) fn tools() -> Result<PathBuf> {
+    let home = std::env::var("SHARDWISE_HOME").map(PathBuf::from);
+    let home = home.or_else(|_| std::env::var("HOME").map(|home| Path::new(&home).join(".cache/shardwise")))?;
+    Ok(home.join("tools"))
+}
+
 /// Runs a command to its end and returns what it printed.
 pub(crate) fn output_of(command: &mut Command) -> Result<String> {
     let output = command.output().with_context(|| format!("{command:?} could not be started"))?;

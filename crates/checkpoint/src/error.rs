@@ -24,6 +24,14 @@ pub enum Error {
         /// What it said.
         error: object_store::Error,
     },
+    /// The system did not do what was asked.
+    #[error("{path}: {error}")]
+    System {
+        /// What was written.
+        path: String,
+        /// What it said.
+        error: std::io::Error,
+    },
     /// A manifest or table that cannot be believed.
     #[error("{path}: {fault}")]
     Fault {
@@ -59,7 +67,7 @@ impl Error {
             Error::Fault { fault, .. } => !matches!(fault, Fault::Format(_)),
             Error::Damaged { .. } => true,
             Error::Storage { error, .. } => matches!(error, object_store::Error::NotFound { .. }),
-            Error::Address { .. } | Error::Other { .. } => false,
+            Error::Address { .. } | Error::System { .. } | Error::Other { .. } => false,
         }
     }
 }

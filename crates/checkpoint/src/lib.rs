@@ -10,6 +10,7 @@
 
 #![forbid(unsafe_code)]
 
+mod direct;
 mod dtype;
 mod error;
 mod hash;
@@ -29,4 +30,4 @@ pub use load::{Checkpoint, UnitReader};
 pub use manifest::{FORMAT, Fault, FileEntry, Manifest, PIECE_BYTES, SliceEntry, Table, TensorEntry, UnitEntry};
 pub use place::{Place, Run, Shared, elements};
 pub use save::{SaveId, write_file, write_manifest, write_table};
-pub use store::{Store, folder_of};
+pub use store::{Store, folder_of, yield_to_others};

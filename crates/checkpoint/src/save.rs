@@ -8,7 +8,7 @@ use object_store::{MultipartUpload, ObjectStoreExt, PutPayload};
 
 use crate::manifest::{Manifest, PIECE_BYTES, Table, UnitEntry};
 use crate::store::folder_of;
-use crate::{Hash, Result, Store, UnitLayout};
+use crate::{Error, Hash, Result, Store, UnitLayout, direct};
 
 /// What tells the files of one save from those of another of the same step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,13 +73,22 @@ pub fn write_file(store: &Store, step: u64, name: &str, contents: &[Bytes]) -> R
 /// A part on its way.
 type Upload = tokio::task::JoinHandle<object_store::Result<()>>;
 
-/// Writes a file part by part, each of which has [`UPLOAD_BYTES`] but for the last. What makes the parts may itself read from a
+/// Writes a file part by part, each of which has [`UPLOAD_BYTES`] but for the last. Those of a file system go to its disk
+/// directly; a bucket is given several at a time. What makes the parts may itself read from a
 /// storage, so they are asked for outside of the runtime.
 pub(crate) fn write_in_parts(
     store: &Store,
     path: &str,
     parts: impl Iterator<Item = Result<Vec<Bytes>>>,
 ) -> Result<Vec<Hash>> {
+    if let Some(local) = store.local(path) {
+        let mut pieces = Pieces::default();
+        return match direct::write(&local, parts, &mut |bytes| pieces.add(bytes)) {
+            Ok(()) => Ok(pieces.hashes()),
+            Err(direct::Failure::Part(error)) => Err(error),
+            Err(direct::Failure::System(error)) => Err(Error::System { path: store.display(path), error }),
+        };
+    }
     let at = store.path(path);
     let begun = store.runtime().block_on(store.objects().put_multipart(&at));
     let mut upload = begun.map_err(|error| store.failed(path, error))?;

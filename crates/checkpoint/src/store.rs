@@ -58,6 +58,7 @@ impl Store {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
             .thread_name("storage")
+            .on_thread_start(yield_to_others)
             .enable_all()
             .build()
             .map_err(|error| fail(error.to_string()))?;
@@ -204,6 +205,11 @@ impl Store {
         Path::parse(joined.trim_matches('/')).unwrap_or_else(|_| Path::from(joined))
     }
 
+    /// Where a file is, if it is a file system's.
+    pub(crate) fn local(&self, path: &str) -> Option<PathBuf> {
+        Some(self.local.as_ref()?.join(path))
+    }
+
     pub(crate) fn objects(&self) -> &Arc<dyn ObjectStore> {
         &self.objects
     }
@@ -220,6 +226,15 @@ impl Store {
         Error::Damaged { path: self.display(path), problem }
     }
 }
+
+/// Lets the processors be taken by whoever has work beside this thread, as training has while a checkpoint is written.
+pub fn yield_to_others() {
+    // It is only a matter of speed.
+    let _ = rustix::process::setpriority_process(None, LOWEST_PRIORITY);
+}
+
+/// As `nice` counts.
+const LOWEST_PRIORITY: i32 = 19;
 
 impl fmt::Debug for Store {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

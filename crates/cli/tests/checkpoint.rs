@@ -114,6 +114,9 @@ fn a_run_that_was_ended_goes_on_as_if_it_had_not_been() {
     let other = whole.path("saved");
     let same = folder.checkpoint(&["diff", "saved", "12", "12", "--other", other.to_str().unwrap()]);
     assert!(good(&same).contains("the same to the last bit"), "{}", said(&same));
+    // Where a run goes on, what is saved in the background is not touched by the next update.
+    let beside = folder.checkpoint(&["diff", "saved", "8", "8", "--other", other.to_str().unwrap()]);
+    assert!(good(&beside).contains("the same to the last bit"), "{}", said(&beside));
     let differs = folder.checkpoint(&["diff", "saved", "8", "12"]);
     assert_eq!(differs.status.code(), Some(1));
     assert!(said(&differs).contains("lm_head.weight/first_moment: "), "{}", said(&differs));

@@ -129,6 +129,18 @@ impl Block {
         Ok(unsafe { std::slice::from_raw_parts_mut(data.as_ptr(), self.len) })
     }
 
+    /// The elements' bytes, where the CPU can read them.
+    pub fn bytes(&self) -> Result<&[u8]> {
+        match self.device() {
+            // SAFETY: as in `as_slice`; bytes are aligned anywhere.
+            Device::Cpu if !self.is_empty() => unsafe {
+                Ok(std::slice::from_raw_parts(self.as_ptr(), self.len * self.dtype.bytes()))
+            },
+            Device::Cpu => Ok(&[]),
+            device => Err(Error::NotOnCpu(device)),
+        }
+    }
+
     /// A one-dimensional tensor that owns the memory.
     pub fn into_tensor(self) -> Result<Tensor> {
         let tensor = Tensor::f_empty([self.len as i64], (kind_of(self.dtype), self.device()))?;

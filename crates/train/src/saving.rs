@@ -5,15 +5,15 @@
 //! to agree that all are there, which they do after a step. A save that blocks is the same, with waiting in between.
 
 use std::collections::BTreeSet;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use shardwise_checkpoint::{
     FORMAT, FilePlan, Hash, Manifest, SaveId, Store, Table, UnitEntry, UnitLayout, folder_of, write_file,
-    write_manifest, write_table,
+    write_manifest, write_table, yield_to_others,
 };
 use shardwise_comm::{Group, Reduce};
 
@@ -101,12 +101,12 @@ enum Job {
 }
 
 impl Job {
-    fn spawn(
-        work: impl FnOnce() -> std::result::Result<Vec<Vec<Hash>>, shardwise_checkpoint::Error> + Send + 'static,
-    ) -> Self {
-        let spawned = std::thread::Builder::new()
-            .name("checkpoint".to_string())
-            .spawn(move || work().map_err(|error| error.to_string()));
+    fn spawn(work: impl FnOnce() -> Outcome + Send + 'static) -> Self {
+        let work = || {
+            yield_to_others();
+            work()
+        };
+        let spawned = std::thread::Builder::new().name("checkpoint".to_string()).spawn(work);
         match spawned {
             Ok(handle) => Job::Running(handle),
             Err(error) => Job::Done(Err(format!("no thread for saving: {error}"))),
@@ -190,7 +190,7 @@ impl Saver {
         let id = self.world.all_reduce("checkpoint's id", Reduce::Max, vec![own]).wait()?[0];
         let id = SaveId::from(id as u32);
         let layouts = trainer.layouts();
-        let files = Arc::new(trainer.snapshot(&layouts, id)?);
+        let files = trainer.snapshot(&layouts, id)?;
         let mut training = self.about.clone();
         training["progress"] =
             serde_json::to_value(trainer.progress()).map_err(|error| Error::Checkpoint(error.to_string()))?;
@@ -241,7 +241,8 @@ impl Saver {
                 let entries = tables.iter().map(|(entry, _)| entry.clone()).collect();
                 save.job = Job::spawn(move || {
                     for (entry, table) in &tables {
-                        table.as_ref().map_or(Ok(()), |table| write_table(&store, step, entry, table))?;
+                        let written = table.as_ref().map_or(Ok(()), |table| write_table(&store, step, entry, table));
+                        written.map_err(|error| error.to_string())?;
                     }
                     Ok(Vec::new())
                 });
@@ -272,8 +273,10 @@ impl Saver {
                 self.given_up = None;
                 save.job = Job::spawn(move || {
                     if is_first {
-                        let kept = kept(&recipe, &store.steps()?);
-                        store.tidy(step, id, |step| kept.contains(&step))?;
+                        let kept = |steps: Vec<u64>| kept(&recipe, &steps);
+                        let tidied =
+                            store.steps().map(kept).and_then(|kept| store.tidy(step, id, |step| kept.contains(&step)));
+                        tidied.map_err(|error| error.to_string())?;
                     }
                     Ok(Vec::new())
                 });
@@ -323,21 +326,25 @@ impl Saver {
         Job::spawn(move || {
             std::thread::sleep(WAIT * (attempt - 1));
             if is_first {
-                write_manifest(&store, &manifest)?;
+                write_manifest(&store, &manifest).map_err(|error| error.to_string())?;
             }
             Ok(Vec::new())
         })
     }
 
     fn write_files(&self, step: u64, files: &Arc<Vec<OwnFile>>, attempt: u32) -> Job {
-        let (store, files) = (self.store.clone(), files.clone());
+        let (store, files, background) = (self.store.clone(), files.clone(), self.recipe.background);
         Job::spawn(move || {
             if attempt > 1 {
                 // What is there already may be what leaves no room.
                 discard(&store, step, &files);
                 std::thread::sleep(WAIT * (attempt - 1));
             }
-            files.iter().map(|file| write_file(&store, step, &file.name, &file.contents)).collect()
+            if background {
+                // Training's next update waits for this; one that stands still anyway has nothing to wait for.
+                files.iter().try_for_each(|file| file.contents().map(drop))?;
+            }
+            written(&store, step, &files)
         })
     }
 
@@ -375,6 +382,34 @@ fn kept(recipe: &CheckpointsRecipe, steps: &[u64]) -> BTreeSet<u64> {
     let every =
         recipe.keep_every.into_iter().flat_map(|every| steps.iter().copied().filter(move |step| step % every == 0));
     last.chain(every).collect()
+}
+
+/// How many files a rank writes at a time: while one goes to the disk, another is hashed.
+const WRITERS: usize = 2;
+
+fn written(store: &Store, step: u64, files: &[OwnFile]) -> Outcome {
+    let queue = Mutex::new(files.iter().enumerate());
+    let write = || {
+        let mut own = Vec::new();
+        loop {
+            let next = queue.lock().map_err(|_| "a thread that writes has panicked".to_string())?.next();
+            let Some((index, file)) = next else { return Ok(own) };
+            let hashes = write_file(store, step, &file.name, file.contents()?).map_err(|error| error.to_string());
+            if hashes.is_err() {
+                // The others need not go on either.
+                queue.lock().map(|mut queue| queue.by_ref().for_each(drop)).unwrap_or_default();
+            }
+            own.push((index, hashes?));
+        }
+    };
+    let parts: Vec<std::result::Result<Vec<(usize, Vec<Hash>)>, String>> = std::thread::scope(|scope| {
+        let writers: Vec<_> = (0..WRITERS).map(|_| scope.spawn(write)).collect();
+        let panicked = |_| Err("a thread that writes has panicked".to_string());
+        writers.into_iter().map(|writer| writer.join().unwrap_or_else(panicked)).collect()
+    });
+    let mut all = parts.into_iter().collect::<std::result::Result<Vec<_>, _>>()?.concat();
+    all.sort_unstable_by_key(|(index, _)| *index);
+    Ok(all.into_iter().map(|(_, hashes)| hashes).collect())
 }
 
 /// Removes what this rank has written for a save that failed, where that is possible.

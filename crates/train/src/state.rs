@@ -2,13 +2,17 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
+use std::sync::{Arc, Mutex, OnceLock};
 
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
-use shardwise_checkpoint::{Band, Checkpoint, FILE_BYTES, SaveId, Tensor, UnitLayout, UnitReader};
+use shardwise_checkpoint::{Band, Checkpoint, FILE_BYTES, SaveId, UnitLayout, UnitReader};
+use shardwise_comm::Pending;
 use shardwise_model::{Model, Parameter, Unit};
 use shardwise_plan::Dtype;
-use shardwise_zero::StartError;
+use shardwise_torch::tch::{Device, Tensor};
+use shardwise_torch::{Block, storage};
+use shardwise_zero::{Saved, StartError};
 
 use crate::{Error, Options, Ranks, Result, Trainer};
 
@@ -27,14 +31,34 @@ pub struct Progress {
     pub good_steps: u32,
 }
 
-/// A file that this rank writes, in memory.
+/// A file that this rank writes, with a copy of what is in it.
 pub(crate) struct OwnFile {
     /// The unit's place in the model.
     pub(crate) unit: usize,
     /// The file's place among the unit's.
     pub(crate) file: usize,
     pub(crate) name: String,
-    pub(crate) contents: Vec<Bytes>,
+    parts: Mutex<Vec<Part>>,
+    copied: OnceLock<std::result::Result<Vec<Bytes>, String>>,
+}
+
+/// A part of a file.
+enum Part {
+    Copied(Bytes),
+    /// A tensor of the trainer's, which stays as it is until the next update.
+    Tensor(Tensor),
+}
+
+impl OwnFile {
+    /// All of it, one part after the other. What has not been copied yet is copied now, or waited for where another thread is
+    /// at it.
+    pub(crate) fn contents(&self) -> std::result::Result<&[Bytes], String> {
+        let copied = self.copied.get_or_init(|| {
+            let mut parts = self.parts.lock().map_err(|_| "a thread that copied it has panicked".to_string())?;
+            std::mem::take(&mut *parts).into_iter().map(Part::copied).collect()
+        });
+        copied.as_deref().map_err(String::clone)
+    }
 }
 
 /// How a model is laid out in a checkpoint that `owners` ranks write.
@@ -56,7 +80,7 @@ fn bands(parameters: &[Parameter], options: &Options) -> Vec<Band> {
         tensors: parameters
             .iter()
             .filter(|parameter| parameter.trainable == trainable)
-            .map(|parameter| Tensor { name: name(parameter), shape: shape(parameter) })
+            .map(|parameter| shardwise_checkpoint::Tensor { name: name(parameter), shape: shape(parameter) })
             .collect(),
     };
     let masters = band(Dtype::F32, true, &|parameter| parameter.name.clone());
@@ -90,9 +114,9 @@ impl Trainer {
         layouts(&self.model, &self.options, self.ranks.groups.shard.size())
     }
 
-    /// Copies what this rank is to write, its own slices and those that others send it. Replicas have the same, and take
-    /// turns.
-    pub(crate) fn snapshot(&mut self, layouts: &[UnitLayout], save: SaveId) -> Result<Vec<OwnFile>> {
+    /// What this rank is to write, its own slices and those that others send it. Replicas have the same, and take turns. Only
+    /// what the next step would touch is copied here; the next update waits until the rest has been.
+    pub(crate) fn snapshot(&mut self, layouts: &[UnitLayout], save: SaveId) -> Result<Arc<Vec<OwnFile>>> {
         let Ranks { world, groups } = &self.ranks;
         let (replicas, replica) = (groups.replicate.size(), groups.replicate.rank());
         let (me, label) = (groups.shard.rank(), "checkpoint");
@@ -107,12 +131,18 @@ impl Trainer {
             let mut sent = Vec::new();
             for (file, plan) in layout.files(save).into_iter().enumerate() {
                 // What others have is received while this rank copies its own.
-                let mut contents = Vec::new();
+                let mut contents = vec![Content::Here(Part::Copied(plan.header.into()))];
                 for segment in plan.segments.iter().filter(|segment| segment.bytes > 0) {
-                    let copied = || copied(&saved[segment.band], segment.bytes);
+                    let Saved { tensor, stays } = &saved[segment.band];
                     match (segment.owner == me, plan.writer == me) {
-                        (true, true) => contents.push(Content::Here(copied()?)),
-                        (true, false) => sent.push(world.send(label, world_rank(plan.writer), copied()?)),
+                        (true, true) => contents.push(Content::Here(match stays {
+                            true => Part::Tensor(tensor.shallow_clone()),
+                            false => Part::Copied(copied(tensor).map_err(Error::Copy)?),
+                        })),
+                        (true, false) => {
+                            let own = copied(tensor).map_err(Error::Copy)?;
+                            sent.push(world.send(label, world_rank(plan.writer), own.to_vec()));
+                        }
                         (false, true) => {
                             let room = vec![0; segment.bytes as usize];
                             contents.push(Content::Coming(world.receive(label, world_rank(segment.owner), room)));
@@ -121,17 +151,25 @@ impl Trainer {
                     }
                 }
                 if plan.writer == me {
-                    let header = Bytes::from(plan.header);
-                    let rest = contents.into_iter().map(Content::wait);
-                    let contents = std::iter::once(Ok(header)).chain(rest).collect::<Result<_>>()?;
-                    own_files.push(OwnFile { unit, file, name: plan.name, contents });
+                    let parts = Mutex::new(contents.into_iter().map(Content::wait).collect::<Result<_>>()?);
+                    own_files.push(OwnFile { unit, file, name: plan.name, parts, copied: OnceLock::new() });
                 }
             }
             for pending in sent {
                 pending.wait()?;
             }
         }
+        let own_files = Arc::new(own_files);
+        self.snapshot = Some(own_files.clone());
         Ok(own_files)
+    }
+
+    /// Nothing is updated while a snapshot still reads it.
+    pub(crate) fn finish_snapshot(&mut self) {
+        for file in self.snapshot.take().iter().flat_map(|files| files.iter()) {
+            // What could not be copied, the save reports.
+            drop(file.contents());
+        }
     }
 
     /// A trainer that goes on from a checkpoint, of any number of ranks and any stage.
@@ -187,23 +225,41 @@ impl Readers<'_> {
     }
 }
 
+/// A part of a file while ranks exchange theirs.
 enum Content {
-    Here(Vec<u8>),
-    Coming(shardwise_comm::Pending<Vec<u8>>),
+    Here(Part),
+    Coming(Pending<Vec<u8>>),
 }
 
 impl Content {
-    fn wait(self) -> Result<Bytes> {
+    fn wait(self) -> Result<Part> {
         match self {
-            Content::Here(bytes) => Ok(bytes.into()),
-            Content::Coming(pending) => Ok(pending.wait()?.into()),
+            Content::Here(part) => Ok(part),
+            Content::Coming(pending) => Ok(Part::Copied(pending.wait()?.into())),
         }
     }
 }
 
-/// A tensor's elements in the memory of the host.
-fn copied(tensor: &shardwise_torch::tch::Tensor, bytes: u64) -> Result<Vec<u8>> {
-    let mut copy = vec![0; bytes as usize];
-    tensor.f_copy_data_u8(&mut copy, tensor.numel()).map_err(|error| Error::Copy(error.to_string()))?;
-    Ok(copy)
+impl Part {
+    fn copied(self) -> std::result::Result<Bytes, String> {
+        match self {
+            Part::Copied(bytes) => Ok(bytes),
+            Part::Tensor(tensor) => copied(&tensor),
+        }
+    }
+}
+
+/// A tensor's elements in memory of the host, which libtorch's allocator keeps for the next save.
+fn copied(tensor: &Tensor) -> std::result::Result<Bytes, String> {
+    let copy = tensor.f_to_device_(Device::Cpu, tensor.kind(), false, true).map_err(|error| error.to_string())?;
+    let memory = storage::take(&copy, "it has been copied").map_err(|error| error.to_string())?;
+    Ok(Bytes::from_owner(Copy(memory)))
+}
+
+struct Copy(Block);
+
+impl AsRef<[u8]> for Copy {
+    fn as_ref(&self) -> &[u8] {
+        self.0.bytes().expect("it was copied to the host")
+    }
 }

@@ -11,6 +11,7 @@ use shardwise_zero::{Bytes, Layout, Pool, Shape, ShardedUnit};
 use crate::fault::{Fault, OnNotFinite};
 use crate::scale::Scale;
 use crate::start::Start;
+use crate::state::OwnFile;
 use crate::{Accumulation, Error, Options, Ranks, Recomputation, Result};
 
 /// What a step did.
@@ -46,6 +47,8 @@ pub struct Trainer {
     pub(crate) scale: Scale,
     pub(crate) steps: u64,
     pub(crate) skipped: u64,
+    /// What a save has not copied yet.
+    pub(crate) snapshot: Option<Arc<Vec<OwnFile>>>,
 }
 
 /// What a unit's forward pass leaves for its backward pass. Each unit has a graph of its own: its input is a leaf.
@@ -80,7 +83,7 @@ impl Trainer {
         let shards: Vec<ShardedUnit> = model.units().iter().map(&mut shard).collect::<std::result::Result<_, _>>()?;
         let first_trained = shards.iter().position(ShardedUnit::is_trainable).ok_or(Error::AllFrozen)?;
         let scale = Scale::new(options.loss_scale);
-        Ok(Trainer { model, shards, pool, ranks, options, first_trained, scale, steps: 0, skipped: 0 })
+        Ok(Trainer { model, shards, pool, ranks, options, first_trained, scale, steps: 0, skipped: 0, snapshot: None })
     }
 
     /// The shards, unit by unit.
@@ -120,8 +123,7 @@ impl Trainer {
             loss += own;
             // Gradients are added up here until the last micro-batch, or on the ranks that own them after each. Either way
             // the backward pass completes those of unit after unit, and starts to reduce each at once.
-            let last = index + 1 == micro_batches.len();
-            let reduce = last || self.options.accumulation == Accumulation::Sharded;
+            let reduce = index + 1 == micro_batches.len() || self.options.accumulation == Accumulation::Sharded;
             self.backward(&batch, passed, &weight, reduce)?;
         }
         let mut squares = Vec::new();
@@ -137,6 +139,7 @@ impl Trainer {
         if loss.is_finite() && gradient_norm.is_finite() {
             let clip = self.options.clip_norm.map_or(1., |largest| (largest / gradient_norm).min(1.));
             let optimizer = self.options.optimizer.at(pace.rate, pace.momentum);
+            self.finish_snapshot();
             for shard in &mut self.shards {
                 shard.update(&optimizer, clip / loss_scale)?;
             }

@@ -27,4 +27,4 @@ pub use optimizer::{Lamb, Optimizer, Sgd};
 pub use pool::Pool;
 pub use sharding::{Groups, Precision, Sharding};
 pub use shardwise_torch::optim::AdamW;
-pub use unit::{Bytes, Layout, Shape, ShardedUnit, Start, StateStart};
+pub use unit::{Bytes, Layout, Saved, Shape, ShardedUnit, Start, StateStart};

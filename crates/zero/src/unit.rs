@@ -56,6 +56,14 @@ pub struct Bytes {
     pub optimizer: usize,
 }
 
+/// A tensor of [`ShardedUnit::saved`].
+pub struct Saved {
+    /// Its elements, which it shares with the unit.
+    pub tensor: Tensor,
+    /// Whether they stay as they are until the next update. Others are lent to the network when the unit is gathered.
+    pub stays: bool,
+}
+
 /// A unit of a model, as one rank holds it.
 pub struct ShardedUnit {
     faults: Faults,
@@ -534,10 +542,13 @@ impl ShardedUnit {
 
     /// What a checkpoint keeps of this rank's slice, once it is settled: f32 parameters and the optimizer's numbers for each of
     /// them; then the slice of what is not trained, in the type in which the unit computes.
-    pub fn saved(&self) -> Vec<Tensor> {
+    pub fn saved(&self) -> Vec<Saved> {
         let own = self.own_slice();
-        let trained = std::iter::once(self.updated(own)).chain(own.state.iter().map(Tensor::shallow_clone));
-        trained.chain(std::iter::once(self.frozen.slice(self.layout.groups.shard.rank()))).collect()
+        let gathered = self.layout.sharding.parameters;
+        let master = Saved { tensor: self.updated(own), stays: own.master.is_some() || !gathered };
+        let state = own.state.iter().map(|state| Saved { tensor: state.shallow_clone(), stays: true });
+        let frozen = Saved { tensor: self.frozen.slice(self.layout.groups.shard.rank()), stays: !gathered };
+        std::iter::once(master).chain(state).chain([frozen]).collect()
     }
 
     /// How many updates there have been.

@@ -1,0 +1,48 @@
+//! What a rank's memory rises to while a Hugging Face checkpoint is read at stage 3: `bench-load FOLDER` under `mpirun`.
+//!
+//! The first rank prints a line of JSON with the figures of the rank that rose the most.
+
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+use serde_json::json;
+use shardwise_checkpoint::hugging_face::Weights;
+use shardwise_comm::{Reduce, mpi};
+use shardwise_model::hugging_face::Shape;
+use shardwise_train::{Options, Ranks, Schedule, Trainer, start};
+use shardwise_zero::{AdamW, Optimizer, Sharding};
+
+fn main() -> Result<()> {
+    let folder = std::env::args().nth(1).context("usage: bench-load FOLDER")?;
+    let world = Arc::new(mpi::world(mpi::Options::default())?);
+    let adamw = AdamW { rate: 0., beta1: 0.9, beta2: 0.95, weight_decay: 0.1, epsilon: 1e-8 };
+    let options = Options::new(Sharding::stage(3)?, Optimizer::AdamW(adamw), Schedule::constant(1e-4));
+    let weights = Weights::open(&folder)?;
+    let config = weights.config()?.context("it has a config.json")?;
+    let model = Shape::from_config(&config)?.model()?;
+    let (elements, largest) = (model.elements(), model.units().iter().map(|unit| unit.elements()).max().unwrap_or(0));
+    world.barrier("before").wait()?;
+    let before = resident_bytes("VmRSS:")?;
+    let trainer = Trainer::new(model, Ranks::sharded(world.clone()), options, &mut start::from_weights(&weights))?;
+    let rise = resident_bytes("VmHWM:")? - before;
+    let held = trainer.bytes().0;
+    let own = [rise, held.parameters as i64, held.optimizer as i64];
+    let most = world.all_reduce("memory", Reduce::Max, own.to_vec()).wait()?;
+    if world.rank() == 0 {
+        println!(
+            "{}",
+            json!({
+                "elements": elements, "largest_unit_bytes": 4 * largest, "rise_bytes": most[0],
+                "parameter_bytes": most[1], "optimizer_bytes": most[2], "before_bytes": before,
+            })
+        );
+    }
+    Ok(())
+}
+
+fn resident_bytes(key: &str) -> Result<i64> {
+    let status = std::fs::read_to_string("/proc/self/status")?;
+    let line = status.lines().find(|line| line.starts_with(key)).context("the system says how much memory is used")?;
+    let kib: i64 = line.split_whitespace().nth(1).and_then(|number| number.parse().ok()).context("a number")?;
+    Ok(kib << 10)
+}

@@ -1,0 +1,62 @@
+//! Feeds readers of untrusted input with what may break them, for as long as it is told.
+
+use std::path::PathBuf;
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+
+use crate::workspace::{output_of, root, tools};
+
+const CARGO_FUZZ: &str = "0.13.1";
+
+#[derive(clap::Args)]
+pub(crate) struct Options {
+    /// Which reader: a folder of fuzz/corpus
+    target: String,
+    /// For how long
+    #[arg(long, default_value_t = 10.)]
+    minutes: f64,
+    /// The longest input that is tried
+    #[arg(long, default_value_t = 4096)]
+    bytes: usize,
+}
+
+pub(crate) fn run(options: &Options) -> Result<()> {
+    let Options { target, minutes, bytes } = options;
+    let kept = root().join("fuzz/corpus").join(target);
+    ensure!(kept.is_dir(), "there is no reader '{target}': the folders of fuzz/corpus are their names");
+    // What is found on the way is only worth keeping if it reaches what nothing else does.
+    let found = root().join("target/fuzz").join(target);
+    std::fs::create_dir_all(&found)?;
+    fuzzer(options)?
+        .arg(&found)
+        .arg(&kept)
+        .arg("--")
+        .arg(format!("-max_total_time={}", (60. * minutes) as u64))
+        .arg(format!("-max_len={bytes}"))
+        .args(["-timeout=5", "-rss_limit_mb=1024", "-print_final_stats=1"])
+        .status()?
+        .success()
+        .then_some(())
+        .context("an input broke the reader: it is in fuzz/artifacts; mend the reader and put it into the corpus")?;
+    let before = std::fs::read_dir(&kept)?.count();
+    output_of(fuzzer(options)?.arg(&kept).arg(&found).args(["--", "-merge=1", "-use_counters=0"]).arg(format!("-max_len={bytes}")))?;
+    println!("{} inputs were kept, {before} of them from before", std::fs::read_dir(&kept)?.count());
+    Ok(())
+}
+
+/// `cargo fuzz run`, which is installed if it is not there. The address sanitizer needs a nightly compiler, and what is tried
+/// here has no unsafe code of ours in it.
+fn fuzzer(options: &Options) -> Result<Command> {
+    let program: PathBuf = tools()?.join("bin/cargo-fuzz");
+    if !program.exists() {
+        println!("installing cargo-fuzz {CARGO_FUZZ}");
+        let mut install = Command::new(env!("CARGO"));
+        install.args(["install", "--locked", "--quiet", "--root"]).arg(tools()?);
+        output_of(install.arg(format!("cargo-fuzz@{CARGO_FUZZ}")))?;
+    }
+    let mut command = Command::new(program);
+    command.current_dir(root().join("fuzz")).args(["run", "--fuzz-dir", ".", "--sanitizer", "none"]);
+    command.args(["--features", "fuzzer", &options.target]);
+    Ok(command)
+}
