@@ -2,6 +2,8 @@
 
     python hugging_face.py make FOLDER       random models of every family, each with tokens and the logits for them
     python hugging_face.py large FOLDER      a random Llama of half a billion parameters, in several files
+    python hugging_face.py chat FOLDER       a random Llama with a tokenizer and a chat template, and conversations
+    python hugging_face.py check-chat FOLDER the model that was exported to FOLDER/exported answers as it was taught to
     python hugging_face.py check FOLDER      models that were exported to FOLDER/NAME/exported give the logits beside them
 """
 
@@ -72,6 +74,60 @@ def large(folder: Path):
     AutoModelForCausalLM.from_config(config).save_pretrained(folder, max_shard_size="500MB")
 
 
+TEMPLATE = """{% for message in messages %}<|im_start|>{{ message['role'] }}
+{{ message['content'] | trim }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def chat(folder: Path):
+    import json
+
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    talks = []
+    for number in range(64):
+        question, answer = f"What is {number} plus {number}?", f"It is {2 * number}, and no more."
+        talks.append([{"role": "user", "content": question}, {"role": "assistant", "content": answer}])
+    talks[0] += [{"role": "user", "content": "Thank you."}, {"role": "assistant", "content": "Ask me again."}]
+    plain = Tokenizer(models.BPE())
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    plain.decoder = decoders.ByteLevel()
+    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=specials, initial_alphabet=alphabet, show_progress=False)
+    plain.train_from_iterator((message["content"] for talk in talks for message in talk), trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    tokenizer.chat_template = TEMPLATE
+    torch.manual_seed(3)
+    config = LlamaConfig(**{**COMMON, "vocab_size": len(tokenizer)}, num_key_value_heads=3, max_position_embeddings=128)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    lines = [json.dumps({"messages": talk}) for talk in talks]
+    (folder / "chat.jsonl").write_text("\n".join(lines) + "\n")
+    # What counts in the first conversation, by hand: the answers with what ends them, and nothing else.
+    counted = []
+    for turn in (1, 3):
+        before = tokenizer.apply_chat_template(talks[0][:turn], tokenize=False, add_generation_prompt=True)
+        after = tokenizer.apply_chat_template(talks[0][: turn + 1], tokenize=False)
+        counted += tokenizer(after[len(before) :], add_special_tokens=False)["input_ids"]
+    (folder / "counted.json").write_text(json.dumps(counted))
+
+
+def check_chat(folder: Path):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "exported")
+    model = AutoModelForCausalLM.from_pretrained(folder / "exported")
+    talk = [{"role": "user", "content": "What is 7 plus 7?"}]
+    text = tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+    prompt = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    with torch.no_grad():
+        answer = model.generate(prompt, max_new_tokens=12, do_sample=False)[0, prompt.shape[1] :]
+    print(tokenizer.decode(answer))
+
+
 def check(folder: Path):
     for name in CONFIGS:
         model = AutoModelForCausalLM.from_pretrained(folder / name / "exported", attn_implementation="eager")
@@ -82,4 +138,5 @@ def check(folder: Path):
         print(f"{name} {difference:.1e}")
 
 
-{"make": make, "large": large, "check": check}[sys.argv[1]](Path(sys.argv[2]))
+COMMANDS = {"make": make, "large": large, "chat": chat, "check-chat": check_chat, "check": check}
+COMMANDS[sys.argv[1]](Path(sys.argv[2]))

@@ -39,7 +39,8 @@ fn main() -> Result<()> {
     // The first rounds warm up and are not printed.
     for round in 0..rounds + 2 {
         let tokens = Tensor::randint(32_000, TOKENS, (Kind::Int64, Device::Cpu));
-        let batch = Batch { targets: tokens.roll(-1, 1), tokens };
+        let targets = tokens.roll(-1, 1);
+        let batch = Batch::new(tokens, targets);
         for turn in 0..SIDES.len() {
             let side = (turn + round) % SIDES.len();
             world.barrier("start").wait()?;

@@ -79,7 +79,7 @@ fn main() -> Result<()> {
     let mut side = Side::new(name, &mut recipe, &world)?;
     let launched: f64 = variable("SHARDWISE_LAUNCHED")?;
     let ready_s = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs_f64() - launched;
-    let data = Data::open(&recipe)?;
+    let data = Data::open(&recipe, world.size())?;
     let (steps, warm_up) = (recipe.run.steps as usize, variable::<usize>("SHARDWISE_WARM_UP")?);
     // Always the same one: the loss then moves by so much that sides which train differently are found out.
     let micro_batches = data.step(1, world.rank(), world.size())?;

@@ -47,7 +47,8 @@ fn measured(world: &Arc<shardwise_comm::Group>, stage: u8, gradients: Dtype) -> 
     let model = llama().model()?;
     let elements = model.elements();
     let tokens = Tensor::randint(8191, [1, 32], (Kind::Int64, Device::Cpu));
-    let batch = [Batch { targets: tokens.roll(-1, 1), tokens }];
+    let targets = tokens.roll(-1, 1);
+    let batch = [Batch::new(tokens, targets)];
     world.barrier("before").wait()?;
     let before = allocated_bytes();
     let mut trainer = Trainer::new(model, Ranks::sharded(world.clone()), options, &mut start::from_seed(1))?;

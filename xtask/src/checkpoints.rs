@@ -10,7 +10,7 @@ use serde::Deserialize;
 use shardwise_harness::launcher;
 
 use crate::claims::{Claim, Verdict};
-use crate::workspace::{Scratch, built, median, output_of, root, tools};
+use crate::workspace::{Scratch, built, median, output_of, peak_of, root, tools};
 
 pub(crate) const CLAIMS: &[Claim] = &[
     Claim {
@@ -62,7 +62,7 @@ impl Running {
         let mut command = Command::new(program);
         command.arg("train").arg(recipe).args(["-n", "2"]).env("OMP_NUM_THREADS", "1");
         command.envs(variables.iter().copied());
-        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
+        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn()?;
         let lines = BufReader::new(child.stdout.take().context("its output")?).lines();
         Ok(Running { child, lines, seen: Vec::new() })
     }
@@ -125,6 +125,7 @@ fn killed() -> Result<Verdict> {
         random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         std::thread::sleep(Duration::from_micros((random >> 33) % 150_000));
         let ranks = ranks_of(&path)?;
+        ensure!(ranks.len() == 2, "round {round}: {} ranks are left before any was killed", ranks.len());
         let chosen = if round % 2 == 0 { &ranks[(random >> 40) as usize % 2..][..1] } else { &ranks[..] };
         Command::new("kill").arg("-KILL").args(chosen).status()?;
         drop(running);
@@ -328,23 +329,6 @@ fn memory() -> Result<Verdict> {
         bar: "1.10, 500 MB".to_string(),
         holds: ratio <= 1.1 && peaks.iter().all(|&peak| peak <= EXPORT_BYTES),
     })
-}
-
-/// The most memory that a command has while it runs, which only rises: looking often is enough.
-fn peak_of(command: &mut Command) -> Result<f64> {
-    let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn()?;
-    let mut peak: f64 = 0.;
-    loop {
-        let status = std::fs::read_to_string(format!("/proc/{}/status", child.id())).unwrap_or_default();
-        let kib =
-            status.lines().find_map(|line| line.strip_prefix("VmHWM:")?.split_whitespace().next()?.parse::<f64>().ok());
-        peak = peak.max(kib.unwrap_or(0.) * 1024.);
-        if let Some(end) = child.try_wait()? {
-            ensure!(end.success(), "{command:?} failed: {end}");
-            return Ok(peak);
-        }
-        std::thread::sleep(Duration::from_millis(5));
-    }
 }
 
 // ---- S3 ---------------------------------------------------------------------------------------------------------------

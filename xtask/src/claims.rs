@@ -26,9 +26,15 @@ pub(crate) struct Verdict {
 }
 
 fn all() -> impl Iterator<Item = &'static Claim> {
-    [crate::foundation::CLAIMS, crate::zero::CLAIMS, crate::peers::CLAIMS, crate::checkpoints::CLAIMS]
-        .into_iter()
-        .flatten()
+    [
+        crate::foundation::CLAIMS,
+        crate::zero::CLAIMS,
+        crate::peers::CLAIMS,
+        crate::checkpoints::CLAIMS,
+        crate::text::CLAIMS,
+    ]
+    .into_iter()
+    .flatten()
 }
 
 /// Lists claims, or measures those that `name` selects.

@@ -40,7 +40,13 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         .then_some(())
         .context("an input broke the reader: it is in fuzz/artifacts; mend the reader and put it into the corpus")?;
     let before = std::fs::read_dir(&kept)?.count();
-    output_of(fuzzer(options)?.arg(&kept).arg(&found).args(["--", "-merge=1", "-use_counters=0"]).arg(format!("-max_len={bytes}")))?;
+    output_of(
+        fuzzer(options)?
+            .arg(&kept)
+            .arg(&found)
+            .args(["--", "-set_cover_merge=1", "-use_counters=0"])
+            .arg(format!("-max_len={bytes}")),
+    )?;
     println!("{} inputs were kept, {before} of them from before", std::fs::read_dir(&kept)?.count());
     Ok(())
 }

@@ -14,6 +14,7 @@ mod growth;
 mod hosts;
 mod peers;
 mod sides;
+mod text;
 mod workspace;
 mod zero;
 

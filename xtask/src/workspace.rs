@@ -1,7 +1,8 @@
 //! Where things are, how to build them, and what machine this is.
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
@@ -46,6 +47,23 @@ impl Drop for Scratch {
     fn drop(&mut self) {
         // What is left in the temporary folder harms nobody.
         drop(std::fs::remove_dir_all(&self.0));
+    }
+}
+
+/// The most memory that a command has while it runs, which only rises: looking often is enough.
+pub(crate) fn peak_of(command: &mut Command) -> Result<f64> {
+    let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn()?;
+    let mut peak: f64 = 0.;
+    loop {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", child.id())).unwrap_or_default();
+        let kib =
+            status.lines().find_map(|line| line.strip_prefix("VmHWM:")?.split_whitespace().next()?.parse::<f64>().ok());
+        peak = peak.max(kib.unwrap_or(0.) * 1024.);
+        if let Some(end) = child.try_wait()? {
+            ensure!(end.success(), "{command:?} failed: {end}");
+            return Ok(peak);
+        }
+        std::thread::sleep(Duration::from_millis(5));
     }
 }
 

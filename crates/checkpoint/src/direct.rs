@@ -39,10 +39,9 @@ pub(crate) fn write<E>(
     seen: &mut dyn FnMut(&[u8]),
 ) -> Result<(), Failure<E>> {
     let folder = path.parent().ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?;
-    if !folder.is_dir() {
-        std::fs::create_dir_all(folder)?;
-        folder.parent().map_or(Ok(()), synced)?;
-    }
+    std::fs::create_dir_all(folder)?;
+    // Whoever made the folder may have died before this.
+    folder.parent().map_or(Ok(()), synced)?;
     let mut staged = path.as_os_str().to_owned();
     // No name of a file has this in it, so that what a writer that died has left is known for what it is.
     staged.push(format!("#{}", std::process::id()));
@@ -163,15 +162,32 @@ fn opened(path: &Path) -> io::Result<Direct> {
 
 impl Direct {
     fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
-        let aligned = if self.direct { bytes.len() / ALIGNMENT * ALIGNMENT } else { bytes.len() };
-        self.file.write_all(&bytes[..aligned])?;
-        if aligned < bytes.len() {
-            // The end of the file.
-            let flags = rustix::fs::fcntl_getfl(&self.file)?;
-            rustix::fs::fcntl_setfl(&self.file, flags - OFlags::DIRECT)?;
-            self.direct = false;
-            self.file.write_all(&bytes[aligned..])?;
+        let mut rest = bytes;
+        while self.direct && rest.len() >= ALIGNMENT {
+            match self.file.write(&rest[..rest.len() / ALIGNMENT * ALIGNMENT]) {
+                // A disk that is nearly full takes less than it was given.
+                Ok(written) if written > 0 && written.is_multiple_of(ALIGNMENT) => rest = &rest[written..],
+                Ok(written) => {
+                    rest = &rest[written..];
+                    self.through_the_cache()?;
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => (),
+                // A file system that only opens files like this.
+                Err(error) if error.kind() == io::ErrorKind::InvalidInput => self.through_the_cache()?,
+                Err(error) => return Err(error),
+            }
         }
+        if self.direct && !rest.is_empty() {
+            // The end of the file.
+            self.through_the_cache()?;
+        }
+        self.file.write_all(rest)
+    }
+
+    fn through_the_cache(&mut self) -> io::Result<()> {
+        let flags = rustix::fs::fcntl_getfl(&self.file)?;
+        rustix::fs::fcntl_setfl(&self.file, flags - OFlags::DIRECT)?;
+        self.direct = false;
         Ok(())
     }
 

@@ -44,8 +44,11 @@ impl Store {
     /// As [`Store::open`], and makes the folder if it is not there.
     pub fn create(address: &str) -> Result<Self> {
         if let Place::Folder(folder) = place(address)? {
-            std::fs::create_dir_all(folder)
-                .map_err(|error| Error::Address { address: address.to_string(), problem: error.to_string() })?;
+            let made = std::fs::create_dir_all(&folder);
+            let above = folder.ancestors().skip(1).take_while(|above| !above.as_os_str().is_empty());
+            // So that a loss of power leaves the folder where it is. One of another's is not ours to sync.
+            above.for_each(|above| drop(std::fs::File::open(above).and_then(|above| above.sync_all())));
+            made.map_err(|error| Error::Address { address: address.to_string(), problem: error.to_string() })?;
         }
         Store::open(address)
     }

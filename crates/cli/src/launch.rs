@@ -1,7 +1,14 @@
 //! Starting ranks.
 
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, ExitCode};
+
+use anyhow::{Context, Result, bail};
+
+use crate::launched::{Launched, launched};
+
+use crate::layers::Layers;
 
 /// A launcher that will start what is appended to it on `ranks` ranks of this host, and what it says of its version. The error
 /// is why there is none.
@@ -26,8 +33,49 @@ pub(crate) fn launcher(ranks: usize) -> Result<(Command, String), String> {
     Ok((command, version))
 }
 
+/// What the ranks of a recipe are to do.
+pub(crate) struct Work<'a> {
+    /// A command of `shardwise-rank`.
+    pub(crate) verb: &'static str,
+    pub(crate) recipe: &'a Path,
+    /// As it was asked for.
+    pub(crate) ranks: Option<u32>,
+    pub(crate) layers: &'a Layers,
+    /// What else `shardwise-rank` is told.
+    pub(crate) rest: Vec<String>,
+}
+
+impl Work<'_> {
+    /// Starts the ranks on this host, and waits for them; or becomes one, where a launcher has started this process.
+    pub(crate) fn start(&self) -> Result<ExitCode> {
+        let program = rank_program()?;
+        let asked = self.ranks.map(|ranks| ranks as usize);
+        if let Some(Launched { ranks, ranks_here }) = launched() {
+            if let (Some(asked), Some(ranks)) = (asked, ranks.filter(|&ranks| Some(ranks) != asked)) {
+                bail!("-n {asked} contradicts the launcher, which has started {ranks} ranks; leave -n out");
+            }
+            let mut rank = prepared(Command::new(&program), ranks_here.or(ranks).unwrap_or(1));
+            self.told(&mut rank);
+            return Err(rank.exec()).with_context(|| program.display().to_string());
+        }
+        let ranks = asked.unwrap_or(1);
+        let (launcher, _) = launcher(ranks).map_err(anyhow::Error::msg).context("scripts/setup installs it")?;
+        let mut launcher = prepared(launcher, ranks);
+        launcher.arg(&program);
+        self.told(&mut launcher);
+        let status = launcher.status().with_context(|| launcher.get_program().display().to_string())?;
+        Ok(status.code().and_then(|code| u8::try_from(code).ok()).map_or(ExitCode::FAILURE, ExitCode::from))
+    }
+
+    fn told(&self, command: &mut Command) {
+        command.arg(self.verb).arg(absolute(self.recipe));
+        laid(command, self.layers);
+        command.args(&self.rest);
+    }
+}
+
 /// What every rank's environment needs, whoever starts it.
-pub(crate) fn prepared(mut command: Command, ranks: usize) -> Command {
+fn prepared(mut command: Command, ranks: usize) -> Command {
     // Read by Open MPI when a rank starts: waiting ranks yield, and see the note on full duplex in shardwise_comm::mpi.
     command.env("OMPI_MCA_mpi_yield_when_idle", "1").env("OMPI_MCA_btl_tcp_flags", "1");
     if std::env::var_os("OMP_NUM_THREADS").is_none() {
@@ -40,6 +88,15 @@ pub(crate) fn prepared(mut command: Command, ranks: usize) -> Command {
 /// The program that runs on every rank, beside this one.
 pub(crate) fn rank_program() -> std::io::Result<PathBuf> {
     Ok(std::env::current_exe()?.with_file_name("shardwise-rank"))
+}
+
+/// The same layers for the program of ranks.
+pub(crate) fn laid(command: &mut Command, layers: &Layers) {
+    if let Some(file) = &layers.deepspeed {
+        command.arg("--deepspeed").arg(absolute(file));
+    }
+    // In one word each: a value may begin with a dash.
+    command.args(layers.set.iter().map(|set| format!("--set={set}")));
 }
 
 /// A path that means the same in another working folder.

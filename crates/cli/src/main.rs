@@ -7,15 +7,22 @@
 #![forbid(unsafe_code)]
 
 mod checkpoint;
+mod config;
 mod doctor;
+mod init;
+mod inspect;
 mod launch;
 mod launched;
+mod layers;
+mod sampling;
+mod tokenize;
 mod train;
+mod trained;
 
 use std::process::ExitCode;
 
 use anyhow::Result;
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 
 /// Trains transformer models that do not fit on one device
 #[derive(Parser)]
@@ -38,20 +45,91 @@ enum Command {
     /// Starts the ranks itself, on this host; or is started on every rank by mpirun or srun. Says beforehand what a rank needs
     /// of memory, and does not start what cannot fit. The exit code is 2 if the recipe is wrong or does not fit.
     #[command(
-        after_help = "Examples:\n  shardwise train recipes/small.toml -n 2\n  shardwise train recipes/small.toml -n 4 --dry-run\n  mpirun -n 4 shardwise train recipes/small.toml"
+        after_help = "Examples:\n  shardwise train recipes/small.toml -n 2\n  shardwise train recipes/small.toml -n 4 --dry-run\n  shardwise train recipes/small.toml -n 2 --set optimizer.rate=1e-3 --set run.steps=100\n  shardwise train recipes/small.toml -n 2 --deepspeed ds_config.json\n  mpirun -n 4 shardwise train recipes/small.toml"
     )]
     Train(train::Options),
+    /// Make a corpus of tokens from text
+    ///
+    /// Reads plain text, JSON lines and Parquet, also compressed, with all cores and little memory, and writes Megatron's format.
+    /// A run that was stopped or killed goes on when the same command is given again. The exit code is 3 if it was stopped.
+    #[command(
+        after_help = "Examples:\n  shardwise tokenize kjv.txt --to data/kjv --vocabulary 2048 --held-out 20\n  shardwise tokenize corpus/*.jsonl.zst --to data/web --tokenizer models/llama\n  shardwise tokenize wiki.parquet --to data/wiki --tokenizer tokenizer.json --field text"
+    )]
+    Tokenize(tokenize::Options),
+    /// Write a recipe to begin with, by question or by flag
+    #[command(
+        after_help = "Examples:\n  shardwise init\n  shardwise init kjv.toml --corpus data/kjv --size 5m --steps 1000\n  shardwise init tuned.toml --from models/llama --corpus data/web"
+    )]
+    Init(init::Options),
+    /// Say how well a recipe's newest checkpoint does on text that was held out
+    ///
+    /// The mean loss of a token, perplexity, and bits per byte of the text where the corpus says how long that was.
+    #[command(after_help = "Examples:\n  shardwise eval kjv.toml -n 2\n  shardwise eval kjv.toml --corpus data/other")]
+    Eval(trained::Evaluate),
+    /// Generate text with a recipe's newest checkpoint
+    #[command(
+        after_help = "Examples:\n  shardwise generate kjv.toml --prompt 'And God said'\n  shardwise generate kjv.toml -n 2 --tokens 50 --temperature 0"
+    )]
+    Generate(trained::Generate),
+    /// Say what is in a corpus, a tokenizer or a folder of checkpoints
+    #[command(
+        after_help = "Examples:\n  shardwise inspect data/kjv --tokenizer data/tokenizer.json\n  shardwise inspect data/tokenizer.json --text 'In the beginning'\n  shardwise inspect runs/kjv"
+    )]
+    Inspect(inspect::Options),
+    /// Print a recipe as it comes out, with where each value comes from
+    ///
+    /// Every key, defaults included; what is printed can be used as a recipe. Paths are relative to the recipe's file, also those
+    /// of --set. The exit code is 2 if the recipe is wrong.
+    #[command(
+        after_help = "Examples:\n  shardwise config recipes/small.toml -n 2\n  shardwise config recipes/small.toml --set optimizer.rate=1e-3 --deepspeed ds_config.json\n  shardwise config --schema > recipe.schema.json"
+    )]
+    Config(config::Options),
     /// Look at checkpoints, check them, compare them, remove them
     ///
     /// FOLDER is where a recipe's checkpoints are: a folder, or s3://bucket/folder, gs://…, az://….
     #[command(subcommand)]
     Checkpoint(checkpoint::Command),
+    /// Print completions for a shell
+    #[command(after_help = "Example:\n  shardwise completions bash > /etc/bash_completion.d/shardwise")]
+    Completions {
+        /// Which shell
+        shell: clap_complete::Shell,
+    },
+    /// Print the manual page
+    #[command(after_help = "Example:\n  shardwise man > /usr/local/share/man/man1/shardwise.1")]
+    Man,
+}
+
+/// One page with all commands.
+fn manual() -> Result<ExitCode> {
+    let (mut out, whole) = (std::io::stdout(), Arguments::command());
+    clap_mangen::Man::new(whole.clone()).render(&mut out)?;
+    for command in whole.get_subcommands() {
+        let named = command.clone().name(format!("shardwise {}", command.get_name()));
+        let page = clap_mangen::Man::new(named);
+        page.render_synopsis_section(&mut out)?;
+        page.render_description_section(&mut out)?;
+        page.render_options_section(&mut out)?;
+        page.render_extra_section(&mut out)?;
+    }
+    Ok(ExitCode::SUCCESS)
 }
 
 fn main() -> Result<ExitCode> {
     match Arguments::parse().command {
         Command::Doctor => doctor::run(),
         Command::Train(options) => train::run(&options),
+        Command::Config(options) => config::run(&options),
         Command::Checkpoint(command) => checkpoint::run(&command),
+        Command::Tokenize(options) => tokenize::run(&options),
+        Command::Init(options) => init::run(&options),
+        Command::Eval(options) => trained::evaluate(&options),
+        Command::Generate(options) => trained::generate(&options),
+        Command::Inspect(options) => inspect::run(&options),
+        Command::Completions { shell } => {
+            clap_complete::generate(shell, &mut Arguments::command(), "shardwise", &mut std::io::stdout());
+            Ok(ExitCode::SUCCESS)
+        }
+        Command::Man => manual(),
     }
 }

@@ -2,10 +2,13 @@
 
 use shardwise_torch::tch::{Kind, Tensor};
 
+use crate::documents::Documents;
 use crate::loss::{self, head_loss};
 use crate::recompute::computed_again;
 use crate::unit::Tied;
-use crate::{Activations, Batch, Error, Footprint, Init, Layer, Model, Parameter, Parameters, Result, Unit, attention};
+use crate::{
+    Activations, Batch, Cache, Error, Footprint, Init, Layer, Model, Parameter, Parameters, Result, Unit, attention,
+};
 
 /// The shape of a GPT-2.
 #[derive(Clone, Debug, PartialEq)]
@@ -122,6 +125,14 @@ fn linear(parameters: &Parameters<'_>, x: &Tensor, name: &str) -> Result<Tensor>
     Ok(x.f_linear(&weight, Some(parameters.get(&format!("{name}.bias"))))?)
 }
 
+/// Query, key and value (sequences, heads, positions, head width) of what was projected together.
+fn heads(projected: &Tensor, heads: usize) -> Result<[Tensor; 3]> {
+    let (sequences, positions) = (projected.size()[0], projected.size()[1]);
+    let all = projected.f_chunk(3, 2)?;
+    let split = |joined: &Tensor| joined.f_view([sequences, positions, heads as i64, -1])?.f_transpose(1, 2);
+    Ok([split(&all[0])?, split(&all[1])?, split(&all[2])?])
+}
+
 struct Embedding(Gpt2);
 
 impl Layer for Embedding {
@@ -132,14 +143,34 @@ impl Layer for Embedding {
         batch: &Batch,
         _: Activations,
     ) -> Result<Tensor> {
-        let positions = batch.tokens.size()[1];
-        if positions > self.0.positions as i64 {
-            let problem = format!("sequences have {positions} positions, and the model has {}", self.0.positions);
-            return Err(Error::Config { key: "positions", problem });
-        }
-        let lookup = |name: &str, index: &Tensor| Tensor::f_embedding(parameters.get(name), index, -1, false, false);
-        let places = Tensor::f_arange(positions, (Kind::Int64, batch.tokens.device()))?;
-        Ok(lookup("wte.weight", &batch.tokens)?.f_add(&lookup("wpe.weight", &places)?)?)
+        let places = match Documents::of(batch)? {
+            Some(documents) => {
+                self.check("documents", documents.longest())?;
+                documents.places(batch.tokens.device())?
+            }
+            None => {
+                self.check("sequences", batch.tokens.size()[1])?;
+                Tensor::f_arange(batch.tokens.size()[1], (Kind::Int64, batch.tokens.device()))?
+            }
+        };
+        lookup(parameters, &batch.tokens, &places)
+    }
+
+    fn extend(
+        &self,
+        parameters: &Parameters<'_>,
+        _: Option<&Tensor>,
+        tokens: &Tensor,
+        cache: &mut Cache,
+    ) -> Result<Tensor> {
+        let first = cache.advance(tokens.size()[1]);
+        let end = first + tokens.size()[1];
+        self.check("sequences", end)?;
+        lookup(parameters, tokens, &Tensor::f_arange_start(first, end, (Kind::Int64, tokens.device()))?)
+    }
+
+    fn positions(&self) -> Option<usize> {
+        Some(self.0.positions)
     }
 
     fn footprint(&self, tokens: usize, _: usize, element_bytes: usize, _: Activations) -> Footprint {
@@ -151,6 +182,21 @@ impl Layer for Embedding {
     }
 }
 
+impl Embedding {
+    fn check(&self, what: &str, positions: i64) -> Result<()> {
+        if positions > self.0.positions as i64 {
+            let problem = format!("{what} have {positions} positions, and the model has {}", self.0.positions);
+            return Err(Error::Config { key: "positions", problem });
+        }
+        Ok(())
+    }
+}
+
+fn lookup(parameters: &Parameters<'_>, tokens: &Tensor, places: &Tensor) -> Result<Tensor> {
+    let lookup = |name: &str, index: &Tensor| Tensor::f_embedding(parameters.get(name), index, -1, false, false);
+    Ok(lookup("wte.weight", tokens)?.f_add(&lookup("wpe.weight", places)?)?)
+}
+
 struct Block(Gpt2);
 
 impl Layer for Block {
@@ -158,12 +204,28 @@ impl Layer for Block {
         &self,
         parameters: &Parameters<'_>,
         input: Option<&Tensor>,
-        _: &Batch,
+        batch: &Batch,
         activations: Activations,
     ) -> Result<Tensor> {
         let x = input.expect("a block has an input");
-        let x = x.f_add(&self.attend(parameters, x, activations)?)?;
+        let x = x.f_add(&self.attend(parameters, x, Documents::of(batch)?, activations)?)?;
         Ok(x.f_add(&self.mlp(parameters, &x, activations)?)?)
+    }
+
+    fn extend(
+        &self,
+        parameters: &Parameters<'_>,
+        input: Option<&Tensor>,
+        _: &Tensor,
+        cache: &mut Cache,
+    ) -> Result<Tensor> {
+        let x = input.expect("a block has an input");
+        let normed = self.0.norm(parameters, "ln_1").of(x)?;
+        let [query, key, value] = heads(&linear(parameters, &normed, "attn.c_attn")?, self.0.heads)?;
+        let [key, value] = cache.extend(&key, &value, None)?;
+        let joined = attention::extend(&query, &key, &value, None)?;
+        let x = x.f_add(&linear(parameters, &joined, "attn.c_proj")?)?;
+        Ok(x.f_add(&self.mlp(parameters, &x, Activations::Kept)?)?)
     }
 
     fn footprint(&self, tokens: usize, _: usize, element_bytes: usize, activations: Activations) -> Footprint {
@@ -183,23 +245,36 @@ impl Layer for Block {
 }
 
 impl Block {
-    fn attend(&self, parameters: &Parameters<'_>, x: &Tensor, activations: Activations) -> Result<Tensor> {
-        let (sequences, positions, heads) = (x.size()[0], x.size()[1], self.0.heads as i64);
+    fn attend(
+        &self,
+        parameters: &Parameters<'_>,
+        x: &Tensor,
+        documents: Option<Documents>,
+        activations: Activations,
+    ) -> Result<Tensor> {
+        let number = self.0.heads;
         let norm = self.0.norm(parameters, "ln_1");
         let normed = norm.of(x)?;
         let projected = linear(parameters, &normed, "attn.c_attn")?;
-        let core = move |projected: &Tensor| -> Result<Tensor> {
-            let all = projected.f_chunk(3, 2)?;
-            let heads = |joined: &Tensor| joined.f_view([sequences, positions, heads, -1])?.f_transpose(1, 2);
-            Ok(attention::causal(&heads(&all[0])?, &heads(&all[1])?, &heads(&all[2])?, None)?.output)
+        // The documents' outputs, if there are several, and last the output.
+        let core = move |projected: &Tensor| -> Result<Vec<Tensor>> {
+            let [query, key, value] = heads(projected, number)?;
+            let attended = attention::causal(&query, &key, &value, None, documents.as_ref())?;
+            Ok(attended.parts.into_iter().chain([attended.output]).collect())
         };
-        let joined = core(&projected)?;
-        let output = linear(parameters, &joined, "attn.c_proj")?;
+        let attended = core(&projected)?;
+        let joined = attended.last().expect("attention has an output");
+        let output = linear(parameters, joined, "attn.c_proj")?;
         if activations == Activations::Kept {
             return Ok(output);
         }
+        let saved: Vec<&Tensor> = attended.iter().chain([&normed]).collect();
         let (x, norm, projected) = (x.detach(), norm.detached(), projected.detach());
-        computed_again(output, &[&joined, &normed], move || Ok(vec![core(&projected)?, norm.of(&x)?]))
+        computed_again(output, &saved, move || {
+            let mut again = core(&projected)?;
+            again.push(norm.of(&x)?);
+            Ok(again)
+        })
     }
 
     fn mlp(&self, parameters: &Parameters<'_>, x: &Tensor, activations: Activations) -> Result<Tensor> {
@@ -228,6 +303,20 @@ impl Layer for Head {
     ) -> Result<Tensor> {
         let (normed, weight) = self.normed(parameters, input.expect("the head has an input"))?;
         head_loss(&normed, weight, &batch.targets, self.0.head_chunk)
+    }
+
+    fn extend(
+        &self,
+        parameters: &Parameters<'_>,
+        input: Option<&Tensor>,
+        tokens: &Tensor,
+        cache: &mut Cache,
+    ) -> Result<Tensor> {
+        let positions = tokens.size()[1];
+        cache.advance(positions);
+        let last = input.expect("the head has an input").f_select(1, positions - 1)?;
+        let (normed, weight) = self.normed(parameters, &last)?;
+        Ok(normed.f_linear(weight, None::<&Tensor>)?)
     }
 
     fn logits(&self, parameters: &Parameters<'_>, input: &Tensor) -> Result<Option<Tensor>> {

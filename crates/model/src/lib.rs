@@ -10,6 +10,8 @@
 #![forbid(unsafe_code)]
 
 mod attention;
+mod cache;
+mod documents;
 mod gpt2;
 pub mod hugging_face;
 pub mod init;
@@ -18,6 +20,7 @@ mod loss;
 mod recompute;
 mod unit;
 
+pub use cache::Cache;
 pub use gpt2::Gpt2;
 pub use llama::{Llama, Llama3Rope};
 pub use loss::{IGNORED, head_loss};

@@ -1,13 +1,17 @@
 //! The Llama family: Llama 2 and 3, Mistral, Qwen 2 and 3.
 
 use std::f64::consts::PI;
+use std::ops::Range;
 
 use shardwise_torch::tch::{Device, Kind, Tensor};
 
+use crate::documents::Documents;
 use crate::loss::{self, head_loss};
 use crate::recompute::computed_again;
 use crate::unit::Tied;
-use crate::{Activations, Batch, Error, Footprint, Init, Layer, Model, Parameter, Parameters, Result, Unit, attention};
+use crate::{
+    Activations, Batch, Cache, Error, Footprint, Init, Layer, Model, Parameter, Parameters, Result, Unit, attention,
+};
 
 /// The shape of a model of the family.
 #[derive(Clone, Debug, PartialEq)]
@@ -179,6 +183,17 @@ impl Layer for Embedding {
         Ok(Tensor::f_embedding(parameters.get("embed_tokens.weight"), &batch.tokens, -1, false, false)?)
     }
 
+    fn extend(
+        &self,
+        parameters: &Parameters<'_>,
+        _: Option<&Tensor>,
+        tokens: &Tensor,
+        cache: &mut Cache,
+    ) -> Result<Tensor> {
+        cache.advance(tokens.size()[1]);
+        Ok(Tensor::f_embedding(parameters.get("embed_tokens.weight"), tokens, -1, false, false)?)
+    }
+
     fn footprint(&self, tokens: usize, _: usize, element_bytes: usize, _: Activations) -> Footprint {
         Footprint::of_output(tokens * self.0 * element_bytes)
     }
@@ -195,12 +210,26 @@ impl Layer for Block {
         &self,
         parameters: &Parameters<'_>,
         input: Option<&Tensor>,
-        _: &Batch,
+        batch: &Batch,
         activations: Activations,
     ) -> Result<Tensor> {
         let x = input.expect("a block has an input");
-        let x = x.f_add(&self.attend(parameters, x, activations)?)?;
+        let x = x.f_add(&self.attend(parameters, x, Documents::of(batch)?, activations)?)?;
         Ok(x.f_add(&self.mlp(parameters, &x, activations)?)?)
+    }
+
+    fn extend(
+        &self,
+        parameters: &Parameters<'_>,
+        input: Option<&Tensor>,
+        _: &Tensor,
+        cache: &mut Cache,
+    ) -> Result<Tensor> {
+        let x = input.expect("a block has an input");
+        let normed = self.0.norm(x, parameters.get("input_layernorm.weight"))?;
+        let joined = self.core(parameters, &normed, None)?.extend(cache)?;
+        let x = x.f_add(&joined.f_linear(parameters.get("self_attn.o_proj.weight"), None::<&Tensor>)?)?;
+        Ok(x.f_add(&self.mlp(parameters, &x, Activations::Kept)?)?)
     }
 
     fn footprint(&self, tokens: usize, positions: usize, element_bytes: usize, activations: Activations) -> Footprint {
@@ -224,22 +253,16 @@ impl Layer for Block {
 }
 
 impl Block {
-    fn attend(&self, parameters: &Parameters<'_>, x: &Tensor, activations: Activations) -> Result<Tensor> {
-        let llama = &self.0;
+    fn attend(
+        &self,
+        parameters: &Parameters<'_>,
+        x: &Tensor,
+        documents: Option<Documents>,
+        activations: Activations,
+    ) -> Result<Tensor> {
         let norm = parameters.get("input_layernorm.weight");
-        let normed = llama.norm(x, norm)?;
-        let project = |name: &str| -> Result<Tensor> {
-            let weight = parameters.get(&format!("{name}.weight"));
-            Ok(normed.f_linear(weight, parameters.find(&format!("{name}.bias")))?)
-        };
-        let core = Core {
-            llama: llama.clone(),
-            query: project("self_attn.q_proj")?,
-            key: project("self_attn.k_proj")?,
-            value: project("self_attn.v_proj")?,
-            query_norm: parameters.find("self_attn.q_norm.weight").map(Tensor::shallow_clone),
-            key_norm: parameters.find("self_attn.k_norm.weight").map(Tensor::shallow_clone),
-        };
+        let normed = self.0.norm(x, norm)?;
+        let core = self.core(parameters, &normed, documents)?;
         let attended = core.attend()?;
         let joined = attended.last().expect("attention has an output");
         let output = joined.f_linear(parameters.get("self_attn.o_proj.weight"), None::<&Tensor>)?;
@@ -252,6 +275,22 @@ impl Block {
             let mut again = core.attend()?;
             again.push(core.llama.norm(&x, &norm)?);
             Ok(again)
+        })
+    }
+
+    fn core(&self, parameters: &Parameters<'_>, normed: &Tensor, documents: Option<Documents>) -> Result<Core> {
+        let project = |name: &str| -> Result<Tensor> {
+            let weight = parameters.get(&format!("{name}.weight"));
+            Ok(normed.f_linear(weight, parameters.find(&format!("{name}.bias")))?)
+        };
+        Ok(Core {
+            llama: self.0.clone(),
+            documents,
+            query: project("self_attn.q_proj")?,
+            key: project("self_attn.k_proj")?,
+            value: project("self_attn.v_proj")?,
+            query_norm: parameters.find("self_attn.q_norm.weight").map(Tensor::shallow_clone),
+            key_norm: parameters.find("self_attn.k_norm.weight").map(Tensor::shallow_clone),
         })
     }
 
@@ -286,6 +325,7 @@ impl Block {
 /// From the projections to the heads' outputs.
 struct Core {
     llama: Llama,
+    documents: Option<Documents>,
     /// Sequences by positions by heads' widths, as are the next two.
     query: Tensor,
     key: Tensor,
@@ -296,11 +336,33 @@ struct Core {
 
 impl Core {
     /// Everything that was computed: query and key as the kernel sees them, expanded or not; the value, if it was expanded;
-    /// and last the output.
+    /// the documents' outputs, if there are several; and last the output.
     fn attend(&self) -> Result<Vec<Tensor>> {
+        let [query, key, value] = self.heads(0)?;
+        let documents = self.documents.as_ref();
+        let attended = attention::causal(&query, &key, &value, self.llama.window, documents)?;
+        let mut computed = match attended.expanded {
+            Some([key, value]) => vec![query, key, value],
+            None => vec![query, key],
+        };
+        computed.extend(attended.parts);
+        computed.push(attended.output);
+        Ok(computed)
+    }
+
+    /// The output for positions that come after those in `cache`.
+    fn extend(&self, cache: &mut Cache) -> Result<Tensor> {
+        let [query, key, value] = self.heads(cache.positions() as i64)?;
+        let [key, value] = cache.extend(&key, &value, self.llama.window)?;
+        attention::extend(&query, &key, &value, self.llama.window)
+    }
+
+    /// Query, key and value (sequences, heads, positions, head width), normed and turned; the first stands at position
+    /// `first`.
+    fn heads(&self, first: i64) -> Result<[Tensor; 3]> {
         let llama = &self.llama;
         let (sequences, positions) = (self.query.size()[0], self.query.size()[1]);
-        let rope = Rope::new(llama, positions, self.query.kind(), self.query.device())?;
+        let rope = Rope::new(llama, first..first + positions, self.query.kind(), self.query.device())?;
         let heads = |projected: &Tensor, norm: &Option<Tensor>| -> Result<Tensor> {
             let split = projected.f_view([sequences, positions, -1, llama.head_width as i64])?;
             let normed = match norm {
@@ -311,12 +373,7 @@ impl Core {
         };
         let query = rope.turn(&heads(&self.query, &self.query_norm)?)?;
         let key = rope.turn(&heads(&self.key, &self.key_norm)?)?;
-        let value = heads(&self.value, &None)?;
-        let attention::Attended { output, expanded } = attention::causal(&query, &key, &value, llama.window)?;
-        Ok(match expanded {
-            Some([key, value]) => vec![query, key, value, output],
-            None => vec![query, key, output],
-        })
+        Ok([query, key, heads(&self.value, &None)?])
     }
 
     /// The same without the graph behind it.
@@ -324,6 +381,7 @@ impl Core {
         let detach = |norm: &Option<Tensor>| norm.as_ref().map(Tensor::detach);
         Core {
             llama: self.llama.clone(),
+            documents: self.documents.clone(),
             query: self.query.detach(),
             key: self.key.detach(),
             value: self.value.detach(),
@@ -345,6 +403,20 @@ impl Layer for Head {
     ) -> Result<Tensor> {
         let (normed, weight) = self.normed(parameters, input.expect("the head has an input"))?;
         head_loss(&normed, weight, &batch.targets, self.0.head_chunk)
+    }
+
+    fn extend(
+        &self,
+        parameters: &Parameters<'_>,
+        input: Option<&Tensor>,
+        tokens: &Tensor,
+        cache: &mut Cache,
+    ) -> Result<Tensor> {
+        let positions = tokens.size()[1];
+        cache.advance(positions);
+        let last = input.expect("the head has an input").f_select(1, positions - 1)?;
+        let (normed, weight) = self.normed(parameters, &last)?;
+        Ok(normed.f_linear(weight, None::<&Tensor>)?)
     }
 
     fn logits(&self, parameters: &Parameters<'_>, input: &Tensor) -> Result<Option<Tensor>> {
@@ -371,7 +443,7 @@ struct Rope {
 }
 
 impl Rope {
-    fn new(llama: &Llama, positions: i64, kind: Kind, device: Device) -> Result<Self> {
+    fn new(llama: &Llama, positions: Range<i64>, kind: Kind, device: Device) -> Result<Self> {
         let frequencies: Vec<f64> = (0..llama.head_width / 2)
             .map(|pair| llama.rope_base.powf(-2. * pair as f64 / llama.head_width as f64))
             .map(|frequency| llama.rope_scaling.map_or(frequency, |scaling| scaling.stretched(frequency)))
@@ -379,7 +451,8 @@ impl Rope {
         // Angles in f32, as in the models' own code.
         let frequencies: Vec<f32> = frequencies.into_iter().map(|frequency| frequency as f32).collect();
         let frequencies = Tensor::f_from_slice(&frequencies)?.to_device(device);
-        let angles = Tensor::f_arange(positions, (Kind::Float, device))?.f_outer(&frequencies)?;
+        let positions = Tensor::f_arange_start(positions.start, positions.end, (Kind::Float, device))?;
+        let angles = positions.f_outer(&frequencies)?;
         let angles = Tensor::f_cat(&[&angles, &angles], -1)?;
         Ok(Rope { cosines: angles.f_cos()?.to_kind(kind), sines: angles.f_sin()?.to_kind(kind) })
     }

@@ -1,8 +1,8 @@
 //! A model as a chain of units.
 
-use shardwise_torch::tch::{Device, Tensor};
+use shardwise_torch::tch::{Device, Tensor, no_grad};
 
-use crate::{Activations, Error, Result};
+use crate::{Activations, Cache, Error, Result};
 
 /// A model: units that are run one after the other.
 pub struct Model {
@@ -61,12 +61,24 @@ pub struct Batch {
     pub tokens: Tensor,
     /// For each token the one that follows, or [`crate::IGNORED`].
     pub targets: Tensor,
+    /// Where several documents stand in one sequence: for each token the number of its document, of 64 bits. Documents do
+    /// not see each other. One ends where the number changes.
+    pub documents: Option<Tensor>,
 }
 
 impl Batch {
-    /// The same on a device.
+    /// A micro-batch in which every sequence is one document.
+    pub fn new(tokens: Tensor, targets: Tensor) -> Batch {
+        Batch { tokens, targets, documents: None }
+    }
+
+    /// The same on a device. Where documents end is for the host to know, and stays with it.
     pub fn to_device(&self, device: Device) -> Batch {
-        Batch { tokens: self.tokens.to_device(device), targets: self.targets.to_device(device) }
+        Batch {
+            tokens: self.tokens.to_device(device),
+            targets: self.targets.to_device(device),
+            documents: self.documents.as_ref().map(|numbers| numbers.to_device(Device::Cpu)),
+        }
     }
 }
 
@@ -81,6 +93,22 @@ pub trait Layer: Send {
         batch: &Batch,
         activations: Activations,
     ) -> Result<Tensor>;
+
+    /// Its output for new positions alone, after those in `cache`, which they are added to. `tokens` are the new ones,
+    /// sequences by positions. Of the head: what it says of every token of the vocabulary after the last position,
+    /// sequences by vocabulary.
+    fn extend(
+        &self,
+        parameters: &Parameters<'_>,
+        input: Option<&Tensor>,
+        tokens: &Tensor,
+        cache: &mut Cache,
+    ) -> Result<Tensor>;
+
+    /// The most positions that a sequence may have, if there is such a number.
+    fn positions(&self) -> Option<usize> {
+        None
+    }
 
     /// Of the head: what it says of every token of the vocabulary, for every position of its input.
     fn logits(&self, _parameters: &Parameters<'_>, _input: &Tensor) -> Result<Option<Tensor>> {
@@ -208,6 +236,20 @@ impl Unit {
         self.layer.logits(&self.given(tensors, tied), input)
     }
 
+    /// Its output for new positions alone, after those in `cache`, which they are added to; without a graph. `tokens` are
+    /// the new ones, sequences by positions. Of the head: what it says of every token of the vocabulary after the last
+    /// position, sequences by vocabulary. Documents are one to a sequence.
+    pub fn extend(
+        &self,
+        tensors: &[Tensor],
+        tied: Option<&Tensor>,
+        input: Option<&Tensor>,
+        tokens: &Tensor,
+        cache: &mut Cache,
+    ) -> Result<Tensor> {
+        no_grad(|| self.layer.extend(&self.given(tensors, tied), input, tokens, cache))
+    }
+
     fn given<'a>(&'a self, tensors: &'a [Tensor], tied: Option<&'a Tensor>) -> Parameters<'a> {
         assert_eq!(tensors.len(), self.parameters.len(), "{} is given all of its parameters", self.name);
         assert_eq!(tied.is_some(), self.tied.is_some(), "{} is given what it shares", self.name);
@@ -257,6 +299,11 @@ impl Model {
     /// The chain.
     pub fn units(&self) -> &[Unit] {
         &self.units
+    }
+
+    /// The most positions that a sequence may have, if there is such a number.
+    pub fn positions(&self) -> Option<usize> {
+        self.units.iter().filter_map(|unit| unit.layer.positions()).min()
     }
 
     /// The number of elements of all parameters, a tied one counted once.

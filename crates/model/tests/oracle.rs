@@ -2,31 +2,23 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
+mod support;
+
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::Command;
 
 use serde_json::{Value, json};
-use shardwise_model::{Activations, Batch, Gpt2, IGNORED, Init, Llama, Llama3Rope, Model, head_loss};
+use shardwise_model::{Activations, Batch, Gpt2, IGNORED, Llama, Llama3Rope, Model, head_loss};
 use shardwise_torch::autograd::{self, Graph};
 use shardwise_torch::tch::{Device, Kind, Tensor, manual_seed};
-
-/// Parameters that differ from each other everywhere, norms and biases included.
-fn parameters(model: &Model) -> Vec<Vec<Tensor>> {
-    let begin = |shape: &[i64], init: Init| match init {
-        Init::Normal { .. } => Tensor::randn(shape, (Kind::Float, Device::Cpu)) * 0.08,
-        Init::Ones => Tensor::randn(shape, (Kind::Float, Device::Cpu)) * 0.1 + 1.,
-        Init::Zeros => Tensor::randn(shape, (Kind::Float, Device::Cpu)) * 0.1,
-    };
-    let units = model.units().iter();
-    units.map(|unit| unit.parameters().iter().map(|p| begin(&p.shape, p.init)).collect()).collect()
-}
+use support::parameters;
 
 fn batch(vocabulary: usize) -> Batch {
     let tokens = Tensor::randint(vocabulary as i64, [3, 19], (Kind::Int64, Device::Cpu));
     let targets = Tensor::randint(vocabulary as i64, [3, 19], (Kind::Int64, Device::Cpu));
     let _ = targets.narrow(1, 15, 4).narrow(0, 1, 1).fill_(IGNORED);
-    Batch { tokens, targets }
+    Batch::new(tokens, targets)
 }
 
 /// The loss, and the gradient of every parameter by name, a tied one's from both of its uses.

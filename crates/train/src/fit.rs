@@ -11,7 +11,6 @@ use shardwise_plan::{Dtype, Partition};
 use shardwise_torch::tch::Device;
 use shardwise_zero::Sharding;
 
-use crate::options::indivisible;
 use crate::recipe::{AccumulationRecipe, FloatRecipe, Recipe, RecomputationRecipe};
 use crate::state::layouts;
 use crate::{Accumulation, Options, Recomputation, Result};
@@ -44,12 +43,11 @@ impl Need {
     /// Of a recipe on so many ranks.
     pub fn of(recipe: &Recipe, ranks: usize) -> Result<Self> {
         let options = recipe.options(Device::Cpu)?;
-        if !ranks.is_multiple_of(recipe.sharding.replicas) {
-            return Err(indivisible(ranks, recipe.sharding.replicas));
-        }
-        let tokens = recipe.batch.sequences * recipe.batch.positions;
+        recipe.check_replicas(ranks)?;
+        let batch = recipe.batch(ranks)?;
         let shard = ranks / recipe.sharding.replicas;
-        let batch = [tokens, recipe.batch.positions, recipe.batch.micro_batches];
+        let positions = recipe.batch.positions;
+        let batch = [batch.sequences * positions, positions, batch.micro_batches];
         let model = recipe.model()?;
         let mut need = Need::of_model(&model, &options, shard, batch);
         if recipe.checkpoints.is_some() {
@@ -145,26 +143,29 @@ fn saving(model: &Model, options: &Options, shard: usize, replicas: usize) -> us
 
 /// The least change of a recipe that fits into `limit` bytes: which keys to what, and what it needs then.
 pub fn remedy(recipe: &Recipe, ranks: usize, limit: usize) -> Option<(Vec<&'static str>, Need)> {
-    type Change = (&'static str, fn(&mut Recipe) -> bool);
+    type Change<'a> = (&'static str, &'a dyn Fn(&mut Recipe) -> bool);
+    let micro_batches = recipe.batch(ranks).ok()?.micro_batches;
     // From the cheapest to the dearest in speed. A change says whether it changes anything.
-    let changes: [Change; 7] = [
-        ("sharding.stage = 3", |recipe| std::mem::replace(&mut recipe.sharding.stage, 3) != 3),
-        ("recomputation = \"selective\"", |recipe| {
+    let changes: [Change<'_>; 7] = [
+        ("sharding.stage = 3", &|recipe: &mut Recipe| std::mem::replace(&mut recipe.sharding.stage, 3) != 3),
+        ("recomputation = \"selective\"", &|recipe: &mut Recipe| {
             let none = recipe.recomputation == RecomputationRecipe::None;
             recipe.recomputation = RecomputationRecipe::Selective;
             none
         }),
-        ("recomputation = \"full\"", |recipe| {
+        ("recomputation = \"full\"", &|recipe: &mut Recipe| {
             std::mem::replace(&mut recipe.recomputation, RecomputationRecipe::Full) != RecomputationRecipe::Full
         }),
-        ("sharding.accumulation = \"sharded\"", |recipe| {
+        ("sharding.accumulation = \"sharded\"", &|recipe: &mut Recipe| {
             let whole = recipe.sharding.accumulation == AccumulationRecipe::Whole;
             recipe.sharding.accumulation = AccumulationRecipe::Sharded;
-            whole && recipe.batch.micro_batches > 1 && recipe.sharding.stage >= 2
+            whole && micro_batches > 1 && recipe.sharding.stage >= 2
         }),
-        ("sharding.units_in_flight = 0", |recipe| std::mem::replace(&mut recipe.sharding.units_in_flight, 0) != 0),
-        ("sharding.replicas = 1", |recipe| std::mem::replace(&mut recipe.sharding.replicas, 1) != 1),
-        ("precision.parameters = \"bf16\"", |recipe| {
+        ("sharding.units_in_flight = 0", &|recipe: &mut Recipe| {
+            std::mem::replace(&mut recipe.sharding.units_in_flight, 0) != 0
+        }),
+        ("sharding.replicas = 1", &|recipe: &mut Recipe| std::mem::replace(&mut recipe.sharding.replicas, 1) != 1),
+        ("precision.parameters = \"bf16\"", &|recipe: &mut Recipe| {
             std::mem::replace(&mut recipe.precision.parameters, FloatRecipe::Bf16) == FloatRecipe::F32
         }),
     ];

@@ -8,6 +8,7 @@
 pub mod data;
 mod fault;
 pub mod fit;
+mod generate;
 mod options;
 mod plot;
 pub mod recipe;
@@ -19,8 +20,10 @@ mod schedule;
 pub mod start;
 mod state;
 mod step;
+mod trained;
 
 pub use fault::{Fault, OnNotFinite};
+pub use generate::{Sampling, generate};
 pub use options::{Accumulation, Options, Ranks, Recomputation};
 pub use recipe::Recipe;
 pub use run::{Line, run};
@@ -28,7 +31,8 @@ pub use saving::{Asked, save};
 pub use scale::LossScale;
 pub use schedule::{Kind, Pace, Schedule};
 pub use state::Progress;
-pub use step::{Report, Trainer};
+pub use step::{Evaluation, Report, Trainer};
+pub use trained::{Figures, Wanted, evaluate, write_text};
 
 /// The result of a step.
 pub type Result<T> = std::result::Result<T, Error>;
@@ -82,13 +86,16 @@ pub enum Error {
     #[error("{0}")]
     Options(String),
     /// A recipe that cannot be followed.
-    #[error("{}: {problem}", path.display())]
+    #[error("{place}: {problem}")]
     Recipe {
-        /// The file.
-        path: std::path::PathBuf,
-        /// What is wrong, and where.
+        /// The file and line, or the argument, at fault.
+        place: String,
+        /// What is wrong, and what to do.
         problem: String,
     },
+    /// A recipe with several faults, a line for each.
+    #[error("{0}")]
+    Recipes(String),
     /// Tokens that cannot be read.
     #[error("{}: {problem}", path.display())]
     Data {
@@ -97,6 +104,9 @@ pub enum Error {
         /// What is wrong.
         problem: String,
     },
+    /// Text, tokens or conversations that cannot be used.
+    #[error(transparent)]
+    Text(#[from] shardwise_data::Error),
     /// A checkpoint that cannot be gone on from, or a place for them that cannot be used.
     #[error("{0}")]
     Checkpoint(String),
@@ -130,10 +140,11 @@ impl Error {
     /// Whether every rank has the same to say.
     pub fn is_everyones(&self) -> bool {
         match self {
-            Error::Options(_) | Error::Recipe { .. } | Error::AllFrozen | Error::Checkpoint(_) => true,
+            Error::Options(_) | Error::Recipe { .. } | Error::Recipes(_) => true,
+            Error::AllFrozen | Error::Checkpoint(_) => true,
             Error::NotFinite { .. } | Error::ScaleTooSmall { .. } | Error::NothingToLearn { .. } => true,
             Error::Model { .. } | Error::Backward { .. } | Error::Zero(_) | Error::Comm(_) => false,
-            Error::MicroBatches { .. } | Error::Data { .. } | Error::Copy(_) => false,
+            Error::MicroBatches { .. } | Error::Data { .. } | Error::Text(_) | Error::Copy(_) => false,
         }
     }
 }

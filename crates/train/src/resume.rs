@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use serde_json::{Value, json};
+use serde_json::Value;
 use shardwise_checkpoint::{Checkpoint, Store};
 use shardwise_comm::Group;
 
@@ -11,9 +11,10 @@ use crate::saving::agreed;
 use crate::{Error, Options, Ranks, Result, Trainer};
 
 /// A trainer from the newest checkpoint, if there is any. One that is damaged is named, and the one before it is used; one of
-/// another model or another order of data is refused, because to begin anew would be a surprise.
+/// another model or another order of data (`order` is this run's) is refused, because to begin anew would be a surprise.
 pub(crate) fn resumed(
     recipe: &Recipe,
+    order: &Value,
     store: &Arc<Store>,
     ranks: &Ranks,
     options: Options,
@@ -22,7 +23,7 @@ pub(crate) fn resumed(
     let steps = steps(store, &ranks.world)?;
     let mut damage = Vec::new();
     for &step in &steps {
-        let begun = attempt(recipe, store, ranks, options, step);
+        let begun = attempt(recipe, order, store, ranks, options, step);
         let refused = begun.as_ref().err().filter(|why| !why.is_damage).map(|why| why.text.clone());
         agreed(&ranks.world, refused.map_or(Ok(()), Err))?.map_err(Error::Checkpoint)?;
         match agreed(&ranks.world, begun.map_err(|why| why.text))? {
@@ -49,15 +50,6 @@ pub(crate) fn resumed(
     }
 }
 
-/// What the order of data depends on; a run that goes on must have the same.
-pub(crate) fn data(recipe: &Recipe, ranks: usize) -> Value {
-    json!({
-        "seed": recipe.data.seed,
-        "sequences": recipe.batch.sequences * recipe.batch.micro_batches * ranks,
-        "positions": recipe.batch.positions,
-    })
-}
-
 /// Why a checkpoint is not gone on from.
 struct Why {
     is_damage: bool,
@@ -66,6 +58,7 @@ struct Why {
 
 fn attempt(
     recipe: &Recipe,
+    ours: &Value,
     store: &Arc<Store>,
     ranks: &Ranks,
     options: Options,
@@ -73,10 +66,18 @@ fn attempt(
 ) -> std::result::Result<Trainer, Why> {
     let refused = |text: String| Why { is_damage: false, text };
     let checkpoint = Checkpoint::open(store, step).map_err(|error| why(&error))?;
-    let (theirs, ours) = (&checkpoint.manifest().training["data"], data(recipe, ranks.world.size()));
+    let theirs = &checkpoint.manifest().training["data"];
     // An imported checkpoint has not been trained on anything.
-    if !theirs.is_null() && *theirs != ours {
+    if !theirs.is_null() && theirs != ours {
         let there = |key: &str| theirs[key].to_string();
+        let same = ["seed", "sequences", "positions"].iter().all(|key| theirs[*key] == ours[*key]);
+        if same {
+            return Err(refused(format!(
+                "{} was trained on other data, and here its order would be another: give checkpoints.folder another place to \
+                 begin anew, with start.weights for what was learned",
+                checkpoint.name()
+            )));
+        }
         return Err(refused(format!(
             "{} was trained with data.seed {}, {} sequences a step and {} positions; here they are {}, {} (batch.sequences × \
              batch.micro_batches × ranks) and {}: make them the same, or give checkpoints.folder another place to begin anew",
@@ -104,7 +105,7 @@ fn why(error: &shardwise_checkpoint::Error) -> Why {
 }
 
 /// The steps that have a manifest, the newest first, as the first rank sees them.
-fn steps(store: &Store, world: &Group) -> Result<Vec<u64>> {
+pub(crate) fn steps(store: &Store, world: &Group) -> Result<Vec<u64>> {
     let own = if world.rank() == 0 { store.steps() } else { Ok(Vec::new()) };
     let steps = agreed(world, own.map_err(|error| error.to_string()))?.map_err(Error::Checkpoint)?;
     let count = world.broadcast("number of checkpoints", 0, vec![steps.len() as i64]).wait()?[0];

@@ -3,21 +3,23 @@
 use std::fmt;
 use std::io::Write;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use shardwise_checkpoint::Store;
 use shardwise_checkpoint::hugging_face::Weights;
 use shardwise_comm::{Group, Reduce};
 use shardwise_model::Model;
+use shardwise_model::init::mixed;
 use shardwise_torch::tch::Device;
 
-use crate::data::Data;
+use crate::data::{Data, HeldOut};
 use crate::fit::gib;
 use crate::plot::Range;
 use crate::recipe::{DeviceRecipe, Recipe};
-use crate::resume::{data as data_of, resumed};
+use crate::resume::resumed;
 use crate::saving::{Next, Saver, about, agreed};
 use crate::start::{from_seed, from_weights};
+use crate::trained::figures;
 use crate::{Asked, Error, Kind, Options, Ranks, Report, Result, Trainer};
 
 /// What is printed for a step.
@@ -67,7 +69,7 @@ impl fmt::Display for Line {
 /// Runs a recipe, and does what it is asked for meanwhile. The first rank prints to `out`.
 pub fn run(recipe: &Recipe, world: &Arc<Group>, asked: &Asked, out: &mut dyn Write) -> Result<()> {
     let (ranks, options) = placed(recipe, world.clone())?;
-    let data = Data::open(recipe)?;
+    let data = Data::open(recipe, world.size())?;
     let model = recipe.model()?;
     let say = |out: &mut dyn Write, text: &dyn fmt::Display| {
         if world.rank() == 0 {
@@ -75,10 +77,14 @@ pub fn run(recipe: &Recipe, world: &Arc<Group>, asked: &Asked, out: &mut dyn Wri
             drop(writeln!(out, "{text}").and_then(|()| out.flush()));
         }
     };
-    say(out, &heading(recipe, &options, model.elements(), &ranks));
+    say(out, &heading(recipe, &options, model.elements(), &ranks)?);
+    data.heading().iter().for_each(|heading| say(out, heading));
+    let held_out = recipe.evaluation.as_ref().map(|held_out| HeldOut::of(recipe, held_out)).transpose()?;
+    let order = data.order(world.size());
+    same_everywhere(world, &format!("{order}{:?}", held_out.as_ref().map(HeldOut::about)))?;
     let store = recipe.checkpoints.as_ref().map(|checkpoints| opened(&checkpoints.folder, world)).transpose()?;
     let found = match &store {
-        Some(store) => resumed(recipe, store, &ranks, options, &mut |text| say(out, &text))?,
+        Some(store) => resumed(recipe, &order, store, &ranks, options, &mut |text| say(out, &text))?,
         None => None,
     };
     let mut trainer = match found {
@@ -86,18 +92,21 @@ pub fn run(recipe: &Recipe, world: &Arc<Group>, asked: &Asked, out: &mut dyn Wri
         None => begun(recipe, model, ranks, options)?,
     };
     let first = trainer.progress().step + 1;
-    let mut saver = store.zip(recipe.checkpoints.clone()).map(|(store, checkpoints)| {
-        let about = about(recipe, data_of(recipe, world.size()));
-        Saver::new(store, world.clone(), checkpoints, about, asked.clone(), first - 1)
-    });
+    let about = about(recipe, order);
+    let mut saver = store
+        .zip(recipe.checkpoints.clone())
+        .map(|(store, checkpoints)| Saver::new(store, world.clone(), checkpoints, about, asked.clone(), first - 1));
     if first > recipe.run.steps {
         say(out, &format!("there is nothing left to do: run.steps is {}", recipe.run.steps));
     }
     let is_range_test = matches!(options.schedule.kind, Kind::RangeTest { .. });
     let mut range = Range::default();
     let (mut sent_before, mut since, mut tokens) = (sent_bytes(world), Instant::now(), 0);
+    let (began, mut loading) = (Instant::now(), Duration::ZERO);
     for step in first..=recipe.run.steps {
+        let asked_for = Instant::now();
         let micro_batches = data.step(step, world.rank(), world.size())?;
+        loading += asked_for.elapsed();
         let report = match trainer.step(&micro_batches) {
             // A range test ends where numbers do: that is what it is for.
             Err(Error::NotFinite { step, fault }) if is_range_test => {
@@ -131,6 +140,12 @@ pub fn run(recipe: &Recipe, world: &Arc<Group>, asked: &Asked, out: &mut dyn Wri
             say(out, &line);
             (since, tokens) = (Instant::now(), 0);
         }
+        if let Some(held_out) = held_out.as_ref().filter(|held_out| held_out.is_due(step, recipe.run.steps)) {
+            let evaluating = Instant::now();
+            let figures = figures(&mut trainer, held_out, recipe.batch(world.size())?.sequences)?;
+            say(out, &format!("held out after step {step}: {figures}"));
+            since += evaluating.elapsed();
+        }
         if let Some(saver) = &mut saver {
             let last = step == recipe.run.steps;
             if saver.after_step(&mut trainer, last, &mut |text| say(out, &text))? == Next::End {
@@ -139,6 +154,11 @@ pub fn run(recipe: &Recipe, world: &Arc<Group>, asked: &Asked, out: &mut dyn Wri
             }
         }
         sent_before = sent_bytes(world);
+    }
+    if first <= recipe.run.steps {
+        let share = loading.as_secs_f64() / began.elapsed().as_secs_f64().max(1e-9);
+        let most = world.all_reduce("time for data", Reduce::Max, vec![(share * 1e9) as i64]).wait()?[0];
+        say(out, &format!("data took {:.3}% of the time", most as f64 / 1e7));
     }
     if let Some(why) = saver.and_then(Saver::given_up) {
         return Err(Error::Checkpoint(format!("the last checkpoint is not saved: {why}")));
@@ -155,14 +175,22 @@ pub fn run(recipe: &Recipe, world: &Arc<Group>, asked: &Asked, out: &mut dyn Wri
     Ok(())
 }
 
+/// Files are each host's own: where they differ, ranks would train on something else than they say.
+pub(crate) fn same_everywhere(world: &Group, about: &str) -> Result<()> {
+    let own = about.bytes().fold(0u64, |hash, byte| mixed(hash ^ u64::from(byte))) as i64;
+    let first = world.broadcast("data", 0, vec![own]).wait()?[0];
+    let differs = "its corpora or checkpoints are not those of rank 0: give all hosts the same files".to_string();
+    agreed(world, if own == first { Ok(()) } else { Err(differs) })?.map_err(Error::Options)
+}
+
 /// The place for checkpoints, which every rank can reach or none uses.
-fn opened(folder: &str, world: &Group) -> Result<Arc<Store>> {
+pub(crate) fn opened(folder: &str, world: &Group) -> Result<Arc<Store>> {
     let store = Store::create(folder).map(Arc::new).map_err(|error| error.to_string());
     agreed(world, store)?.map_err(Error::Checkpoint)
 }
 
 /// A trainer whose parameters begin as the recipe says.
-fn begun(recipe: &Recipe, model: Model, ranks: Ranks, options: Options) -> Result<Trainer> {
+pub(crate) fn begun(recipe: &Recipe, model: Model, ranks: Ranks, options: Options) -> Result<Trainer> {
     let Some(address) = recipe.weights() else {
         return Trainer::new(model, ranks, options, &mut from_seed(recipe.start.seed.unwrap_or(1)));
     };
@@ -172,7 +200,7 @@ fn begun(recipe: &Recipe, model: Model, ranks: Ranks, options: Options) -> Resul
 }
 
 /// The groups, and the options with the device of this rank.
-fn placed(recipe: &Recipe, world: Arc<Group>) -> Result<(Ranks, Options)> {
+pub(crate) fn placed(recipe: &Recipe, world: Arc<Group>) -> Result<(Ranks, Options)> {
     match recipe.run.device {
         DeviceRecipe::Cpu => Ok((Ranks::hybrid(world, recipe.sharding.replicas)?, recipe.options(Device::Cpu)?)),
         DeviceRecipe::Cuda => on_gpu(recipe, world),
@@ -193,10 +221,9 @@ fn on_gpu(_: &Recipe, _: Arc<Group>) -> Result<(Ranks, Options)> {
 }
 
 /// What is about to happen, with the type of everything that is reduced.
-fn heading(recipe: &Recipe, options: &Options, elements: usize, ranks: &Ranks) -> String {
-    let batch = &recipe.batch;
-    let tokens = batch.sequences * batch.positions * batch.micro_batches * ranks.world.size();
-    format!(
+fn heading(recipe: &Recipe, options: &Options, elements: usize, ranks: &Ranks) -> Result<String> {
+    let tokens = recipe.batch(ranks.world.size())?.global * recipe.batch.positions;
+    Ok(format!(
         "{:.1} million parameters, stage {} on {} ranks ({} × {}), {tokens} tokens a step\n\
          parameters in {}; gradients kept and reduced in {}, summed in f32; loss and norm in f64; masters and optimizer in f32",
         elements as f64 / 1e6,
@@ -206,7 +233,7 @@ fn heading(recipe: &Recipe, options: &Options, elements: usize, ranks: &Ranks) -
         ranks.groups.shard.size(),
         options.precision.parameters,
         options.precision.gradients,
-    )
+    ))
 }
 
 fn sent_bytes(world: &Group) -> usize {

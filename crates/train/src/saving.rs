@@ -389,7 +389,7 @@ const WRITERS: usize = 2;
 
 fn written(store: &Store, step: u64, files: &[OwnFile]) -> Outcome {
     let queue = Mutex::new(files.iter().enumerate());
-    let write = || {
+    let write = || -> std::result::Result<Vec<(usize, Vec<Hash>)>, String> {
         let mut own = Vec::new();
         loop {
             let next = queue.lock().map_err(|_| "a thread that writes has panicked".to_string())?.next();
@@ -402,12 +402,14 @@ fn written(store: &Store, step: u64, files: &[OwnFile]) -> Outcome {
             own.push((index, hashes?));
         }
     };
-    let parts: Vec<std::result::Result<Vec<(usize, Vec<Hash>)>, String>> = std::thread::scope(|scope| {
+    let parts = std::thread::scope(|scope| {
         let writers: Vec<_> = (0..WRITERS).map(|_| scope.spawn(write)).collect();
         let panicked = |_| Err("a thread that writes has panicked".to_string());
-        writers.into_iter().map(|writer| writer.join().unwrap_or_else(panicked)).collect()
+        // All of them are waited for, whatever the first says.
+        let ended: Vec<_> = writers.into_iter().map(|writer| writer.join().unwrap_or_else(panicked)).collect();
+        ended.into_iter().collect::<std::result::Result<Vec<_>, String>>()
     });
-    let mut all = parts.into_iter().collect::<std::result::Result<Vec<_>, _>>()?.concat();
+    let mut all = parts?.concat();
     all.sort_unstable_by_key(|(index, _)| *index);
     Ok(all.into_iter().map(|(_, hashes)| hashes).collect())
 }

@@ -160,32 +160,40 @@ impl Trainer {
             }
         }
         let own_files = Arc::new(own_files);
-        self.snapshot = Some(own_files.clone());
+        self.snapshot = Arc::downgrade(&own_files);
         Ok(own_files)
     }
 
     /// Nothing is updated while a snapshot still reads it.
     pub(crate) fn finish_snapshot(&mut self) {
-        for file in self.snapshot.take().iter().flat_map(|files| files.iter()) {
+        let files = std::mem::take(&mut self.snapshot).upgrade();
+        for file in files.iter().flat_map(|files| files.iter()) {
             // What could not be copied, the save reports.
             drop(file.contents());
         }
+    }
+
+    /// A trainer whose parameters are a checkpoint's, and which has not trained yet.
+    pub fn loaded(model: Model, ranks: Ranks, options: Options, checkpoint: &Checkpoint) -> Result<Self> {
+        let mut readers = Readers { checkpoint, open: None };
+        let owned = |unit: &Unit| {
+            let of = |parameter: &Parameter| (parameter.name.clone(), unit.name().to_string());
+            unit.parameters().iter().map(of).collect::<Vec<_>>()
+        };
+        let unit_of: HashMap<String, String> = model.units().iter().flat_map(owned).collect();
+        Trainer::new(model, ranks, options, &mut |parameter, range, elements| {
+            readers.read(&unit_of[&parameter.name], parameter, &parameter.name, range, elements)
+        })
     }
 
     /// A trainer that goes on from a checkpoint, of any number of ranks and any stage.
     pub fn resumed(model: Model, ranks: Ranks, options: Options, checkpoint: &Checkpoint) -> Result<Self> {
         let progress: Progress = serde_json::from_value(checkpoint.manifest().training["progress"].clone())
             .map_err(|error| Error::Checkpoint(format!("{}: its progress: {error}", checkpoint.name())))?;
-        let mut readers = Readers { checkpoint, open: None };
         let units: Vec<(String, Vec<Parameter>)> =
             model.units().iter().map(|unit| (unit.name().to_string(), unit.parameters().to_vec())).collect();
-        let owned = |(unit, parameters): &'_ (String, Vec<Parameter>)| {
-            parameters.iter().map(|parameter| (parameter.name.clone(), unit.clone())).collect::<Vec<_>>()
-        };
-        let unit_of: HashMap<String, String> = units.iter().flat_map(owned).collect();
-        let mut trainer = Trainer::new(model, ranks, options, &mut |parameter, range, elements| {
-            readers.read(&unit_of[&parameter.name], parameter, &parameter.name, range, elements)
-        })?;
+        let mut trainer = Trainer::loaded(model, ranks, options, checkpoint)?;
+        let mut readers = Readers { checkpoint, open: None };
         let states = options.optimizer.state_names();
         // Before the first update they are what they begin with, and an imported checkpoint has none.
         let shards = trainer.shards.iter_mut().zip(&units).filter(|_| progress.updates > 0);

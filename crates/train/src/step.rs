@@ -1,6 +1,6 @@
 //! One step of training.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use shardwise_comm::Reduce;
 use shardwise_model::{Activations, Batch, IGNORED, Model, Parameter, Unit};
@@ -35,6 +35,15 @@ pub struct Report {
     pub skipped_so_far: u64,
 }
 
+/// What an evaluation found, of all ranks and micro-batches together.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Evaluation {
+    /// The sum of the losses of all tokens that count.
+    pub loss_sum: f64,
+    /// How many tokens counted.
+    pub tokens: u64,
+}
+
 /// A model in training, as one rank holds it.
 pub struct Trainer {
     pub(crate) model: Model,
@@ -47,8 +56,8 @@ pub struct Trainer {
     pub(crate) scale: Scale,
     pub(crate) steps: u64,
     pub(crate) skipped: u64,
-    /// What a save has not copied yet.
-    pub(crate) snapshot: Option<Arc<Vec<OwnFile>>>,
+    /// What a save may not have copied yet.
+    pub(crate) snapshot: Weak<Vec<OwnFile>>,
 }
 
 /// What a unit's forward pass leaves for its backward pass. Each unit has a graph of its own: its input is a leaf.
@@ -83,7 +92,18 @@ impl Trainer {
         let shards: Vec<ShardedUnit> = model.units().iter().map(&mut shard).collect::<std::result::Result<_, _>>()?;
         let first_trained = shards.iter().position(ShardedUnit::is_trainable).ok_or(Error::AllFrozen)?;
         let scale = Scale::new(options.loss_scale);
-        Ok(Trainer { model, shards, pool, ranks, options, first_trained, scale, steps: 0, skipped: 0, snapshot: None })
+        Ok(Trainer {
+            model,
+            shards,
+            pool,
+            ranks,
+            options,
+            first_trained,
+            scale,
+            steps: 0,
+            skipped: 0,
+            snapshot: Weak::new(),
+        })
     }
 
     /// The shards, unit by unit.
@@ -108,9 +128,7 @@ impl Trainer {
         self.steps += 1;
 
         // A token weighs the same wherever it is: the loss is the mean over all ranks and micro-batches.
-        let counted =
-            micro_batches.iter().map(|batch| batch.targets.ne(IGNORED).sum(Kind::Int64).int64_value(&[])).sum();
-        let tokens = self.agree_on_batches(counted, micro_batches.len())?;
+        let tokens = self.count_to_learn(micro_batches)?;
         let loss_scale = self.scale.value();
         let weight = Tensor::from((loss_scale / tokens as f64) as f32).to_device(self.options.device);
 
@@ -227,9 +245,14 @@ impl Trainer {
     /// A unit's output.
     fn compute(&self, index: usize, input: Option<&Tensor>, batch: &Batch, activations: Activations) -> Result<Tensor> {
         let unit = &self.model.units()[index];
-        let tied = unit.tied().map(|tied| &self.shards[tied.unit].parameters()[tied.parameter]);
-        unit.forward(self.shards[index].parameters(), tied, input, batch, activations)
+        unit.forward(self.shards[index].parameters(), self.tied(index), input, batch, activations)
             .map_err(|error| Error::Model { unit: unit.name().to_string(), error })
+    }
+
+    /// The parameter that a unit uses of another unit.
+    pub(crate) fn tied(&self, index: usize) -> Option<&Tensor> {
+        let tied = self.model.units()[index].tied()?;
+        Some(&self.shards[tied.unit].parameters()[tied.parameter])
     }
 
     /// Whether a unit's graph is made in the backward pass. It is not where that would save nothing: in the last unit, whose
@@ -294,18 +317,25 @@ impl Trainer {
         Ok(self.shards[index].release()?)
     }
 
+    /// The number of tokens that count on all ranks, of which there must be some.
+    fn count_to_learn(&self, micro_batches: &[Batch]) -> Result<i64> {
+        match self.count(micro_batches)? {
+            0 => Err(Error::NothingToLearn { step: self.steps }),
+            tokens => Ok(tokens),
+        }
+    }
+
     /// The number of tokens that count on all ranks. All ranks must have as many micro-batches: they gather together.
-    fn agree_on_batches(&self, counted: i64, micro_batches: usize) -> Result<i64> {
+    fn count(&self, micro_batches: &[Batch]) -> Result<i64> {
         let (step, world) = (self.steps, &self.ranks.world);
-        let own = vec![counted, micro_batches as i64];
+        let counted =
+            micro_batches.iter().map(|batch| batch.targets.ne(IGNORED).sum(Kind::Int64).int64_value(&[])).sum();
+        let own = vec![counted, micro_batches.len() as i64];
         let (own, all) = world.all_gather("tokens", own, vec![0i64; 2 * world.size()]).wait()?;
         if let Some(rank) = all.chunks_exact(2).position(|other| other[1] != own[1] || other[1] == 0) {
             return Err(Error::MicroBatches { step, rank, theirs: all[2 * rank + 1], ours: own[1] });
         }
-        match all.chunks_exact(2).map(|rank| rank[0]).sum() {
-            0 => Err(Error::NothingToLearn { step }),
-            tokens => Ok(tokens),
-        }
+        Ok(all.chunks_exact(2).map(|rank| rank[0]).sum())
     }
 
     /// The sum of all ranks' losses, and the norm of all gradients, from every rank's sums of squares per unit. Both are added
@@ -324,21 +354,53 @@ impl Trainer {
     /// vocabulary. All ranks call it together, with tokens of their own.
     pub fn logits(&mut self, tokens: &Tensor) -> Result<Tensor> {
         let tokens = tokens.to_device(self.options.device);
-        let batch = Batch { targets: tokens.full_like(IGNORED), tokens };
+        let targets = tokens.full_like(IGNORED);
+        let batch = Batch::new(tokens, targets);
         let head = self.shards.len() - 1;
-        let mut x = None;
-        for index in 0..head {
+        self.pass(|trainer, index, input| match input {
+            Some(input) if index == head => trainer.head_logits(input),
+            _ => trainer.compute(index, input, &batch, Activations::Kept),
+        })
+    }
+
+    /// The loss on micro-batches that nothing is learned from. All ranks call it together, with as many micro-batches of
+    /// their own.
+    pub fn evaluate(&mut self, micro_batches: &[Batch]) -> Result<Evaluation> {
+        let tokens = self.count(micro_batches)?;
+        let mut loss_sum = 0.;
+        for batch in micro_batches {
+            let batch = batch.to_device(self.options.device);
+            let loss = self.pass(|trainer, index, input| trainer.compute(index, input, &batch, Activations::Kept))?;
+            loss_sum += loss.double_value(&[]);
+        }
+        let loss_sum = self.ranks.world.all_reduce("evaluation", Reduce::Sum, vec![loss_sum]).wait()?[0];
+        Ok(Evaluation { loss_sum, tokens: tokens as u64 })
+    }
+
+    /// One unit after the other, each whole while it computes; the last one's output. There is no graph, so a unit leaves
+    /// its output behind and nothing else. While one computes, the next ones' parameters are on their way.
+    pub(crate) fn pass(
+        &mut self,
+        mut compute: impl FnMut(&Trainer, usize, Option<&Tensor>) -> Result<Tensor>,
+    ) -> Result<Tensor> {
+        let mut x: Option<Tensor> = None;
+        for index in 0..self.shards.len() {
             self.gather(index)?;
-            x = Some(no_grad(|| self.compute(index, x.as_ref(), &batch, Activations::Kept))?);
+            for next in index + 1..=index + self.options.units_in_flight {
+                self.begin_gather(next)?;
+            }
+            x = Some(no_grad(|| compute(self, index, x.as_ref()))?);
             self.release(index)?;
         }
-        self.gather(head)?;
-        let unit = &self.model.units()[head];
-        let tied = unit.tied().map(|tied| &self.shards[tied.unit].parameters()[tied.parameter]);
-        let input = x.expect("there is a unit before the head");
-        let logits = no_grad(|| unit.logits(self.shards[head].parameters(), tied, &input))
+        Ok(x.expect("a model has units"))
+    }
+
+    fn head_logits(&self, input: &Tensor) -> Result<Tensor> {
+        let index = self.shards.len() - 1;
+        let (unit, tied) = (&self.model.units()[index], self.tied(index));
+        let logits = unit
+            .logits(self.shards[index].parameters(), tied, input)
             .map_err(|error| Error::Model { unit: unit.name().to_string(), error })?;
-        self.release(head)?;
         Ok(logits.expect("the last unit is the head"))
     }
 

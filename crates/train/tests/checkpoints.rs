@@ -52,7 +52,7 @@ fn batch(step: i64, micro: i64) -> Batch {
     let tokens = (numbers * 7 + step * 31 + micro * 57).remainder(VOCABULARY);
     let targets = (&tokens * 3 + 1).remainder(VOCABULARY);
     let ignored = (&tokens + micro).remainder(4).eq(0);
-    Batch { tokens, targets: targets.masked_fill(&ignored, IGNORED) }
+    Batch::new(tokens, targets.masked_fill(&ignored, IGNORED))
 }
 
 fn train(trainer: &mut Trainer, world: &Group, steps: std::ops::Range<i64>) -> Vec<f64> {

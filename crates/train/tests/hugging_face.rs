@@ -54,7 +54,7 @@ fn train_and_export(world: &Arc<shardwise_comm::Group>, folder: &Path, family: &
     let difference = (trainer.logits(tokens).unwrap() - &theirs["logits"]).abs().max().double_value(&[]);
     assert!(difference < 1e-4, "{family}: logits differ by {difference}");
 
-    let batch = Batch { tokens: tokens.narrow(1, 0, 23).contiguous(), targets: tokens.narrow(1, 1, 23).contiguous() };
+    let batch = Batch::new(tokens.narrow(1, 0, 23).contiguous(), tokens.narrow(1, 1, 23).contiguous());
     let losses: Vec<f64> = (0..10).map(|_| trainer.step(std::slice::from_ref(&batch)).unwrap().loss).collect();
     assert!(losses[9] < losses[0], "{family}: {losses:?}");
     let ours = trainer.logits(tokens).unwrap();

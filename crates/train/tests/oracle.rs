@@ -31,13 +31,13 @@ fn step_batch(step: i64) -> Batch {
     let place = Tensor::arange(12, (Kind::Int64, Device::Cpu));
     let end = Tensor::arange(sequences, (Kind::Int64, Device::Cpu)).view([sequences, 1]);
     let ignored = place.ge_tensor(&(end.neg() * 3 / 4 + 12));
-    Batch { tokens, targets: targets.masked_fill(&ignored, IGNORED) }
+    Batch::new(tokens, targets.masked_fill(&ignored, IGNORED))
 }
 
 fn own_batches(step: i64, rank: i64) -> Vec<Batch> {
     let all = step_batch(step);
     let part = |tensor: &Tensor, index: i64| tensor.narrow(0, (index * RANKS + rank) * 2, 2).contiguous();
-    let batch = |index| Batch { tokens: part(&all.tokens, index), targets: part(&all.targets, index) };
+    let batch = |index| Batch::new(part(&all.tokens, index), part(&all.targets, index));
     (0..MICRO_BATCHES).map(batch).collect()
 }
 

@@ -49,7 +49,7 @@ fn batch(step: i64, micro: i64) -> Batch {
     let tokens = (numbers * 7 + step * 31 + micro * 57).remainder(VOCABULARY);
     let targets = (&tokens * 3 + 1).remainder(VOCABULARY);
     let ignored = (&tokens + micro).remainder(4).eq(0);
-    Batch { tokens, targets: targets.masked_fill(&ignored, IGNORED) }
+    Batch::new(tokens, targets.masked_fill(&ignored, IGNORED))
 }
 
 /// Losses, norms and final parameters, as bits.
@@ -332,7 +332,7 @@ fn uneven_batches_equal_one_big_batch() {
         for step in 0..10 {
             let all: Vec<Batch> = (0..2 * size).map(|index| batch(step, index)).collect();
             let joined = |part: fn(&Batch) -> &Tensor| Tensor::cat(&all.iter().map(part).collect::<Vec<_>>(), 0);
-            let big = Batch { tokens: joined(|batch| &batch.tokens), targets: joined(|batch| &batch.targets) };
+            let big = Batch::new(joined(|batch| &batch.tokens), joined(|batch| &batch.targets));
             let own: Vec<Batch> = (0..2).map(|index| batch(step, index * size + ranks.world.rank() as i64)).collect();
             let (found, expected) = (together.step(&own).unwrap(), single.step(&[big]).unwrap());
             assert_eq!(found.tokens, expected.tokens);
@@ -361,7 +361,7 @@ fn ranks_with_different_numbers_of_micro_batches_are_told() {
         assert_eq!(error, expected);
         // Nothing is lost: the next step can be right.
         trainer.step(&[batch(0, rank as i64)]).unwrap();
-        let nothing = Batch { tokens: batch(0, 0).tokens, targets: batch(0, 0).targets.fill_(IGNORED) };
+        let nothing = Batch::new(batch(0, 0).tokens, batch(0, 0).targets.fill_(IGNORED));
         let error = trainer.step(&[nothing]).unwrap_err().to_string();
         assert!(error.contains("step 3: no rank has a token that counts"), "{error}");
     });

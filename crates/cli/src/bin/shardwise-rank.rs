@@ -1,33 +1,113 @@
 //! The program that runs on every rank. `shardwise` starts it; people do not.
 
-use std::ffi::OsString;
 use std::io::Write;
-use std::path::Path;
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
+use clap::{Parser, Subcommand, ValueEnum};
 use serde_json::json;
-use shardwise_comm::{Reduce, mpi};
+use shardwise_comm::{Group, Reduce, mpi};
 use shardwise_torch::tch::{Cuda, Kind, Tensor};
 use shardwise_train::fit::{self, Need, gib};
-use shardwise_train::{Asked, Recipe, run};
+use shardwise_train::recipe::schema;
+use shardwise_train::{Asked, Error, Recipe, Sampling, Wanted, evaluate, run, write_text};
 use signal_hook::consts::{SIGTERM, SIGUSR1, SIGUSR2};
 
 #[path = "../launched.rs"]
 mod launched;
 use launched::{Launched, launched};
+#[path = "../layers.rs"]
+mod layers;
+use layers::Layers;
+#[path = "../sampling.rs"]
+mod sampling;
+use sampling::Text;
+
+#[derive(Parser)]
+#[command(name = "shardwise-rank", about = "Started by shardwise; see `shardwise --help`")]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    Probe {
+        what: Probe,
+    },
+    Check(Layered),
+    Config(Layered),
+    Schema,
+    Train(Layered),
+    Evaluate {
+        #[command(flatten)]
+        layered: Layered,
+        #[arg(long)]
+        corpus: Option<PathBuf>,
+    },
+    Generate {
+        #[command(flatten)]
+        layered: Layered,
+        #[command(flatten)]
+        text: Text,
+    },
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Probe {
+    Libtorch,
+    Mpi,
+    Nccl,
+}
+
+/// A recipe with what is laid over it.
+#[derive(clap::Args)]
+struct Layered {
+    recipe: PathBuf,
+    #[arg(long)]
+    ranks: Option<usize>,
+    #[command(flatten)]
+    layers: Layers,
+}
+
+impl Layered {
+    fn read(&self) -> Result<Recipe, String> {
+        let Layers { deepspeed, set } = &self.layers;
+        Recipe::layered(&self.recipe, deepspeed.as_deref(), set).map_err(|error| error.to_string())
+    }
+}
 
 fn main() -> Result<ExitCode> {
-    let arguments: Vec<OsString> = std::env::args_os().skip(1).collect();
-    let words: Vec<&str> = arguments.iter().map(|argument| argument.to_str().unwrap_or_default()).collect();
-    match words[..] {
-        ["probe", "libtorch"] => probe_libtorch()?,
-        ["probe", "mpi"] => probe_mpi()?,
-        ["probe", "nccl"] => probe_nccl()?,
-        ["check", _, ranks] => return Ok(check(Path::new(&arguments[1]), ranks.parse().context("RANKS")?)),
-        ["train", _] => return train(Path::new(&arguments[1])),
-        _ => bail!("shardwise-rank is started by shardwise; see `shardwise --help`"),
+    match Arguments::parse().command {
+        Command::Probe { what: Probe::Libtorch } => probe_libtorch()?,
+        Command::Probe { what: Probe::Mpi } => probe_mpi()?,
+        Command::Probe { what: Probe::Nccl } => probe_nccl()?,
+        Command::Check(layered) => return Ok(told(check(&layered))),
+        Command::Config(layered) => return Ok(told(config(&layered))),
+        Command::Schema => return Ok(told(Ok(format!("{:#}", schema())))),
+        Command::Train(layered) => {
+            return together(&layered, Memory::OfTraining, |recipe, world| {
+                run(recipe, world, &asked(recipe)?, &mut std::io::stdout())
+            });
+        }
+        Command::Evaluate { layered, corpus } => {
+            return together(&layered, Memory::OfUse, |recipe, world| {
+                let figures = evaluate(recipe, world, corpus, &mut std::io::stdout())?;
+                if world.rank() == 0 {
+                    drop(writeln!(std::io::stdout(), "{figures}"));
+                }
+                Ok(())
+            });
+        }
+        Command::Generate { layered, text } => {
+            let Text { prompt, tokens, temperature, top_k, top_p, seed } = text;
+            let wanted = Wanted { prompt, tokens, sampling: Sampling { temperature, top_k, top_p, seed } };
+            return together(&layered, Memory::OfUse, |recipe, world| {
+                write_text(recipe, world, &wanted, &mut std::io::stdout())
+            });
+        }
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -35,26 +115,37 @@ fn main() -> Result<ExitCode> {
 /// The exit code of a run that was refused.
 const REFUSED: u8 = 2;
 
-/// Whether a recipe is right and fits on so many ranks of this host. Says why not.
-fn check(path: &Path, ranks: usize) -> ExitCode {
-    match accepted(path, ranks, ranks) {
+/// Says what came out, or why nothing did.
+fn told(outcome: Result<String, String>) -> ExitCode {
+    match outcome {
         Err(reason) => {
             eprintln!("{reason}");
             ExitCode::from(REFUSED)
         }
-        Ok((_, need)) => {
+        Ok(text) => {
             // Whoever reads the output may be gone; that is no fault of the recipe's.
-            let text = format!("a rank needs about {} of memory:\n{need}", gib(need.total()));
-            drop(writeln!(std::io::stdout(), "{text}"));
+            drop(writeln!(std::io::stdout(), "{}", text.trim_end()));
             ExitCode::SUCCESS
         }
     }
 }
 
+/// Whether a recipe is right and fits on so many ranks of this host.
+fn check(layered: &Layered) -> Result<String, String> {
+    let ranks = layered.ranks.unwrap_or(1);
+    let (_, need) = accepted(layered, ranks, ranks)?;
+    Ok(format!("a rank needs about {} of memory:\n{need}", gib(need.total())))
+}
+
+/// A recipe as it comes out.
+fn config(layered: &Layered) -> Result<String, String> {
+    layered.read()?.resolved(layered.ranks).map_err(|error| error.to_string())
+}
+
 /// A recipe that is right and fits, with what it needs; or why not, with the figures and the setting that would make it fit.
-fn accepted(path: &Path, ranks: usize, ranks_here: usize) -> Result<(Recipe, Need), String> {
-    let recipe = Recipe::read(path).map_err(|error| error.to_string())?;
-    let need = Need::of(&recipe, ranks).map_err(|error| format!("{}: {error}", path.display()))?;
+fn accepted(layered: &Layered, ranks: usize, ranks_here: usize) -> Result<(Recipe, Need), String> {
+    let recipe = layered.read()?;
+    let need = Need::of(&recipe, ranks).map_err(|error| error.to_string())?;
     let Some((limit, what)) = fit::limit(ranks_here).filter(|&(limit, _)| need.total() > limit) else {
         return Ok((recipe, need));
     };
@@ -65,12 +156,24 @@ fn accepted(path: &Path, ranks: usize, ranks_here: usize) -> Result<(Recipe, Nee
         }
     };
     let (stage, total, limit) = (recipe.sharding.stage, gib(need.total()), gib(limit));
-    let path = path.display();
+    let path = layered.recipe.display();
     Err(format!("{path}: at stage {stage} a rank would need about {total}, and {what} is {limit}:\n{need}\n{remedy}"))
 }
 
-/// A rank of a run.
-fn train(path: &Path) -> Result<ExitCode> {
+/// What is asked of a rank's memory before it starts.
+enum Memory {
+    /// What training needs.
+    OfTraining,
+    /// Parameters and little else, which training had room for.
+    OfUse,
+}
+
+/// What all ranks of a recipe do together.
+fn together(
+    layered: &Layered,
+    memory: Memory,
+    work: impl FnOnce(&Recipe, &Arc<Group>) -> Result<(), Error>,
+) -> Result<ExitCode> {
     shardwise_torch::keep_freed_memory();
     let world = Arc::new(mpi::world(mpi::Options::default())?);
     let ranks = world.size();
@@ -81,7 +184,10 @@ fn train(path: &Path) -> Result<ExitCode> {
              which launcher works"
         );
     }
-    let recipe = accepted(path, ranks, told.ranks_here.unwrap_or(ranks)).map(|(recipe, _)| recipe);
+    let recipe = match memory {
+        Memory::OfTraining => accepted(layered, ranks, told.ranks_here.unwrap_or(ranks)).map(|(recipe, _)| recipe),
+        Memory::OfUse => layered.read(),
+    };
     // Files and memory are each host's own: where one rank cannot start none does, and the first that cannot says why.
     let own = if recipe.is_err() { (ranks - world.rank()) as i64 } else { 0 };
     let first = world.all_reduce("start", Reduce::Max, vec![own]).wait()?[0];
@@ -94,7 +200,10 @@ fn train(path: &Path) -> Result<ExitCode> {
             return Ok(ExitCode::from(REFUSED));
         }
     };
-    match run(&recipe, &world, &asked(&recipe)?, &mut std::io::stdout()) {
+    for note in recipe.notes.iter().filter(|_| world.rank() == 0) {
+        drop(writeln!(std::io::stdout(), "{note}"));
+    }
+    match work(&recipe, &world) {
         Ok(()) => Ok(ExitCode::SUCCESS),
         Err(error) if error.is_everyones() => {
             if world.rank() == 0 {
@@ -111,15 +220,16 @@ fn train(path: &Path) -> Result<ExitCode> {
 }
 
 /// What signals ask for: SIGUSR1 to save, SIGUSR2 and SIGTERM to save and end.
-fn asked(recipe: &Recipe) -> Result<Asked> {
+fn asked(recipe: &Recipe) -> Result<Asked, Error> {
     let asked = Asked::default();
     if recipe.checkpoints.is_none() {
         return Ok(asked);
     }
+    let fail = |error: std::io::Error| Error::Options(format!("a signal's handler: {error}"));
     // Who asks a second time does not want to wait.
-    signal_hook::flag::register_conditional_default(SIGTERM, asked.end.clone()).context("a signal's handler")?;
+    signal_hook::flag::register_conditional_default(SIGTERM, asked.end.clone()).map_err(fail)?;
     for (signal, flag) in [(SIGUSR1, &asked.save), (SIGUSR2, &asked.end), (SIGTERM, &asked.end)] {
-        signal_hook::flag::register(signal, flag.clone()).context("a signal's handler")?;
+        signal_hook::flag::register(signal, flag.clone()).map_err(fail)?;
     }
     Ok(asked)
 }

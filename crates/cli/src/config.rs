@@ -1,0 +1,41 @@
+//! `shardwise config`: what a recipe comes to, with where each value comes from.
+
+use std::path::PathBuf;
+use std::process::{Command, ExitCode};
+
+use anyhow::{Context, Result};
+
+use crate::launch::{absolute, laid, rank_program};
+use crate::layers::Layers;
+
+#[derive(clap::Args)]
+pub(crate) struct Options {
+    /// What to train, and how
+    #[arg(required_unless_present = "schema")]
+    recipe: Option<PathBuf>,
+    /// The number of ranks: with it, all three sizes of the batch are shown
+    #[arg(short = 'n', long, value_parser = clap::value_parser!(u32).range(1..))]
+    ranks: Option<u32>,
+    #[command(flatten)]
+    layers: Layers,
+    /// Print the JSON schema of recipes, for editors
+    #[arg(long, conflicts_with_all = ["recipe", "ranks", "deepspeed", "set"])]
+    schema: bool,
+}
+
+pub(crate) fn run(options: &Options) -> Result<ExitCode> {
+    let program = rank_program()?;
+    let mut command = Command::new(&program);
+    match &options.recipe {
+        Some(recipe) => {
+            command.arg("config").arg(absolute(recipe));
+            if let Some(ranks) = options.ranks {
+                command.arg("--ranks").arg(ranks.to_string());
+            }
+            laid(&mut command, &options.layers);
+        }
+        None => drop(command.arg("schema")),
+    }
+    let status = command.status().with_context(|| program.display().to_string())?;
+    Ok(status.code().and_then(|code| u8::try_from(code).ok()).map_or(ExitCode::FAILURE, ExitCode::from))
+}

@@ -1,0 +1,220 @@
+//! DeepSpeed configurations: real ones as a whole, and every key that is honoured by its effect.
+
+#![allow(clippy::unwrap_used, reason = "a test may fail")]
+
+mod snapshot;
+
+use std::path::{Path, PathBuf};
+
+use shardwise_train::Recipe;
+
+use snapshot::{difference, files, settle};
+
+fn recipe() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/deepspeed/recipe.toml")
+}
+
+#[test]
+fn real_configurations_are_honoured_or_refused_key_by_key() {
+    let configurations = files("deepspeed", "json");
+    assert_eq!(configurations.len(), 12);
+    let mut accepted = 0;
+    let mut differences = Vec::new();
+    for path in configurations {
+        let outcome = Recipe::layered(&recipe(), Some(&path), &[]).and_then(|recipe| recipe.resolved(Some(4)));
+        accepted += usize::from(outcome.is_ok());
+        let said = outcome.unwrap_or_else(|error| error.to_string());
+        differences.extend(difference(&path.with_extension("txt"), &said));
+    }
+    settle(differences);
+    assert_eq!(accepted, 6);
+}
+
+/// Lays a configuration over a recipe that is changed first.
+fn laid(json: &str, changes: &[(&str, &str)]) -> Result<String, String> {
+    let folder = tempfile::tempdir().unwrap();
+    let text = changes.iter().fold(std::fs::read_to_string(recipe()).unwrap(), |text, (from, to)| {
+        assert!(text.contains(from), "{from}");
+        text.replacen(from, to, 1)
+    });
+    std::fs::write(folder.path().join("recipe.toml"), text).unwrap();
+    std::fs::write(folder.path().join("ds.json"), json).unwrap();
+    let recipe = Recipe::layered(&folder.path().join("recipe.toml"), Some(&folder.path().join("ds.json")), &[]);
+    recipe.and_then(|recipe| recipe.resolved(Some(4))).map_err(|error| error.to_string())
+}
+
+/// The value and the source of a key.
+fn value(text: &str, key: &str) -> Option<(String, String)> {
+    let (table, name) = key.rsplit_once('.').unwrap_or(("", key));
+    let section = text.split("\n[").find(|section| section.starts_with(&format!("{table}]")))?;
+    let line = section.lines().find(|line| line.starts_with(&format!("{name} = ")))?;
+    let (value, source) = line.split_once(" # ").unwrap();
+    Some((value.split_once(" = ").unwrap().1.trim().to_string(), source.to_string()))
+}
+
+#[test]
+fn every_honoured_key_has_its_effect() {
+    let adam = |params: &str| format!(r#"{{"optimizer": {{"type": "Adam", "params": {{{params}}}}}}}"#);
+    let of = |kind: &str, params: &str| format!(r#"{{"optimizer": {{"type": "{kind}", "params": {{{params}}}}}}}"#);
+    let schedule = |kind: &str, params: &str| {
+        format!(r#"{{"scheduler": {{"type": "{kind}", "params": {{"warmup_type": "linear", {params}}}}}}}"#)
+    };
+    let total = r#""total_num_steps": 70, "warmup_num_steps": 7"#;
+    let cases: Vec<(String, &str, &str, &str)> = vec![
+        (r#"{"train_batch_size": 64}"#.into(), "batch.global", "64", "train_batch_size"),
+        (r#"{"train_batch_size": 64}"#.into(), "batch.micro_batches", "4", ""),
+        (r#"{"train_micro_batch_size_per_gpu": 2}"#.into(), "batch.sequences", "2", "train_micro_batch_size_per_gpu"),
+        (r#"{"gradient_accumulation_steps": 5}"#.into(), "batch.micro_batches", "5", "gradient_accumulation_steps"),
+        (r#"{"train_batch_size": 64, "gradient_accumulation_steps": 2}"#.into(), "batch.sequences", "8", ""),
+        (r#"{"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 1}"#.into(), "batch.global", "8", ""),
+        (adam(""), "optimizer.kind", "\"adamw\"", "optimizer.type"),
+        (of("AdamW", ""), "optimizer.kind", "\"adamw\"", "optimizer.type"),
+        (of("Lamb", ""), "optimizer.kind", "\"lamb\"", "optimizer.type"),
+        (of("SGD", r#""momentum": 0.9"#), "optimizer.momentum", "0.9", "optimizer.params.momentum"),
+        (of("sgd", ""), "optimizer.kind", "\"sgd\"", "optimizer.type"),
+        (adam(r#""lr": 0.002"#), "optimizer.rate", "0.002", "optimizer.params.lr"),
+        (adam(""), "optimizer.rate", "0.001", "optimizer, by default"),
+        (adam(r#""lr": "auto""#), "optimizer.rate", "3e-4", "recipe.toml:20"),
+        (adam(r#""betas": [0.8, 0.99]"#), "optimizer.betas", "[0.8, 0.99]", "optimizer.params.betas"),
+        (adam(""), "optimizer.betas", "[0.9, 0.999]", "optimizer, by default"),
+        (adam(r#""eps": 1e-6"#), "optimizer.epsilon", "1e-6", "optimizer.params.eps"),
+        (adam(r#""weight_decay": 0.3"#), "optimizer.weight_decay", "0.3", "optimizer.params.weight_decay"),
+        (adam(r#""torch_adam": true"#), "optimizer.weight_decay", "0.01", "optimizer, by default"),
+        (
+            adam(r#""adam_w_mode": true, "bias_correction": true, "amsgrad": false"#),
+            "optimizer.weight_decay",
+            "0.0",
+            "",
+        ),
+        (schedule("WarmupLR", r#""warmup_num_steps": 7"#), "schedule.kind", "\"constant\"", "scheduler.type"),
+        (
+            schedule("WarmupLR", r#""warmup_num_steps": 7"#),
+            "schedule.warmup_steps",
+            "7",
+            "scheduler.params.warmup_num_steps",
+        ),
+        (
+            schedule("WarmupLR", r#""warmup_num_steps": 1"#),
+            "schedule.warmup_steps",
+            "2",
+            "scheduler.params.warmup_num_steps",
+        ),
+        (schedule("WarmupLR", r#""warmup_min_lr": 0"#), "schedule.warmup_steps", "1000", "scheduler, by default"),
+        (schedule("WarmupLR", r#""warmup_max_lr": 0.5"#), "optimizer.rate", "0.5", "scheduler.params.warmup_max_lr"),
+        (schedule("WarmupDecayLR", total), "schedule.kind", "\"linear\"", "scheduler.type"),
+        (schedule("WarmupDecayLR", total), "run.steps", "70", "scheduler.params.total_num_steps"),
+        (schedule("WarmupDecayLR", total), "optimizer.rate", "0.001", "scheduler, by default"),
+        (schedule("WarmupCosineLR", total), "schedule.end", "1e-4", "scheduler, by default"),
+        (
+            schedule("WarmupCosineLR", &format!(r#"{total}, "cos_min_ratio": 0.2"#)),
+            "schedule.end",
+            "0.2",
+            "scheduler.params.cos_min_ratio",
+        ),
+        (r#"{"gradient_clipping": 0.7}"#.into(), "optimizer.clip_norm", "0.7", "gradient_clipping"),
+        (r#"{"gradient_clipping": "auto"}"#.into(), "optimizer.clip_norm", "1.0", "recipe.toml:23"),
+        (r#"{"fp16": {"enabled": true, "loss_scale": 0}}"#.into(), "precision.parameters", "\"f16\"", "fp16.enabled"),
+        (r#"{"bf16": {"enabled": true}}"#.into(), "precision.parameters", "\"bf16\"", "bf16.enabled"),
+        (
+            r#"{"bf16": {"enabled": false}, "fp16": {"enabled": false, "loss_scale": 128}}"#.into(),
+            "precision.parameters",
+            "\"f32\"",
+            "",
+        ),
+        (
+            r#"{"data_types": {"grad_accum_dtype": "bf16"}}"#.into(),
+            "precision.gradients",
+            "\"bf16\"",
+            "data_types.grad_accum_dtype",
+        ),
+        (r#"{"communication_data_type": "bf16"}"#.into(), "precision.gradients", "\"bf16\"", "communication_data_type"),
+        (r#"{"zero_optimization": {"stage": 2}}"#.into(), "sharding.stage", "2", "zero_optimization.stage"),
+        (
+            r#"{"zero_optimization": {"overlap_comm": true}}"#.into(),
+            "sharding.stage",
+            "0",
+            "zero_optimization, by default",
+        ),
+        (
+            r#"{"zero_optimization": {"stage": 1, "offload_param": {"device": "none"}}}"#.into(),
+            "sharding.stage",
+            "1",
+            "",
+        ),
+        (r#"{"steps_per_print": 25}"#.into(), "run.print_every", "25", "steps_per_print"),
+    ];
+    for (json, key, expected, source) in cases {
+        let text = laid(&json, &[]).unwrap_or_else(|error| panic!("{json}: {error}"));
+        let (found, from) = value(&text, key).unwrap_or_else(|| panic!("{json}: no {key} in {text}"));
+        assert_eq!(found, expected, "{json}: {key}");
+        let source =
+            if source.is_empty() || source.contains(':') { source.into() } else { format!("ds.json: {source}") };
+        assert!(source.is_empty() || from == source, "{json}: {key} is from {from}, not {source}");
+    }
+}
+
+#[test]
+fn what_a_section_replaces_is_gone() {
+    let sgd = laid(r#"{"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}"#, &[]).unwrap();
+    assert_eq!((value(&sgd, "optimizer.betas"), value(&sgd, "optimizer.epsilon")), (None, None), "{sgd}");
+    let unclipped = laid(r#"{"gradient_clipping": 0.0}"#, &[]).unwrap();
+    assert_eq!(value(&unclipped, "optimizer.clip_norm"), None);
+    let off =
+        laid(r#"{"bf16": {"enabled": false}}"#, &[("[optimizer]", "[precision]\nparameters = \"bf16\"\n[optimizer]")])
+            .unwrap();
+    assert_eq!(value(&off, "precision.parameters").unwrap().0, "\"f32\"");
+    let cycle = [("kind = \"cosine\"\nwarmup_steps = 5", "kind = \"1-cycle\"\nrising = 0.2\nmomentum = [0.9, 0.8]")];
+    let warmup = r#"{"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "linear"}}}"#;
+    assert_eq!(value(&laid(warmup, &cycle).unwrap(), "schedule.rising"), None);
+}
+
+#[test]
+fn keys_without_meaning_are_noted_and_others_refused() {
+    let notes =
+        laid(r#"{"zero_optimization": {"stage": 3, "reduce_bucket_size": 5e8, "overlap_comm": false}}"#, &[]).unwrap();
+    assert!(
+        notes.contains("have no meaning here: zero_optimization.overlap_comm, zero_optimization.reduce_bucket_size"),
+        "{notes}"
+    );
+    for (json, expected) in [
+        (r#"{"prescale_gradients": true}"#, "prescale_gradients: it is true"),
+        (r#"{"optimizer": {"type": "Adam", "params": {"adam_w_mode": false}}}"#, "optimizer.params.adam_w_mode"),
+        (r#"{"optimizer": {"params": {"lr": 1}}}"#, "optimizer.type: it is missing"),
+        (
+            r#"{"optimizer": {"type": "Adam", "params": {"lr": "fast"}}}"#,
+            "optimizer.params.lr: it is \"fast\", and must be a number",
+        ),
+        (r#"{"optimizer": {"type": "SGD", "params": {"nesterov": true}}}"#, "optimizer.params.nesterov"),
+        (
+            r#"{"optimizer": {"type": "SGD", "params": {"betas": [0, 0]}}}"#,
+            "optimizer.params.betas: this optimizer has no such setting",
+        ),
+        (r#"{"scheduler": {"type": "LRRangeTest"}}"#, "scheduler.type: DeepSpeed's rate rises by equal steps"),
+        (r#"{"fp16": {"enabled": true, "loss_scale": 128}}"#, "fp16.loss_scale: it is 128"),
+        (r#"{"fp16": {"enabled": true, "initial_scale_power": 32}}"#, "fp16.initial_scale_power: it is 32"),
+        (r#"{"fp16": {"enabled": true}, "bf16": {"enabled": true}}"#, "enable one of them"),
+        (
+            r#"{"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "bf16"}"#,
+            "communication_data_type: gradients are sent in the type",
+        ),
+        (r#"{"zero_optimization": {"load_from_fp32_weights": false}}"#, "zero_optimization.load_from_fp32_weights"),
+        (
+            r#"{"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}}"#,
+            "offloading is not built yet",
+        ),
+        (r#"{"train_batch_size": 2.5}"#, "train_batch_size: it is 2.5, and must be a whole number"),
+        (r#"{"train_batch_size": 33}"#, "must be a multiple of batch.sequences × ranks = 4 × 4 = 16"),
+        (r#"{"steps_per_print": 0}"#, "ds.json: steps_per_print: `run.print_every` is 0"),
+        (r#"{"zero_optimization": {"stage": 4}}"#, "ds.json: zero_optimization.stage: there is no ZeRO stage 4"),
+        (r#"{"train_batch_size": 32, "train_batch_size": 64}"#, "the key \"train_batch_size\" is there twice"),
+        (r#"[1, 2]"#, "it must be one section"),
+        (r#"{"a": "#, "this is not DeepSpeed's JSON"),
+        (r#"{"hybrid_engine": {"enabled": "maybe"}}"#, "hybrid_engine.enabled"),
+    ] {
+        let said = laid(json, &[]).expect_err(json);
+        assert!(said.contains("ds.json") && said.contains(expected), "{json}: {said}");
+    }
+    let long = format!("{{\"a\": \"{}\"}}", "x".repeat(1 << 20));
+    assert!(laid(&long, &[]).unwrap_err().contains("longer than"));
+    assert!(laid(&"[".repeat(100_000), &[]).is_err());
+}

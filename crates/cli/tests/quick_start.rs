@@ -1,0 +1,68 @@
+//! README's quick start, with fewer steps: the same commands, one after the other.
+
+#![allow(clippy::unwrap_used, reason = "a test may fail")]
+
+use std::path::Path;
+use std::process::Command;
+
+/// The commands, and what the test makes of some of them.
+fn commands() -> Vec<String> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap();
+    let readme = std::fs::read_to_string(root.join("README.md")).unwrap();
+    let section = readme.split("## From text to verses").nth(1).expect("README has a quick start");
+    let block = section.split("```sh").nth(1).and_then(|rest| rest.split("```").next()).unwrap();
+    let line = |line: &str| line.split("  #").next().unwrap_or_default().trim().to_string();
+    let shortened = |line: String| line.replace("--steps 400", "--steps 12").replace("--tokens 120", "--tokens 12");
+    block.lines().map(line).filter(|line| !line.is_empty()).map(shortened).collect()
+}
+
+#[test]
+fn the_quick_start_works_word_for_word() {
+    let folder = tempfile::tempdir().unwrap();
+    let programs = Path::new(env!("CARGO_BIN_EXE_shardwise")).parent().unwrap();
+    let path = format!("{}:{}", programs.display(), std::env::var("PATH").unwrap());
+    let (installs, others): (Vec<_>, Vec<_>) = commands().into_iter().partition(|line| line.starts_with("apt-get"));
+    assert!(others.len() >= 7, "{others:?}");
+    let there = Command::new("sh").args(["-c", "command -v bible"]).output().unwrap();
+    assert!(there.status.success(), "this test needs the Bible: {}", installs.join(" && "));
+    let mut said = String::new();
+    for line in &others {
+        let mut shell = Command::new("sh");
+        shell.args(["-c", line]).current_dir(folder.path()).env("PATH", &path).env("OMP_NUM_THREADS", "1");
+        let output = shell.output().unwrap();
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert!(output.status.success(), "{line}: {text}{}", String::from_utf8_lossy(&output.stderr));
+        said.push_str(&text);
+    }
+    assert!(said.contains("data/kjv-held-out: ") && said.contains("held out after step 12: loss "), "{said}");
+    assert!(
+        said.trim_end().lines().last().unwrap().contains("And God said") || said.contains("\nAnd God said"),
+        "{said}"
+    );
+    let bits = said.rsplit(" bits per byte").nth(1).and_then(|before| before.split_whitespace().next_back());
+    let bits: f64 = bits.unwrap().parse().unwrap();
+    assert!((1. ..4.).contains(&bits), "{bits} bits per byte after 12 steps");
+
+    // What was made can be looked at, and is not written over.
+    let run = |line: &str| {
+        let mut shell = Command::new("sh");
+        let output = shell.args(["-c", line]).current_dir(folder.path()).env("PATH", &path).output().unwrap();
+        (output.status.code(), String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned())
+    };
+    let (code, text) = run("shardwise inspect data/kjv --tokenizer data/tokenizer.json");
+    assert!(
+        code == Some(0) && text.contains("In the beginning God created") && text.contains("vocabulary 2048"),
+        "{text}"
+    );
+    let (code, text) = run("shardwise inspect runs/kjv");
+    assert!(code == Some(0) && text.contains("step 12") && text.contains("million"), "{text}");
+    let (code, text) = run("shardwise inspect data/tokenizer.json --text 'In the beginning'");
+    assert!(code == Some(0) && text.contains("2048 tokens") && text.contains(" the"), "{text}");
+    let (code, text) = run("shardwise init kjv.toml");
+    assert!(code == Some(1) && text.contains("is there already"), "{text}");
+    let (code, text) = run("shardwise generate kjv.toml -n 2 --tokens 4 --temperature 0 --prompt 'And God said'");
+    let (_, alone) = run("shardwise generate kjv.toml --tokens 4 --temperature 0 --prompt 'And God said'");
+    assert!(code == Some(0) && text == alone, "two ranks: {text}one: {alone}");
+    let (code, text) = run("shardwise completions bash && shardwise man");
+    assert!(code == Some(0) && text.contains("tokenize") && text.contains(".TH"), "{text}");
+}

@@ -1,0 +1,1 @@
+config base.toml --set optimizer.rate

@@ -1,0 +1,1 @@
+train nowhere.toml -n 2

@@ -1,0 +1,1 @@
+config base.toml --deepspeed nowhere.json

@@ -1,0 +1,1 @@
+train base.toml -n 0

@@ -1,0 +1,433 @@
+//! A DeepSpeed configuration as a layer of a recipe.
+//!
+//! Every key of the file is translated, or known to mean nothing here, or named in a refusal: a configuration is never followed
+//! in part. `"auto"` and null leave a key to the recipe. What a section of the file leaves out is DeepSpeed's default, not the
+//! recipe's: an optimizer without betas has DeepSpeed's. The keys are those of DeepSpeed's config-json.md.
+
+mod json;
+mod rules;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use toml::{Table, Value};
+
+use self::json::Json;
+use super::Source;
+use super::layers::Change;
+use crate::{Error, Result};
+
+/// What a configuration changes, and what its user should know.
+pub(super) struct Translated {
+    pub(super) changes: Vec<Change>,
+    pub(super) notes: Vec<String>,
+}
+
+/// Translates a configuration, to be laid over `recipe`.
+pub(super) fn translated(file: &Path, text: &str, recipe: &Table) -> Result<Translated> {
+    let fail = |problem: String| Error::Recipe { place: file.display().to_string(), problem };
+    let leaves = json::leaves(text).map_err(fail)?;
+    let mut translation =
+        Translation { leaves, recipe, changes: Vec::new(), notes: Vec::new(), idle: Vec::new(), refused: Vec::new() };
+    translation.batch();
+    translation.optimizer();
+    translation.scheduler();
+    translation.precision();
+    translation.plain_keys();
+    translation.sections();
+    translation.leftovers();
+    let Translation { changes, mut notes, idle, mut refused, .. } = translation;
+    if !refused.is_empty() {
+        refused.sort();
+        let count = if refused.len() == 1 { "a key".to_string() } else { format!("{} keys", refused.len()) };
+        let list: Vec<String> = refused.iter().map(|(key, why)| format!("  {key}: {why}")).collect();
+        return Err(fail(format!("{count} cannot be honoured:\n{}", list.join("\n"))));
+    }
+    if !idle.is_empty() {
+        notes.push(format!("these keys tune DeepSpeed itself, and have no meaning here: {}", idle.join(", ")));
+    }
+    let name = file.file_name().map_or_else(String::new, |name| name.to_string_lossy().into_owned());
+    Ok(Translated { changes, notes: notes.into_iter().map(|note| format!("{name}: {note}")).collect() })
+}
+
+/// What a key of the file says.
+enum Said<T> {
+    /// Nothing: it is not there.
+    Absent,
+    /// That the recipe decides.
+    Auto,
+    /// This.
+    Value(T),
+}
+
+/// A translation under way. A key that is understood is taken out of `leaves`; what is left at the end is refused.
+struct Translation<'a> {
+    leaves: BTreeMap<String, Json>,
+    recipe: &'a Table,
+    changes: Vec<Change>,
+    notes: Vec<String>,
+    idle: Vec<String>,
+    refused: Vec<(String, String)>,
+}
+
+impl Translation<'_> {
+    fn take(&mut self, key: &str) -> Said<Json> {
+        match self.leaves.remove(key) {
+            None => Said::Absent,
+            Some(Json::Null) => Said::Auto,
+            Some(Json::Text(text)) if text == "auto" => Said::Auto,
+            Some(value) => Said::Value(value),
+        }
+    }
+
+    fn refuse(&mut self, key: &str, why: impl Into<String>) {
+        self.refused.push((key.to_string(), why.into()));
+    }
+
+    fn set(&mut self, ours: &str, value: impl Into<Value>, theirs: &str) {
+        let source = Source::DeepSpeed(theirs.to_string());
+        self.changes.push(Change { key: ours.to_string(), value: Some(value.into()), source });
+    }
+
+    fn remove(&mut self, ours: &str, theirs: &str) {
+        let source = Source::DeepSpeed(theirs.to_string());
+        self.changes.push(Change { key: ours.to_string(), value: None, source });
+    }
+
+    /// A value of the right kind, or a refusal.
+    fn typed<T>(&mut self, key: &str, kind: &str, read: impl Fn(&Json) -> Option<T>) -> Said<T> {
+        match self.take(key) {
+            Said::Absent => Said::Absent,
+            Said::Auto => Said::Auto,
+            Said::Value(value) => match read(&value) {
+                Some(value) => Said::Value(value),
+                None => {
+                    self.refuse(key, format!("it is {value}, and must be {kind}"));
+                    Said::Auto
+                }
+            },
+        }
+    }
+
+    fn number(&mut self, key: &str) -> Said<f64> {
+        self.typed(key, "a number", Json::number)
+    }
+
+    fn whole(&mut self, key: &str) -> Said<i64> {
+        self.typed(key, "a whole number, at least 0", Json::whole)
+    }
+
+    fn flag(&mut self, key: &str) -> Said<bool> {
+        self.typed(key, "true or false", Json::flag)
+    }
+
+    fn text(&mut self, key: &str) -> Said<String> {
+        self.typed(key, "text", Json::text)
+    }
+
+    fn has(&self, section: &str) -> bool {
+        self.leaves.keys().any(|key| is_within(key, section))
+    }
+
+    /// What the recipe's file says of a key.
+    fn of_recipe(&self, key: &str) -> Option<&Value> {
+        let (table, name) = key.split_once('.')?;
+        self.recipe.get(table)?.as_table()?.get(name)
+    }
+
+    /// The three sizes of a batch. The file's stand; of the recipe's, only as many are kept as make two together, so that the
+    /// third follows.
+    fn batch(&mut self) {
+        let sizes = [
+            ("train_batch_size", "batch.global"),
+            ("train_micro_batch_size_per_gpu", "batch.sequences"),
+            ("gradient_accumulation_steps", "batch.micro_batches"),
+        ];
+        let given: Vec<Option<i64>> = sizes
+            .iter()
+            .map(|(theirs, _)| match self.whole(theirs) {
+                Said::Value(size) => Some(size),
+                Said::Absent | Said::Auto => None,
+            })
+            .collect();
+        let mut kept = given.iter().flatten().count();
+        let first = sizes.iter().zip(&given).find_map(|((theirs, _), size)| size.map(|_| *theirs));
+        for ((theirs, ours), size) in sizes.into_iter().zip(given) {
+            match (size, first) {
+                (Some(size), _) => self.set(ours, size, theirs),
+                (None, Some(_)) if kept < 2 => kept += usize::from(self.of_recipe(ours).is_some()),
+                (None, Some(first)) => self.remove(ours, first),
+                (None, None) => {}
+            }
+        }
+    }
+
+    fn optimizer(&mut self) {
+        if !self.has("optimizer") {
+            return;
+        }
+        let Said::Value(name) = self.text("optimizer.type") else {
+            return self.refuse("optimizer.type", "it is missing");
+        };
+        let kind = match name.to_lowercase().as_str() {
+            "adam" | "adamw" => "adamw",
+            "lamb" => "lamb",
+            "sgd" => "sgd",
+            _ => {
+                self.leaves.retain(|key, _| !is_within(key, "optimizer"));
+                return self
+                    .refuse("optimizer.type", format!("there is no {name} here, but Adam, AdamW, Lamb and SGD"));
+            }
+        };
+        self.set("optimizer.kind", kind, "optimizer.type");
+        let torch_adam = matches!(self.flag("optimizer.params.torch_adam"), Said::Value(true));
+        if let Said::Value(false) = self.flag("optimizer.params.adam_w_mode") {
+            self.refuse("optimizer.params.adam_w_mode", "weight decay is AdamW's here: write true, or leave it out");
+        }
+        self.rates("lr", "rate", 1e-3);
+        // What torch's AdamW does when nothing is said, where it is asked for.
+        self.rates("weight_decay", "weight_decay", if torch_adam { 0.01 } else { 0. });
+        if kind == "sgd" {
+            self.rates("momentum", "momentum", 0.);
+            self.remove("optimizer.betas", "optimizer.type");
+            self.remove("optimizer.epsilon", "optimizer.type");
+        } else {
+            self.rates("eps", "epsilon", 1e-8);
+            self.betas();
+            self.remove("optimizer.momentum", "optimizer.type");
+        }
+        let decays = |change: &Change| change.value.as_ref().and_then(Value::as_float).is_some_and(|decay| decay > 0.);
+        if self.changes.iter().any(|change| change.key == "optimizer.weight_decay" && decays(change)) {
+            self.notes.push(
+                "optimizer.params.weight_decay: norms and biases do not decay here; DeepSpeed's do, unless the script says otherwise"
+                    .to_string(),
+            );
+        }
+        if kind == "lamb" {
+            self.notes.push(
+                "optimizer.type: LAMB's trust ratio is not limited here; DeepSpeed's is kept from 0.01 to 10"
+                    .to_string(),
+            );
+        }
+    }
+
+    /// A number of `optimizer.params`.
+    fn rates(&mut self, theirs: &str, ours: &str, default: f64) {
+        let (theirs, ours) = (format!("optimizer.params.{theirs}"), format!("optimizer.{ours}"));
+        match self.number(&theirs) {
+            Said::Value(value) => self.set(&ours, value, &theirs),
+            Said::Absent => self.set(&ours, default, "optimizer, by default"),
+            Said::Auto => {}
+        }
+    }
+
+    fn betas(&mut self) {
+        let theirs = "optimizer.params.betas";
+        let list = |betas: [f64; 2]| Value::Array(betas.map(Value::Float).to_vec());
+        match self.typed(theirs, "a list of two numbers", Json::pair) {
+            Said::Value(betas) => self.set("optimizer.betas", list(betas), theirs),
+            Said::Absent => self.set("optimizer.betas", list([0.9, 0.999]), "optimizer, by default"),
+            Said::Auto => {}
+        }
+    }
+
+    fn scheduler(&mut self) {
+        if !self.has("scheduler") {
+            return;
+        }
+        let Said::Value(name) = self.text("scheduler.type") else {
+            return self.refuse("scheduler.type", "it is missing");
+        };
+        let kind = match name.as_str() {
+            "WarmupLR" => "constant",
+            "WarmupDecayLR" => "linear",
+            "WarmupCosineLR" => "cosine",
+            _ => {
+                self.leaves.retain(|key, _| !is_within(key, "scheduler"));
+                return self.refuse("scheduler.type", rules::no_scheduler(&name));
+            }
+        };
+        self.set("schedule.kind", kind, "scheduler.type");
+        for key in ["decay_steps", "start", "rising", "momentum", "from", "plot"] {
+            self.remove(&format!("schedule.{key}"), "scheduler.type");
+        }
+        self.warmup();
+        match kind {
+            "constant" => self.remove("schedule.end", "scheduler.type"),
+            "linear" => self.set("schedule.end", 0., "scheduler.type"),
+            _ => match self.number("scheduler.params.cos_min_ratio") {
+                Said::Value(end) => self.set("schedule.end", end, "scheduler.params.cos_min_ratio"),
+                Said::Absent => self.set("schedule.end", 1e-4, "scheduler, by default"),
+                Said::Auto => {}
+            },
+        }
+        if kind != "cosine" {
+            match self.number("scheduler.params.warmup_max_lr") {
+                Said::Value(rate) => self.set("optimizer.rate", rate, "scheduler.params.warmup_max_lr"),
+                Said::Absent if kind == "linear" => self.set("optimizer.rate", 1e-3, "scheduler, by default"),
+                Said::Absent | Said::Auto => {}
+            }
+        }
+        if kind != "constant" {
+            match self.whole("scheduler.params.total_num_steps") {
+                Said::Value(steps) => self.set("run.steps", steps, "scheduler.params.total_num_steps"),
+                Said::Absent => self.refuse("scheduler.params.total_num_steps", "it is missing"),
+                Said::Auto => {}
+            }
+        }
+        self.notes.push(format!(
+            "scheduler.type: the rate of {name} rises from the first step on here; DeepSpeed's first two steps have a rate of 0, and \
+             what follows comes later by as much"
+        ));
+    }
+
+    /// How a rate rises.
+    fn warmup(&mut self) {
+        let log = "the rate rises along a line here: write \"warmup_type\": \"linear\"";
+        match self.text("scheduler.params.warmup_type") {
+            Said::Value(rise) if rise == "linear" => {}
+            Said::Auto => {}
+            Said::Value(rise) => self.refuse("scheduler.params.warmup_type", format!("it is \"{rise}\", and {log}")),
+            Said::Absent => self.refuse("scheduler.params.warmup_type", format!("it is \"log\" by default, and {log}")),
+        }
+        for key in ["scheduler.params.warmup_min_lr", "scheduler.params.warmup_min_ratio"] {
+            if let Said::Value(rate) = self.number(key)
+                && rate != 0.
+            {
+                self.refuse(key, format!("it is {rate}, and the rate rises from 0 here"));
+            }
+        }
+        let steps = "scheduler.params.warmup_num_steps";
+        match self.whole(steps) {
+            // DeepSpeed takes at least two.
+            Said::Value(count) => self.set("schedule.warmup_steps", count.max(2), steps),
+            Said::Absent => self.set("schedule.warmup_steps", 1000, "scheduler, by default"),
+            Said::Auto => {}
+        }
+    }
+
+    fn precision(&mut self) {
+        let (bf16, fp16) = (self.flag("bf16.enabled"), self.flag("fp16.enabled"));
+        let was = self.of_recipe("precision.parameters").and_then(Value::as_str).unwrap_or("f32").to_string();
+        match (&bf16, &fp16) {
+            (Said::Value(true), Said::Value(true)) => {
+                self.refuse("fp16.enabled", "bf16.enabled is true as well: enable one of them");
+            }
+            (Said::Value(true), _) => self.set("precision.parameters", "bf16", "bf16.enabled"),
+            (_, Said::Value(true)) => self.set("precision.parameters", "f16", "fp16.enabled"),
+            (Said::Value(false), _) if was == "bf16" => self.set("precision.parameters", "f32", "bf16.enabled"),
+            (_, Said::Value(false)) if was == "f16" => self.set("precision.parameters", "f32", "fp16.enabled"),
+            _ => {}
+        }
+        let is_half = matches!(bf16, Said::Value(true)) || matches!(fp16, Said::Value(true));
+        if !is_half {
+            // How a loss would be scaled does not matter where none is.
+            self.leaves.retain(|key, _| !(is_within(key, "fp16") && rules::LOSS_SCALE.contains(&key.as_str())));
+        }
+        if let Said::Value(scale) = self.number("fp16.loss_scale")
+            && scale != 0.
+        {
+            self.refuse("fp16.loss_scale", format!("it is {scale}, and the scale moves by itself here: write 0"));
+        }
+        let types = ["data_types.grad_accum_dtype", "communication_data_type"];
+        let [kept, sent] = types.map(|key| (key, self.float(key)));
+        match (kept, sent) {
+            ((_, Some(kept)), (key, Some(sent))) if kept != sent => {
+                self.refuse(key, format!("gradients are sent in the type they are added up in, {kept}, not {sent}"));
+            }
+            ((key, Some(float)), _) | (_, (key, Some(float))) => self.set("precision.gradients", float, key),
+            _ if is_half => self.notes.push(
+                "gradients are added up and sent in precision.gradients, f32 unless the recipe says otherwise; DeepSpeed's default \
+                 is the parameters' type (communication_data_type)"
+                    .to_string(),
+            ),
+            _ => {}
+        }
+    }
+
+    fn float(&mut self, key: &str) -> Option<&'static str> {
+        let read = |value: &Json| match value.text()?.as_str() {
+            "fp32" => Some("f32"),
+            "fp16" => Some("f16"),
+            "bf16" | "bfp16" => Some("bf16"),
+            _ => None,
+        };
+        match self.typed(key, "\"fp32\", \"bf16\" or \"fp16\"", read) {
+            Said::Value(float) => Some(float),
+            Said::Absent | Said::Auto => None,
+        }
+    }
+
+    /// Keys that are numbers here as well.
+    fn plain_keys(&mut self) {
+        match self.number("gradient_clipping") {
+            Said::Value(0.) => self.remove("optimizer.clip_norm", "gradient_clipping"),
+            Said::Value(norm) => self.set("optimizer.clip_norm", norm, "gradient_clipping"),
+            Said::Absent | Said::Auto => {}
+        }
+        for (theirs, ours) in [("steps_per_print", "run.print_every"), ("zero_optimization.stage", "sharding.stage")] {
+            if let Said::Value(number) = self.whole(theirs) {
+                self.set(ours, number, theirs);
+            }
+        }
+        if self.has("zero_optimization")
+            && !self.changes.iter().any(|change| change.key == "sharding.stage")
+            && self.of_recipe("sharding.stage").is_none()
+        {
+            self.set("sharding.stage", 0, "zero_optimization, by default");
+        }
+        for &(key, wanted, why) in rules::ONLY {
+            match self.take(key) {
+                Said::Value(value) if value.is(wanted) => {}
+                Said::Value(value) => self.refuse(key, format!("it is {value}, and {why}")),
+                Said::Absent | Said::Auto => {}
+            }
+        }
+        for &key in rules::IDLE {
+            if self.leaves.remove(key).is_some() {
+                self.idle.push(key.to_string());
+            }
+        }
+    }
+
+    /// Whole sections that do nothing unless they are switched on.
+    fn sections(&mut self) {
+        for &(section, why) in rules::SWITCHED {
+            if !self.has(section) {
+                continue;
+            }
+            let enabled = format!("{section}.enabled");
+            let is_on = !matches!(self.flag(&enabled), Said::Absent | Said::Value(false));
+            self.leaves.retain(|key, _| !is_within(key, section));
+            if is_on {
+                self.refuse(&enabled, why);
+            }
+        }
+        for section in ["zero_optimization.offload_optimizer", "zero_optimization.offload_param"] {
+            let device = self.text(&format!("{section}.device"));
+            self.leaves.retain(|key, _| !is_within(key, section));
+            if let Said::Value(device) = device
+                && device != "none"
+            {
+                self.refuse(
+                    &format!("{section}.device"),
+                    format!("it is \"{device}\", and offloading is not built yet"),
+                );
+            }
+        }
+    }
+
+    fn leftovers(&mut self) {
+        for (key, value) in std::mem::take(&mut self.leaves) {
+            // An empty section says nothing.
+            if !matches!(value, Json::Empty) || !rules::is_section(&key) {
+                let why = rules::why_not(&key);
+                self.refuse(&key, why);
+            }
+        }
+    }
+}
+
+fn is_within(key: &str, section: &str) -> bool {
+    key.strip_prefix(section).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+}

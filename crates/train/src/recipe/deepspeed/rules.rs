@@ -1,0 +1,192 @@
+//! Which of DeepSpeed's keys mean nothing here, which may have one value only, and why others are refused.
+
+/// Keys about buckets, streams and DeepSpeed's own files: the numbers are the same whatever they say.
+pub(super) const IDLE: &[&str] = &[
+    "zero_optimization.overlap_comm",
+    "zero_optimization.contiguous_gradients",
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.allgather_bucket_size",
+    "zero_optimization.allgather_partitions",
+    "zero_optimization.reduce_scatter",
+    "zero_optimization.round_robin_gradients",
+    "zero_optimization.sub_group_size",
+    "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.stage3_param_persistence_threshold",
+    "zero_optimization.stage3_model_persistence_threshold",
+    "zero_optimization.stage3_max_live_parameters",
+    "zero_optimization.stage3_max_reuse_distance",
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save",
+    "zero_optimization.stage3_module_granularity_threshold",
+    "zero_optimization.stage3_use_all_reduce_for_fetch_params",
+    "zero_optimization.stage3_allgather_sequential",
+    "zero_optimization.use_multi_rank_bucket_allreduce",
+    "zero_optimization.memory_efficient_linear",
+    "zero_optimization.elastic_checkpoint",
+    "zero_optimization.ignore_unused_parameters",
+    "zero_optimization.grad_hooks",
+    "zero_optimization.log_trace_cache_warnings",
+    "zero_optimization.enable_sanity_checks",
+    "zero_optimization.pipeline_loading_checkpoint",
+    "zero_optimization.override_module_apply",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "fp16.loss_scale_window",
+    "fp16.hysteresis",
+    "fp16.consecutive_hysteresis",
+    "fp16.min_loss_scale",
+    "bf16.immediate_grad_update",
+    "activation_checkpointing.contiguous_memory_optimization",
+    "activation_checkpointing.number_checkpoints",
+    "activation_checkpointing.synchronize_checkpoint_boundary",
+    "activation_checkpointing.profile",
+    "optimizer.legacy_fusion",
+    "optimizer.params.fused",
+    "optimizer.params.foreach",
+    "aio.block_size",
+    "aio.queue_depth",
+    "aio.thread_count",
+    "aio.intra_op_parallelism",
+    "aio.single_submit",
+    "aio.overlap_events",
+    "aio.use_gds",
+    "checkpoint.tag_validation",
+    "dataloader_drop_last",
+    "log_level",
+];
+
+/// Keys about the loss scale of f16.
+pub(super) const LOSS_SCALE: &[&str] = &[
+    "fp16.loss_scale",
+    "fp16.initial_scale_power",
+    "fp16.loss_scale_window",
+    "fp16.hysteresis",
+    "fp16.consecutive_hysteresis",
+    "fp16.min_loss_scale",
+];
+
+/// Keys that may have one value, and why no other.
+pub(super) const ONLY: &[(&str, &str, &str)] = &[
+    ("prescale_gradients", "false", "gradients are summed first and divided then: write false"),
+    ("gradient_predivide_factor", "1", "gradients are divided once, after they are summed: write 1"),
+    ("gradient_allreduce_op", "\"mean\"", "gradients are averaged here: write \"mean\""),
+    ("managed_gradient_accumulation", "true", "the step is made here: write true"),
+    ("sparse_gradients", "false", "there are no sparse gradients here: write false"),
+    ("disable_allgather", "false", "updated parameters are gathered here: write false"),
+    ("fp32_allreduce", "false", "it is said by data_types.grad_accum_dtype here: leave it out"),
+    ("wall_clock_breakdown", "false", "there is no such breakdown here: write false"),
+    ("memory_breakdown", "false", "there is no such breakdown here; `shardwise train --dry-run` has one: write false"),
+    ("dump_state", "false", "`shardwise config` prints the settings instead: write false"),
+    ("fp16.auto_cast", "false", "inputs are token ids here: write false"),
+    ("fp16.initial_scale_power", "16", "the loss scale begins with 2^16 here: write 16"),
+    ("fp16.fp16_master_weights_and_grads", "false", "masters are f32 here: write false"),
+    ("bf16.bf16_master_weights_and_grads", "false", "masters are f32 here: write false"),
+    ("bf16.bf16_optimizer_states", "false", "optimizer state is f32 here: write false"),
+    (
+        "bf16.check_grad_overflow",
+        "true",
+        "numbers that are not finite are always found here (run.on_not_finite): write true",
+    ),
+    ("optimizer.params.bias_correction", "true", "moments are corrected here: write true"),
+    ("optimizer.params.amsgrad", "false", "there is no AMSGrad here: write false"),
+    ("optimizer.params.nesterov", "false", "there is no Nesterov momentum here: write false"),
+    ("optimizer.params.dampening", "0", "momentum is not dampened here: write 0"),
+    ("optimizer.params.maximize", "false", "losses are made smaller here: write false"),
+    ("scheduler.params.last_batch_iteration", "-1", "a run goes on by its checkpoints here: leave it out"),
+    (
+        "zero_optimization.load_from_fp32_weights",
+        "true",
+        "masters begin with a checkpoint's f32 numbers here: write true",
+    ),
+    ("zero_optimization.cpu_offload", "false", "offloading is not built yet"),
+    ("zero_optimization.cpu_offload_params", "false", "offloading is not built yet"),
+    ("zero_optimization.cpu_offload_param", "false", "offloading is not built yet"),
+    ("zero_optimization.cpu_offload_use_pin_memory", "false", "offloading is not built yet"),
+    ("zero_optimization.legacy_stage1", "false", "there is one stage 1 here: write false"),
+    ("zero_optimization.zero_hpz_partition_size", "1", "hybrid sharding is sharding.replicas of the recipe: write 1"),
+    ("zero_optimization.mics_shard_size", "-1", "hybrid sharding is sharding.replicas of the recipe: write -1"),
+    (
+        "zero_optimization.mics_hierarchical_params_gather",
+        "false",
+        "hybrid sharding is sharding.replicas of the recipe",
+    ),
+    ("zero_optimization.zero_quantized_weights", "false", "weights are sent in their own type here: write false"),
+    (
+        "zero_optimization.zero_quantized_nontrainable_weights",
+        "false",
+        "weights are sent in their own type here: write false",
+    ),
+    (
+        "zero_optimization.zero_quantized_gradients",
+        "false",
+        "gradients are sent in precision.gradients here: write false",
+    ),
+    ("activation_checkpointing.partition_activations", "false", "activations are not sliced here: write false"),
+    ("activation_checkpointing.cpu_checkpointing", "false", "offloading is not built yet: write false"),
+    ("checkpoint.load_universal", "false", "DeepSpeed's checkpoints are not read: write false"),
+    ("checkpoint.use_node_local_storage", "false", "checkpoints go to checkpoints.folder of the recipe: write false"),
+];
+
+/// Sections that do nothing unless they are enabled, and why they cannot be.
+pub(super) const SWITCHED: &[(&str, &str)] = &[
+    ("tensorboard", "there is no TensorBoard here: a run prints its figures"),
+    ("wandb", "there is no Weights & Biases here: a run prints its figures"),
+    ("comet", "there is no Comet here: a run prints its figures"),
+    ("csv_monitor", "there are no CSV files here: a run prints its figures"),
+    ("flops_profiler", "there is no profiler here"),
+    ("comms_logger", "there is no such log here; bytes that were sent are in every printed line"),
+    ("autotuning", "there is no tuner here; `shardwise train --dry-run` says what fits"),
+    ("elasticity", "the number of ranks stays during a run here; a run goes on with any number"),
+    ("curriculum_learning", "there is no curriculum here"),
+    ("data_efficiency", "data is not sampled by difficulty here"),
+    ("eigenvalue", "there are no eigenvalues here"),
+    ("progressive_layer_drop", "every layer takes part in every step here"),
+    ("amp", "there is no Apex here: use bf16 or fp16"),
+    ("torch_autocast", "types are chosen per run, not per operation: use bf16 or fp16"),
+    ("hybrid_engine", "there is no inference here"),
+    ("expert_parallel", "there are no experts here"),
+    ("compile", "there is no compiler here"),
+];
+
+/// Why a scheduler is not there.
+pub(super) fn no_scheduler(name: &str) -> String {
+    match name {
+        "OneCycle" => {
+            "DeepSpeed's OneCycle moves along lines, and schedule.kind = \"1-cycle\" along half cosines: choose it in the recipe, and leave \
+             the scheduler out"
+        }
+        "LRRangeTest" => {
+            "DeepSpeed's rate rises by equal steps, and that of schedule.kind = \"range-test\" by equal factors: choose it in the recipe, \
+             and leave the scheduler out"
+        }
+        _ => return format!("there is no {name} here, but WarmupLR, WarmupDecayLR and WarmupCosineLR"),
+    }
+    .to_string()
+}
+
+/// Sections that may be there without a key.
+pub(super) fn is_section(key: &str) -> bool {
+    let sections = ["optimizer.params", "scheduler.params", "zero_optimization", "fp16", "bf16", "data_types"];
+    let others = ["activation_checkpointing", "aio", "checkpoint"];
+    sections.contains(&key) || others.contains(&key)
+}
+
+/// Why a key that nobody has taken is refused.
+pub(super) fn why_not(key: &str) -> String {
+    let reasons = [
+        ("optimizer.params.max_grad_norm", "it is gradient_clipping"),
+        ("optimizer.params.max_coeff", "LAMB's trust ratio is not limited here: leave it out"),
+        ("optimizer.params.min_coeff", "LAMB's trust ratio is not limited here: leave it out"),
+        ("optimizer.params", "this optimizer has no such setting here"),
+        ("scheduler.params", "this scheduler has no such setting here"),
+        ("sparse_attention", "attention is dense here: leave the section out"),
+        ("compression_training", "models are not compressed here: leave the section out"),
+        ("tensor_parallel", "models are not sliced along tensors here: leave the section out"),
+        ("pipeline", "models are not cut into pipelines here: leave the section out"),
+        ("checkpoint", "checkpoints are [checkpoints] of the recipe: leave it out"),
+        ("zero_optimization.zenflow", "offloading is not built yet: leave it out"),
+        ("data_types", "parameters' types are bf16.enabled and fp16.enabled: leave it out"),
+    ];
+    let found = reasons.into_iter().find(|(section, _)| super::is_within(key, section));
+    found.map_or_else(|| "it is not a key of DeepSpeed's that is known here".to_string(), |(_, why)| why.to_string())
+}

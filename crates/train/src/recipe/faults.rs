@@ -1,0 +1,175 @@
+//! What is wrong with a recipe's keys and the kinds of their values, all of it at once, before anything is made of them.
+
+use toml::{Table, Value};
+
+use super::intent::{Intent, intent, nearest_word};
+use super::schema::{Node, Shape};
+use super::source::Wrong;
+
+/// Longer texts are no name of anything.
+const TEXT_BYTES_MAX: usize = 4096;
+
+/// Every fault of a recipe, as the schema has it.
+pub(super) fn faults(recipe: &Table, schema: Node<'_>) -> Vec<Wrong> {
+    let family = family(recipe);
+    let mut faults = Faults { schema, family, found: Vec::new(), meant: Vec::new(), missing: Vec::new() };
+    faults.table(recipe, schema, "");
+    let Faults { mut found, meant, missing, .. } = faults;
+    // Who misspelt a key has not forgotten it.
+    let forgotten = missing.into_iter().filter(|(key, _)| !meant.iter().any(|other| is_or_is_in(other, key)));
+    found.extend(forgotten.map(|(key, problem)| Wrong::at(key, problem)));
+    found
+}
+
+/// Why there is no such key, and what to write.
+pub(super) fn unknown(key: &str, schema: Node<'_>, recipe: &Table) -> String {
+    explained(key, intent(key, schema, family(recipe)), schema)
+}
+
+/// The model that a recipe is about.
+fn family(recipe: &Table) -> &'static str {
+    let is_gpt2 = recipe.get("model").and_then(Value::as_table).is_some_and(|model| model.contains_key("gpt2"));
+    if is_gpt2 { "gpt2" } else { "llama" }
+}
+
+struct Faults<'a> {
+    schema: Node<'a>,
+    family: &'static str,
+    found: Vec<Wrong>,
+    /// What unknown keys were meant to be.
+    meant: Vec<String>,
+    missing: Vec<(String, String)>,
+}
+
+impl Faults<'_> {
+    fn table(&mut self, table: &Table, node: Node<'_>, at: &str) {
+        for (name, value) in table {
+            let key = below(at, name);
+            match node.key(name) {
+                Some(node) => self.value(value, node, &key),
+                None => self.unknown(key, node, at),
+            }
+        }
+        for name in node.required().filter(|name| !table.contains_key(*name)) {
+            let key = below(at, name);
+            let (what, is_table) =
+                node.key(name).map_or(("", false), |node| (node.description(), matches!(node.shape(), Shape::Table)));
+            let shown = if is_table { format!("[{key}]") } else { format!("`{key}`") };
+            self.missing.push((key, format!("{shown} is missing: {}", lower_first(what))));
+        }
+    }
+
+    fn unknown(&mut self, key: String, node: Node<'_>, at: &str) {
+        // Parts of a mixture are not in the table of keys.
+        if at.ends_with(']') {
+            let names: Vec<&str> = node.names().collect();
+            return self.fault(&key, format!("there is no key `{key}`; it has {}", names.join(", ")));
+        }
+        let meant = intent(&key, self.schema, self.family);
+        let problem = explained(&key, meant, self.schema);
+        if let Some(Intent::Key(meant)) = intent(&key, self.schema, self.family) {
+            self.meant.push(meant);
+        }
+        self.fault(&key, problem);
+    }
+
+    fn value(&mut self, value: &Value, node: Node<'_>, key: &str) {
+        let must = match (node.shape(), value) {
+            (Shape::Table, Value::Table(table)) => return self.table(table, node, key),
+            (Shape::Array(items), Value::Array(values)) => return self.array(values, node, items, key),
+            (Shape::Words(words), Value::String(word)) if words.contains(&word.as_str()) => return,
+            (Shape::Words(words), given) => one_of(&words, given),
+            (Shape::Text, Value::String(text)) => match text {
+                text if text.is_empty() => "must not be empty".to_string(),
+                text if text.len() > TEXT_BYTES_MAX => format!("must be at most {TEXT_BYTES_MAX} bytes long"),
+                text if text.chars().any(char::is_control) => "must be one line of text".to_string(),
+                _ => return,
+            },
+            (Shape::Whole, Value::Integer(number)) if *number >= 0 => match node.0["maximum"].as_i64() {
+                Some(most) if *number > most => format!("must be at most {most}"),
+                _ => return,
+            },
+            (Shape::Number, Value::Float(_) | Value::Integer(_)) | (Shape::Flag, Value::Boolean(_)) => return,
+            (Shape::Table, _) => format!("must be a table: [{key}]"),
+            (Shape::Array(_), _) => "must be a list: [a, b]".to_string(),
+            (Shape::Text, _) => "must be text in quotation marks".to_string(),
+            (Shape::Whole, _) => "must be a whole number, at least 0".to_string(),
+            (Shape::Number, _) => "must be a number".to_string(),
+            (Shape::Flag, _) => "must be true or false".to_string(),
+        };
+        self.fault(key, format!("`{key}` is {}, and {must}", shown(value)));
+    }
+
+    fn array(&mut self, values: &[Value], node: Node<'_>, items: Node<'_>, key: &str) {
+        let count = |name: &str| node.0[name].as_u64();
+        if count("minItems").is_some_and(|least| (values.len() as u64) < least)
+            || count("maxItems").is_some_and(|most| values.len() as u64 > most)
+        {
+            let wanted = count("minItems").unwrap_or_default();
+            return self.fault(key, format!("`{key}` has {} values, and must have {wanted}", values.len()));
+        }
+        for (index, value) in values.iter().enumerate() {
+            self.value(value, items, &format!("{key}[{index}]"));
+        }
+    }
+
+    fn fault(&mut self, key: &str, problem: String) {
+        self.found.push(Wrong::at(key, problem));
+    }
+}
+
+fn explained(key: &str, meant: Option<Intent>, schema: Node<'_>) -> String {
+    match meant {
+        _ if key == "data.tokens" => "`data.tokens` is gone: use `data.corpus`".to_string(),
+        Some(Intent::Key(meant)) => format!("there is no key `{key}`: did you mean `{meant}`?"),
+        Some(Intent::Nothing(why)) => format!("there is no key `{key}`: {why}"),
+        None => {
+            let table = key.rsplit_once('.').map(|(table, _)| table);
+            let node = table.map_or(Some(schema), |table| schema.find(table));
+            let names: Vec<&str> = node.into_iter().flat_map(Node::names).collect();
+            match table {
+                Some(table) if !names.is_empty() => {
+                    format!("there is no key `{key}`; [{table}] has {}", names.join(", "))
+                }
+                Some(_) => format!("there is no key `{key}`"),
+                None => format!("there is no key `{key}`; a recipe has {}", names.join(", ")),
+            }
+        }
+    }
+}
+
+fn one_of(words: &[&str], given: &Value) -> String {
+    let quoted: Vec<String> = words.iter().map(|word| format!("\"{word}\"")).collect();
+    let nearest = given.as_str().and_then(|given| nearest_word(given, words.iter().copied()));
+    let hint = nearest.map(|word| format!(": did you mean \"{word}\"?")).unwrap_or_default();
+    format!("must be one of {}{hint}", quoted.join(", "))
+}
+
+/// A value as it would be written, cut short.
+pub(super) fn shown(value: &Value) -> String {
+    let text = value.to_string();
+    match text.char_indices().nth(60) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text,
+    }
+}
+
+fn below(table: &str, name: &str) -> String {
+    if table.is_empty() { name.to_string() } else { format!("{table}.{name}") }
+}
+
+/// Whether `key` is `other`, or the table that `other` is in.
+fn is_or_is_in(other: &str, key: &str) -> bool {
+    other.strip_prefix(key).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+}
+
+fn lower_first(text: &str) -> String {
+    let text = text.trim_end_matches('.');
+    let mut letters = text.chars();
+    // A name such as ZeRO stays as it is.
+    let is_name = text.split(' ').next().is_some_and(|word| word.chars().skip(1).any(char::is_uppercase));
+    match letters.next() {
+        Some(first) if !is_name => first.to_lowercase().chain(letters).collect(),
+        _ => text.to_string(),
+    }
+}

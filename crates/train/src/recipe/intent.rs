@@ -1,0 +1,138 @@
+//! What was probably meant by a key that does not exist.
+
+use super::schema::Node;
+
+/// What a word of another system's is here.
+enum Here {
+    /// A key.
+    Key(&'static str),
+    /// A key of the model's, whichever it is.
+    OfModel(&'static str),
+    /// No key, but this.
+    Nothing(&'static str),
+}
+
+const WORDS: &[(&str, Here)] = &[
+    ("lr learning_rate max_lr peak_lr base_lr", Here::Key("optimizer.rate")),
+    ("optim optimizer_type", Here::Key("optimizer.kind")),
+    ("beta1 beta2 adam_beta1 adam_beta2", Here::Key("optimizer.betas")),
+    ("eps adam_eps adam_epsilon", Here::Key("optimizer.epsilon")),
+    ("wd decay", Here::Key("optimizer.weight_decay")),
+    (
+        "grad_clip clip_grad gradient_clipping max_grad_norm max_norm gradient_clip_val clip",
+        Here::Key("optimizer.clip_norm"),
+    ),
+    ("scheduler lr_scheduler lr_scheduler_type lr_decay_style", Here::Key("schedule.kind")),
+    (
+        "warmup warm_up warmup_iters num_warmup_steps lr_warmup_iters warmup_num_steps",
+        Here::Key("schedule.warmup_steps"),
+    ),
+    ("min_lr min_lr_ratio end_factor", Here::Key("schedule.end")),
+    (
+        "batch_size micro_batch_size micro_batch per_device_train_batch_size train_micro_batch_size_per_gpu mbs",
+        Here::Key("batch.sequences"),
+    ),
+    ("global_batch_size train_batch_size total_batch_size gbs", Here::Key("batch.global")),
+    (
+        "gradient_accumulation_steps gradient_accumulation accumulate_grad_batches grad_accum accumulation_steps",
+        Here::Key("batch.micro_batches"),
+    ),
+    (
+        "seq_len seq_length sequence_length block_size max_seq_len max_length context context_length n_ctx",
+        Here::Key("batch.positions"),
+    ),
+    ("zero_stage zero", Here::Key("sharding.stage")),
+    ("prefetch", Here::Key("sharding.units_in_flight")),
+    ("max_steps num_steps total_steps train_steps train_iters max_iters iterations", Here::Key("run.steps")),
+    ("logging_steps log_interval log_every steps_per_print", Here::Key("run.print_every")),
+    ("epochs num_epochs num_train_epochs", Here::Nothing("a run is as long as `run.steps` says")),
+    (
+        "ranks world_size gpus num_gpus nproc_per_node",
+        Here::Nothing("the number of ranks is `-n` of the command line, or the launcher's"),
+    ),
+    ("dtype bf16 fp16 mixed_precision amp", Here::Key("precision.parameters")),
+    ("grad_dtype grad_accum_dtype", Here::Key("precision.gradients")),
+    ("gradient_checkpointing activation_checkpointing activation_checkpoint recompute", Here::Key("recomputation")),
+    ("tokens dataset data_path train_data train_file data_prefix", Here::Key("data.corpus")),
+    ("eval_interval eval_steps eval_every", Here::Key("evaluation.every_steps")),
+    ("eval_iters", Here::Key("evaluation.windows")),
+    ("eval_data val_data valid_data validation", Here::Key("evaluation.corpus")),
+    ("save_steps save_interval checkpoint_interval", Here::Key("checkpoints.every_steps")),
+    ("save_dir output_dir out_dir save checkpoint_dir", Here::Key("checkpoints.folder")),
+    ("save_total_limit", Here::Key("checkpoints.keep_last")),
+    ("model_name_or_path pretrained init_from", Here::Key("model.from")),
+    ("hidden_size n_embd d_model dim embed_dim", Here::OfModel("width")),
+    ("num_layers n_layer n_layers num_hidden_layers layers depth", Here::OfModel("blocks")),
+    ("num_attention_heads n_head n_heads num_heads", Here::OfModel("heads")),
+    ("vocab_size n_vocab", Here::OfModel("vocabulary")),
+    ("max_position_embeddings n_positions", Here::Key("model.gpt2.positions")),
+    ("num_key_value_heads n_kv_heads num_kv_heads n_kv_head", Here::Key("model.llama.kv_heads")),
+    ("intermediate_size ffn_hidden_size ffn_dim", Here::Key("model.llama.mlp_width")),
+    ("head_dim", Here::Key("model.llama.head_width")),
+    ("rope_theta", Here::Key("model.llama.rope_base")),
+    ("rms_norm_eps norm_eps", Here::Key("model.llama.norm_epsilon")),
+    ("sliding_window", Here::Key("model.llama.window")),
+    ("initializer_range", Here::Key("model.llama.init_std")),
+    ("tie_word_embeddings tie_embeddings", Here::Key("model.llama.tied")),
+    ("attention_bias", Here::Key("model.llama.qkv_bias")),
+];
+
+/// The key that was meant.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Intent {
+    /// This one.
+    Key(String),
+    /// None; this is how it is done.
+    Nothing(&'static str),
+}
+
+/// What was meant by `key`, in a recipe whose model is of `family`.
+pub(super) fn intent(key: &str, schema: Node<'_>, family: &str) -> Option<Intent> {
+    let (table, name) = key.rsplit_once('.').map_or((None, key), |(table, name)| (Some(table), name));
+    let keys = schema.keys();
+    let in_table = |name: &str| table.map_or_else(|| name.to_string(), |table| format!("{table}.{name}"));
+    let exists = |key: &String| keys.contains(key);
+    let typed = Some(in_table("kind")).filter(|_| ["type", "name"].contains(&name)).filter(exists);
+    let misspelt = || nearest(name, schema, table).map(|name| in_table(&name));
+    let elsewhere = || {
+        let same = keys.iter().filter(|other| other.rsplit('.').next() == Some(name));
+        same.min_by_key(|other| !other.contains(family)).cloned()
+    };
+    let anywhere = || {
+        let last = |key: &String| key.rsplit('.').next().unwrap_or_default().to_string();
+        let close = keys.iter().filter(|other| distance(name, &last(other)).is_some());
+        close.min_by_key(|other| distance(name, &last(other))).cloned()
+    };
+    if let Some(key) = typed {
+        return Some(Intent::Key(key));
+    }
+    let word =
+        WORDS.iter().find(|(words, _)| words.split(' ').any(|word| word == name.to_lowercase().replace('-', "_")));
+    match word {
+        Some((_, Here::Key(key))) => Some(Intent::Key(key.to_string())),
+        Some((_, Here::OfModel(name))) => Some(Intent::Key(format!("model.{family}.{name}"))),
+        Some((_, Here::Nothing(why))) => Some(Intent::Nothing(why)),
+        None => misspelt().or_else(elsewhere).or_else(anywhere).map(Intent::Key),
+    }
+}
+
+/// The word of a list that is nearest to this one.
+pub(super) fn nearest_word<'a>(word: &str, words: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+    let close = words.filter_map(|other| Some((distance(word, other)?, other)));
+    close.min_by_key(|(distance, _)| *distance).map(|(_, other)| other)
+}
+
+fn nearest(name: &str, schema: Node<'_>, table: Option<&str>) -> Option<String> {
+    let table = table.map_or(Some(schema), |table| schema.find(table))?;
+    nearest_word(name, table.names()).map(str::to_string)
+}
+
+/// How many letters differ, if few do.
+fn distance(a: &str, b: &str) -> Option<usize> {
+    // Nobody misspells a word as one of thousands of letters, and the time grows with both lengths.
+    if a.len() > 64 {
+        return None;
+    }
+    let distance = strsim::damerau_levenshtein(&a.to_lowercase(), b);
+    (distance <= (a.len().min(b.len()) / 3).max(1) && distance < b.len()).then_some(distance)
+}

@@ -1,0 +1,230 @@
+//! Reading a recipe: its file, then a DeepSpeed configuration, then `--set`, each laid over what was there.
+//!
+//! All of it is one table in the end, which is read into the structs once. Beside it stands where each value comes from.
+
+use std::collections::BTreeMap;
+use std::io::Read;
+use std::path::Path;
+
+use serde::Deserialize;
+use shardwise_checkpoint::hugging_face::Weights;
+use toml::de::{DeTable, DeValue};
+use toml::{Spanned, Table, Value};
+
+use super::faults::{faults, unknown};
+use super::schema::{Node, Shape};
+use super::{Recipe, Source, Sources, deepspeed, print, schema};
+use crate::{Error, Result};
+
+/// The longest recipe, and the longest DeepSpeed configuration, that is read.
+const FILE_BYTES_MAX: u64 = 1 << 20;
+
+/// How many faults are told at once.
+const FAULTS_MAX: usize = 20;
+
+/// A change of one key; none removes it.
+pub(super) struct Change {
+    pub(super) key: String,
+    pub(super) value: Option<Value>,
+    pub(super) source: Source,
+}
+
+impl Recipe {
+    /// Reads a recipe, and makes its paths relative to the file.
+    pub fn read(path: &Path) -> Result<Self> {
+        Recipe::layered(path, None, &[])
+    }
+
+    /// Reads a recipe, lays a DeepSpeed configuration over it, and then settings such as `optimizer.rate=1e-3`. Relative paths,
+    /// also those of settings, are relative to the recipe's file.
+    pub fn layered(path: &Path, deepspeed: Option<&Path>, sets: &[String]) -> Result<Self> {
+        let schema = schema();
+        let schema = Node(&schema);
+        let text = text(path)?;
+        let (mut table, lines) = parsed(path, &text)?;
+        let sources = lines.into_iter().map(|(key, line)| (key, Source::Line(line))).collect();
+        let mut sources =
+            Sources { path: path.to_path_buf(), deepspeed: deepspeed.unwrap_or(Path::new("")).into(), of: sources };
+        let mut notes = Vec::new();
+        if let Some(file) = deepspeed {
+            let translated = deepspeed::translated(file, &self::text(file)?, &table)?;
+            notes = translated.notes;
+            translated.changes.into_iter().for_each(|change| lay(&mut table, &mut sources, change));
+        }
+        for set in sets {
+            let change = setting(set, schema, &table)?;
+            lay(&mut table, &mut sources, change);
+        }
+        let mut found = faults(&table, schema);
+        found.sort_by_key(|fault| fault.keys.first().map_or(0, |(key, _)| sources.line(key)));
+        if !found.is_empty() {
+            return Err(together(found.into_iter().map(|fault| sources.error(fault)).collect()));
+        }
+        let mut recipe: Recipe = Value::Table(table).try_into().map_err(|error| at(path, error.message()))?;
+        (recipe.sources, recipe.notes) = (sources, notes);
+        recipe.find_files(path.parent().unwrap_or(Path::new("")))?;
+        recipe.check().map_err(|wrong| recipe.sources.error(wrong))?;
+        recipe.text = match deepspeed.is_none() && sets.is_empty() {
+            true => text,
+            false => print::resolved(&recipe, None)?,
+        };
+        Ok(recipe)
+    }
+
+    /// Makes paths relative to the recipe's folder, and reads what the model's own folder says.
+    fn find_files(&mut self, folder: &Path) -> Result<()> {
+        let data = &mut self.data;
+        let parts = data.mixture.iter_mut().flatten().map(|part| &mut part.corpus);
+        let held_out = self.evaluation.as_mut().map(|evaluation| &mut evaluation.corpus);
+        let files = [data.corpus.as_mut(), data.chat.as_mut(), data.tokenizer.as_mut(), self.schedule.plot.as_mut()];
+        for file in files.into_iter().flatten().chain(parts).chain(held_out) {
+            *file = folder.join(&*file);
+        }
+        let checkpoints = self.checkpoints.as_mut().map(|checkpoints| &mut checkpoints.folder);
+        let addresses = [self.start.weights.as_mut(), self.model.from.as_mut(), checkpoints];
+        for address in addresses.into_iter().flatten().filter(|address| !address.contains("://")) {
+            *address = folder.join(&*address).display().to_string();
+        }
+        if let Some(from) = &self.model.from {
+            let wrong = |problem: String| self.sources.error(super::source::Wrong::at("model.from", problem));
+            let config = Weights::open(from).and_then(|weights| weights.config());
+            let config = config.map_err(|error| wrong(format!("model.from: {error}")))?;
+            let config = config.ok_or_else(|| wrong(format!("model.from: {from}: there is no config.json")))?;
+            self.model.config = Some(config);
+        }
+        Ok(())
+    }
+}
+
+/// A file's text.
+fn text(path: &Path) -> Result<String> {
+    let mut text = String::new();
+    let file = std::fs::File::open(path).map_err(|error| at(path, error.to_string()))?;
+    file.take(FILE_BYTES_MAX + 1).read_to_string(&mut text).map_err(|error| at(path, error.to_string()))?;
+    if text.len() as u64 > FILE_BYTES_MAX {
+        return Err(at(path, format!("it is longer than {FILE_BYTES_MAX} bytes, too long for a recipe")));
+    }
+    Ok(text)
+}
+
+/// A recipe's text as a table, and the line of each key.
+fn parsed(path: &Path, text: &str) -> Result<(Table, BTreeMap<String, usize>)> {
+    let line_of = |offset: usize| 1 + text.bytes().take(offset).filter(|&byte| byte == b'\n').count();
+    let fail = |error: toml::de::Error| {
+        let line = error.span().map_or(1, |span| line_of(span.start));
+        let shown = text.lines().nth(line - 1).unwrap_or_default().trim();
+        let problem = match error.message() {
+            _ if shown.ends_with('=') => "this key has no value".to_string(),
+            "duplicate key" => "this key is there twice".to_string(),
+            other => format!("this is not TOML: {other}"),
+        };
+        Error::Recipe { place: format!("{}:{line}", path.display()), problem: format!("{problem}: {shown}") }
+    };
+    let root = DeTable::parse(text).map_err(fail)?;
+    let mut lines = BTreeMap::new();
+    note_lines(root.get_ref(), "", &line_of, &mut lines);
+    let table = Table::deserialize(toml::de::Deserializer::from(root)).map_err(fail)?;
+    Ok((table, lines))
+}
+
+fn note_lines(table: &DeTable<'_>, at: &str, line_of: &dyn Fn(usize) -> usize, lines: &mut BTreeMap<String, usize>) {
+    for (name, value) in table {
+        let key = if at.is_empty() { name.get_ref().to_string() } else { format!("{at}.{}", name.get_ref()) };
+        lines.insert(key.clone(), line_of(name.span().start));
+        note_lines_of(value, &key, line_of, lines);
+    }
+}
+
+fn note_lines_of(
+    value: &Spanned<DeValue<'_>>,
+    key: &str,
+    line_of: &dyn Fn(usize) -> usize,
+    lines: &mut BTreeMap<String, usize>,
+) {
+    match value.get_ref() {
+        DeValue::Table(table) => note_lines(table, key, line_of, lines),
+        DeValue::Array(values) => {
+            for (index, value) in values.iter().enumerate() {
+                let key = format!("{key}[{index}]");
+                lines.insert(key.clone(), line_of(value.span().start));
+                note_lines_of(value, &key, line_of, lines);
+            }
+        }
+        _ => {}
+    }
+}
+
+/// One `--set`.
+fn setting(set: &str, schema: Node<'_>, table: &Table) -> Result<Change> {
+    let fail = |problem: String| Error::Recipe { place: format!("--set {set}"), problem };
+    let Some((key, text)) = set.split_once('=') else {
+        return Err(fail("it has no value; write KEY=VALUE, such as optimizer.rate=1e-3".to_string()));
+    };
+    let (key, text) = (key.trim(), text.trim());
+    let node = schema.find(key).ok_or_else(|| fail(unknown(key, schema, table)))?;
+    if text.is_empty() {
+        return Err(fail(format!("`{key}` is given no value; write {key}=VALUE")));
+    }
+    let value = match (node.shape(), text.parse::<Value>()) {
+        (Shape::Table, _) => {
+            return Err(fail(format!("`{key}` is a table; set its keys one by one, as {key}.KEY=VALUE")));
+        }
+        (_, Ok(value @ Value::String(_))) => value,
+        (Shape::Text | Shape::Words(_), Ok(_)) => Value::String(text.to_string()),
+        (_, Ok(value)) => value,
+        // What was meant as more than a word is not taken for one.
+        (_, Err(error)) if text.starts_with(['"', '\'', '[', '{']) => {
+            return Err(fail(format!("the value is not TOML: {}", error.message())));
+        }
+        (_, Err(_)) => Value::String(text.to_string()),
+    };
+    Ok(Change { key: key.to_string(), value: Some(value), source: Source::Set })
+}
+
+/// Lays a change over a table.
+fn lay(table: &mut Table, sources: &mut Sources, change: Change) {
+    let Change { key, value, source } = change;
+    let within =
+        |other: &str| other.strip_prefix(&key).is_some_and(|rest| rest.is_empty() || rest.starts_with(['.', '[']));
+    sources.of.retain(|other, _| !within(other));
+    let mut names: Vec<&str> = key.split('.').collect();
+    let last = names.pop().unwrap_or_default();
+    let mut here = table;
+    let mut above = String::new();
+    for name in names {
+        above = if above.is_empty() { name.to_string() } else { format!("{above}.{name}") };
+        if !here.contains_key(name) {
+            if value.is_none() {
+                return;
+            }
+            sources.of.insert(above.clone(), source.clone());
+        }
+        // Something else in a table's place is found wrong later, with its line.
+        let Value::Table(inner) = here.entry(name).or_insert_with(|| Value::Table(Table::new())) else { return };
+        here = inner;
+    }
+    match value {
+        Some(value) => {
+            here.insert(last.to_string(), value);
+            sources.of.insert(key, source);
+        }
+        None => drop(here.remove(last)),
+    }
+}
+
+/// Several errors as one.
+fn together(mut errors: Vec<Error>) -> Error {
+    if errors.len() == 1 {
+        return errors.remove(0);
+    }
+    let more = errors.len().saturating_sub(FAULTS_MAX);
+    let mut lines: Vec<String> = errors.iter().take(FAULTS_MAX).map(Error::to_string).collect();
+    if more > 0 {
+        lines.push(format!("and {more} more"));
+    }
+    Error::Recipes(lines.join("\n"))
+}
+
+fn at(path: &Path, problem: impl Into<String>) -> Error {
+    Error::Recipe { place: path.display().to_string(), problem: problem.into() }
+}

@@ -1,0 +1,195 @@
+//! The claims of text: from files to a corpus, from a corpus to a model, from a model to text.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+
+use crate::claims::{Claim, Verdict};
+use crate::workspace::{Scratch, built, median, output_of, peak_of, root};
+
+pub(crate) const CLAIMS: &[Claim] = &[
+    Claim {
+        group: "text",
+        name: "quick-start",
+        what: "README's quick start, word for word: from Debian's Bible to verses within 15 minutes, in fewer bits per byte than xz -9",
+        heavy: true,
+        measure: quick_start,
+    },
+    Claim {
+        group: "text",
+        name: "tokenize",
+        what: "over 1 GB of Linux's source: as fast as Python's tokenizers, memory flat, killed and continued with the same bytes",
+        heavy: true,
+        measure: tokenize,
+    },
+    Claim {
+        group: "text",
+        name: "loading",
+        what: "data takes less than 1% of a step of 42 million parameters, with a cold page cache as well",
+        heavy: true,
+        measure: loading,
+    },
+];
+
+fn shardwise() -> Result<PathBuf> {
+    built("shardwise", &["build", "--release", "--workspace", "--bins"])
+}
+
+// ---- the quick start --------------------------------------------------------------------------------------------------
+
+/// The commands of README's quick start.
+fn commands() -> Result<Vec<String>> {
+    let readme = std::fs::read_to_string(root().join("README.md"))?;
+    let section = readme.split("## From text to verses").nth(1).context("README's quick start")?;
+    let block = section.split("```sh").nth(1).and_then(|rest| rest.split("```").next()).context("its commands")?;
+    let line = |line: &str| line.split("  #").next().unwrap_or_default().trim().to_string();
+    Ok(block.replace("\\\n", " ").lines().map(line).filter(|line| !line.is_empty()).collect())
+}
+
+fn quick_start() -> Result<Verdict> {
+    let program = shardwise()?;
+    let scratch = Scratch::new("quick-start")?;
+    let folder = program.parent().context("the program's folder")?;
+    let path = format!("{}:{}", folder.display(), std::env::var("PATH").unwrap_or_default());
+    let started = Instant::now();
+    let mut said = String::new();
+    for command in commands()? {
+        println!("$ {command}");
+        let mut shell = Command::new("sh");
+        let output = shell.args(["-c", &command]).env("PATH", &path).current_dir(scratch.path()).output()?;
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        println!(
+            "{}",
+            text.lines().rev().take(12).collect::<Vec<_>>().into_iter().rev().collect::<Vec<_>>().join("\n")
+        );
+        ensure!(output.status.success(), "{command}: {}", String::from_utf8_lossy(&output.stderr));
+        said.push_str(&text);
+    }
+    let minutes = started.elapsed().as_secs_f64() / 60.;
+    let bits = said.rsplit(" bits per byte").nth(1).and_then(|before| before.split_whitespace().next_back());
+    let bits: f64 = bits.context("bits per byte")?.parse()?;
+    let text = scratch.path().join("kjv.txt");
+    let packed = Command::new("xz").args(["-9", "-c"]).arg(&text).output()?.stdout.len();
+    let of_xz = 8. * packed as f64 / std::fs::metadata(&text)?.len() as f64;
+    Ok(Verdict {
+        figure: format!(
+            "{minutes:.1} minutes; {bits:.3} bits per byte held out, where xz -9 needs {of_xz:.3} with the whole text in view"
+        ),
+        bar: "15 minutes, fewer than xz".to_string(),
+        holds: minutes <= 15. && bits < of_xz,
+    })
+}
+
+// ---- tokenising -------------------------------------------------------------------------------------------------------
+
+const ROUNDS: usize = 2;
+
+/// Linux's source, which is unpacked once and kept for the next time.
+fn linux() -> Result<PathBuf> {
+    let kept = crate::workspace::tools()?.with_file_name("linux-source-6.1");
+    if kept.join("complete").exists() {
+        return Ok(kept.join("linux"));
+    }
+    println!("fetching linux-source-6.1 from Debian");
+    drop(std::fs::remove_dir_all(&kept));
+    std::fs::create_dir_all(kept.join("linux"))?;
+    let fetch = "apt-get download -qq linux-source-6.1 && dpkg-deb -x linux-source-6.1_*.deb unpacked && \
+                 tar -xJf unpacked/usr/src/linux-source-6.1.tar.xz -C linux --strip-components=1 && \
+                 rm -rf unpacked *.deb && touch complete";
+    output_of(Command::new("sh").args(["-c", fetch]).current_dir(&kept)).context("apt-get update may be needed")?;
+    Ok(kept.join("linux"))
+}
+
+fn tokenize() -> Result<Verdict> {
+    let (program, linux) = (shardwise()?, linux()?);
+    let scratch = Scratch::new("tokenize")?;
+    let at = |name: &str| scratch.path().join(name);
+    let run = |from: &Path, to: &str, rest: &[&str]| {
+        let mut command = Command::new(&program);
+        command.arg("tokenize").arg(from).arg("--to").arg(at(to)).args(rest);
+        command
+    };
+    output_of(&mut run(&linux.join("kernel"), "learned/kernel", &["--vocabulary", "16000"]))?;
+    let tokenizer = at("learned/tokenizer.json");
+    let ours = ["--tokenizer", tokenizer.to_str().context("a path")?];
+
+    let python = shardwise_harness::python().map_err(anyhow::Error::msg)?;
+    let python = output_of(Command::new(root().join("reference/setup")).arg(python))?;
+    let (mut ratios, mut peaks) = (Vec::new(), Vec::new());
+    let small = peak_of(&mut run(&linux.join("fs"), "small", &ours))?;
+    for round in 1..=ROUNDS {
+        let started = Instant::now();
+        peaks.push(peak_of(&mut run(&linux, &format!("whole-{round}"), &ours))?);
+        let seconds = started.elapsed().as_secs_f64();
+        let script = root().join("reference/tokenizers_speed.py");
+        let theirs = output_of(Command::new(python.trim()).arg(script).arg(&tokenizer).arg(&linux))?;
+        let theirs: f64 = theirs.trim().parse().context("its seconds")?;
+        println!("round {round}: {seconds:.1} s, Python's tokenizers {theirs:.1} s");
+        ratios.push(theirs / seconds);
+    }
+
+    // Killed three times, and continued.
+    for kill in 0..3 {
+        let mut child = run(&linux, "killed", &ours).stdout(Stdio::null()).spawn()?;
+        std::thread::sleep(Duration::from_secs(12 + 9 * kill));
+        ensure!(child.try_wait()?.is_none(), "it was through before it was killed");
+        child.kill()?;
+        child.wait()?;
+    }
+    output_of(&mut run(&linux, "killed", &ours))?;
+    for ending in ["bin", "idx"] {
+        let same =
+            Command::new("cmp").arg(at(&format!("whole-1.{ending}"))).arg(at(&format!("killed.{ending}"))).status()?;
+        if !same.success() {
+            bail!("the .{ending} of a run that was killed and continued differs");
+        }
+    }
+    let (speed, peak) = (median(&ratios), peaks.iter().copied().fold(0., f64::max));
+    Ok(Verdict {
+        figure: format!(
+            "{speed:.2} of the speed of Python's tokenizers; {:.0} MB at the most, {:.0} MB for a twentieth of it; killed 3 times, the same bytes",
+            peak / 1e6,
+            small / 1e6,
+        ),
+        bar: "1.00, flat (1.25 times), the same bytes".to_string(),
+        holds: speed >= 1. && peak <= 1.25 * small,
+    })
+}
+
+// ---- loading ----------------------------------------------------------------------------------------------------------
+
+fn loading() -> Result<Verdict> {
+    let program = shardwise()?;
+    let scratch = Scratch::new("loading")?;
+    let at = |name: &str| scratch.path().join(name);
+    let text = "A corpus that is long enough to be read at random places.\n".repeat(4_000_000);
+    std::fs::write(at("text.txt"), text)?;
+    let to = at("corpus");
+    output_of(
+        Command::new(&program).arg("tokenize").arg(at("text.txt")).arg("--to").arg(&to).args(["--vocabulary", "300"]),
+    )?;
+    let recipe = "[model.llama]\nvocabulary = 32000\nwidth = 512\nblocks = 8\nheads = 8\nmlp_width = 1408\ntied = true\n\
+                  [data]\ncorpus = \"corpus\"\n[batch]\nsequences = 2\npositions = 512\n[optimizer]\nrate = 1e-4\n[run]\nsteps = 12\n";
+    std::fs::write(at("recipe.toml"), recipe)?;
+    let mut shares = Vec::new();
+    for cold in [false, true] {
+        if cold {
+            output_of(Command::new("sh").args(["-c", "sync; echo 3 > /proc/sys/vm/drop_caches"]))?;
+        }
+        let printed = output_of(Command::new(&program).arg("train").arg(at("recipe.toml")).args(["-n", "2"]))?;
+        let share = printed
+            .lines()
+            .rev()
+            .find_map(|line| line.strip_prefix("data took ")?.split('%').next()?.parse::<f64>().ok());
+        let share = share.with_context(|| format!("no line about data in:\n{printed}"))?;
+        println!("{} page cache: {share:.3}% of the time", if cold { "cold" } else { "warm" });
+        shares.push(share);
+    }
+    Ok(Verdict {
+        figure: format!("{:.3}% warm, {:.3}% cold", shares[0], shares[1]),
+        bar: "1%".to_string(),
+        holds: shares.iter().all(|&share| share < 1.),
+    })
+}
