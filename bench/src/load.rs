@@ -12,6 +12,11 @@ use shardwise_model::hugging_face::Shape;
 use shardwise_train::{Options, Ranks, Schedule, Trainer, start};
 use shardwise_zero::{AdamW, Optimizer, Sharding};
 
+mod process;
+use process::kernel_bytes;
+
+const STATUS: &str = "/proc/self/status";
+
 fn main() -> Result<()> {
     let folder = std::env::args().nth(1).context("usage: bench-load FOLDER")?;
     let world = Arc::new(mpi::world(mpi::Options::default())?);
@@ -22,11 +27,11 @@ fn main() -> Result<()> {
     let model = Shape::from_config(&config)?.model()?;
     let (elements, largest) = (model.elements(), model.units().iter().map(|unit| unit.elements()).max().unwrap_or(0));
     world.barrier("before").wait()?;
-    let before = resident_bytes("VmRSS:")?;
+    let before = kernel_bytes(STATUS, "VmRSS:")?;
     let trainer = Trainer::new(model, Ranks::sharded(world.clone()), options, &mut start::from_weights(&weights))?;
-    let rise = resident_bytes("VmHWM:")? - before;
+    let rise = kernel_bytes(STATUS, "VmHWM:")? - before;
     let held = trainer.bytes().0;
-    let own = [rise, held.parameters as i64, held.optimizer as i64];
+    let own = [rise as i64, held.parameters as i64, held.optimizer as i64];
     let most = world.all_reduce("memory", Reduce::Max, own.to_vec()).wait()?;
     if world.rank() == 0 {
         println!(
@@ -38,11 +43,4 @@ fn main() -> Result<()> {
         );
     }
     Ok(())
-}
-
-fn resident_bytes(key: &str) -> Result<i64> {
-    let status = std::fs::read_to_string("/proc/self/status")?;
-    let line = status.lines().find(|line| line.starts_with(key)).context("the system says how much memory is used")?;
-    let kib: i64 = line.split_whitespace().nth(1).and_then(|number| number.parse().ok()).context("a number")?;
-    Ok(kib << 10)
 }

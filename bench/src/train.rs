@@ -23,6 +23,8 @@ use shardwise_zero::Optimizer;
 
 mod bare;
 use bare::{Bare, cpu};
+mod process;
+use process::kernel_bytes;
 
 const USAGE: &str = "usage: mpirun -n RANKS bench-train bare|stage-0|stage-1|stage-2|stage-3|weights RECIPE";
 
@@ -142,14 +144,6 @@ fn variable<T: std::str::FromStr>(name: &str) -> Result<T> {
 /// What all ranks say together.
 fn all(world: &Group, reduce: Reduce, figure: f64) -> Result<f64> {
     Ok(world.all_reduce("figure", reduce, vec![figure]).wait()?[0])
-}
-
-/// A figure of this process's, as the system counts it.
-fn kernel_bytes(file: &str, key: &str) -> Result<f64> {
-    let text = std::fs::read_to_string(file).with_context(|| file.to_string())?;
-    let line = text.lines().find(|line| line.starts_with(key)).with_context(|| format!("{file} has no {key}"))?;
-    let kib: f64 = line.split_whitespace().nth(1).context("a figure")?.parse()?;
-    Ok(kib * 1024.)
 }
 
 fn write_weights(recipe: &Recipe) -> Result<()> {

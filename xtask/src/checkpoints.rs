@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use serde::Deserialize;
-use shardwise_harness::launcher;
+use shardwise_harness::{launcher, transformers};
 
 use crate::claims::{Claim, Verdict};
-use crate::workspace::{Scratch, built, median, output_of, peak_of, root, tools};
+use crate::workspace::{Scratch, built, median, output_of, peak_of, tools};
 
 pub(crate) const CLAIMS: &[Claim] = &[
     Claim {
@@ -285,10 +285,7 @@ fn memory() -> Result<Verdict> {
     let reader = built("bench-load", &["build", "--release", "--workspace", "--bins"])?;
     let scratch = Scratch::new("memory")?;
     let at = |name: &str| scratch.path().join(name);
-    let python = shardwise_harness::python().map_err(anyhow::Error::msg)?;
-    let python = output_of(Command::new(root().join("reference/setup")).arg(python))?;
-    let script = root().join("reference/hugging_face.py");
-    output_of(Command::new(python.trim()).arg(script).arg("large").arg(at("model")))?;
+    transformers("hugging_face.py", &[Path::new("large"), &at("model")]).map_err(anyhow::Error::msg)?;
 
     let mut ranks = launcher(None, 4, Duration::from_secs(600));
     let printed = output_of(ranks.arg("OMP_NUM_THREADS=1").arg(reader).arg(at("model")))?;

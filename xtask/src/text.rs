@@ -5,9 +5,10 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
+use shardwise_harness::{readme_commands, transformers};
 
 use crate::claims::{Claim, Verdict};
-use crate::workspace::{Scratch, built, median, output_of, peak_of, root};
+use crate::workspace::{Scratch, built, median, output_of, peak_of};
 
 pub(crate) const CLAIMS: &[Claim] = &[
     Claim {
@@ -39,15 +40,6 @@ fn shardwise() -> Result<PathBuf> {
 
 // ---- the quick start --------------------------------------------------------------------------------------------------
 
-/// The commands of README's quick start.
-fn commands() -> Result<Vec<String>> {
-    let readme = std::fs::read_to_string(root().join("README.md"))?;
-    let section = readme.split("## From text to verses").nth(1).context("README's quick start")?;
-    let block = section.split("```sh").nth(1).and_then(|rest| rest.split("```").next()).context("its commands")?;
-    let line = |line: &str| line.split("  #").next().unwrap_or_default().trim().to_string();
-    Ok(block.replace("\\\n", " ").lines().map(line).filter(|line| !line.is_empty()).collect())
-}
-
 fn quick_start() -> Result<Verdict> {
     let program = shardwise()?;
     let scratch = Scratch::new("quick-start")?;
@@ -55,7 +47,7 @@ fn quick_start() -> Result<Verdict> {
     let path = format!("{}:{}", folder.display(), std::env::var("PATH").unwrap_or_default());
     let started = Instant::now();
     let mut said = String::new();
-    for command in commands()? {
+    for command in readme_commands("From text to verses") {
         println!("$ {command}");
         let mut shell = Command::new("sh");
         let output = shell.args(["-c", &command]).env("PATH", &path).current_dir(scratch.path()).output()?;
@@ -115,16 +107,13 @@ fn tokenize() -> Result<Verdict> {
     let tokenizer = at("learned/tokenizer.json");
     let ours = ["--tokenizer", tokenizer.to_str().context("a path")?];
 
-    let python = shardwise_harness::python().map_err(anyhow::Error::msg)?;
-    let python = output_of(Command::new(root().join("reference/setup")).arg(python))?;
     let (mut ratios, mut peaks) = (Vec::new(), Vec::new());
     let small = peak_of(&mut run(&linux.join("fs"), "small", &ours))?;
     for round in 1..=ROUNDS {
         let started = Instant::now();
         peaks.push(peak_of(&mut run(&linux, &format!("whole-{round}"), &ours))?);
         let seconds = started.elapsed().as_secs_f64();
-        let script = root().join("reference/tokenizers_speed.py");
-        let theirs = output_of(Command::new(python.trim()).arg(script).arg(&tokenizer).arg(&linux))?;
+        let theirs = transformers("tokenizers_speed.py", &[&tokenizer, &linux]).map_err(anyhow::Error::msg)?;
         let theirs: f64 = theirs.trim().parse().context("its seconds")?;
         println!("round {round}: {seconds:.1} s, Python's tokenizers {theirs:.1} s");
         ratios.push(theirs / seconds);

@@ -5,7 +5,7 @@ use std::process::{Command, ExitCode};
 
 use anyhow::{Context, Result};
 
-use crate::launch::{absolute, laid, rank_program};
+use crate::launch::{absolute, as_it_ended, laid, rank_program};
 use crate::layers::Layers;
 
 #[derive(clap::Args)]
@@ -37,5 +37,5 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode> {
         None => drop(command.arg("schema")),
     }
     let status = command.status().with_context(|| program.display().to_string())?;
-    Ok(status.code().and_then(|code| u8::try_from(code).ok()).map_or(ExitCode::FAILURE, ExitCode::from))
+    Ok(as_it_ended(status))
 }

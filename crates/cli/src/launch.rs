@@ -2,7 +2,7 @@
 
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode};
+use std::process::{Command, ExitCode, ExitStatus};
 
 use anyhow::{Context, Result, bail};
 
@@ -64,7 +64,7 @@ impl Work<'_> {
         launcher.arg(&program);
         self.told(&mut launcher);
         let status = launcher.status().with_context(|| launcher.get_program().display().to_string())?;
-        Ok(status.code().and_then(|code| u8::try_from(code).ok()).map_or(ExitCode::FAILURE, ExitCode::from))
+        Ok(as_it_ended(status))
     }
 
     fn told(&self, command: &mut Command) {
@@ -72,6 +72,11 @@ impl Work<'_> {
         laid(command, self.layers);
         command.args(&self.rest);
     }
+}
+
+/// A program's exit code as this one's.
+pub(crate) fn as_it_ended(status: ExitStatus) -> ExitCode {
+    status.code().and_then(|code| u8::try_from(code).ok()).map_or(ExitCode::FAILURE, ExitCode::from)
 }
 
 /// What every rank's environment needs, whoever starts it.

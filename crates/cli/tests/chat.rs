@@ -7,15 +7,10 @@ use std::process::Command;
 use std::time::SystemTime;
 
 use shardwise_data::{ChatTemplate, IGNORED, Packed, Tokenizer};
+use shardwise_harness::transformers;
 
 fn python(verb: &str, folder: &Path) -> String {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap();
-    let setup = Command::new(root.join("reference/setup")).arg(shardwise_harness::python().unwrap()).output().unwrap();
-    assert!(setup.status.success(), "{}", String::from_utf8_lossy(&setup.stderr));
-    let mut command = Command::new(String::from_utf8(setup.stdout).unwrap().trim());
-    let output = command.arg(root.join("reference/hugging_face.py")).arg(verb).arg(folder).output().unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8(output.stdout).unwrap()
+    transformers("hugging_face.py", &[Path::new(verb), folder]).unwrap()
 }
 
 fn shardwise(folder: &Path, arguments: &[&str]) -> String {

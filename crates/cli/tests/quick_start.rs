@@ -5,15 +5,12 @@
 use std::path::Path;
 use std::process::Command;
 
-/// The commands, and what the test makes of some of them.
+use shardwise_harness::readme_commands;
+
+/// The commands, some of them shortened.
 fn commands() -> Vec<String> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap();
-    let readme = std::fs::read_to_string(root.join("README.md")).unwrap();
-    let section = readme.split("## From text to verses").nth(1).expect("README has a quick start");
-    let block = section.split("```sh").nth(1).and_then(|rest| rest.split("```").next()).unwrap();
-    let line = |line: &str| line.split("  #").next().unwrap_or_default().trim().to_string();
     let shortened = |line: String| line.replace("--steps 400", "--steps 12").replace("--tokens 120", "--tokens 12");
-    block.lines().map(line).filter(|line| !line.is_empty()).map(shortened).collect()
+    readme_commands("From text to verses").into_iter().map(shortened).collect()
 }
 
 #[test]

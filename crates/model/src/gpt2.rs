@@ -3,7 +3,7 @@
 use shardwise_torch::tch::{Kind, Tensor};
 
 use crate::documents::Documents;
-use crate::loss::{self, head_loss};
+use crate::head::{Head, Headed, Sizes};
 use crate::recompute::computed_again;
 use crate::unit::Tied;
 use crate::{
@@ -291,47 +291,13 @@ impl Block {
     }
 }
 
-struct Head(Gpt2);
-
-impl Layer for Head {
-    fn forward(
-        &self,
-        parameters: &Parameters<'_>,
-        input: Option<&Tensor>,
-        batch: &Batch,
-        _: Activations,
-    ) -> Result<Tensor> {
-        let (normed, weight) = self.normed(parameters, input.expect("the head has an input"))?;
-        head_loss(&normed, weight, &batch.targets, self.0.head_chunk)
-    }
-
-    fn extend(
-        &self,
-        parameters: &Parameters<'_>,
-        input: Option<&Tensor>,
-        tokens: &Tensor,
-        cache: &mut Cache,
-    ) -> Result<Tensor> {
-        let positions = tokens.size()[1];
-        cache.advance(positions);
-        let last = input.expect("the head has an input").f_select(1, positions - 1)?;
-        let (normed, weight) = self.normed(parameters, &last)?;
-        Ok(normed.f_linear(weight, None::<&Tensor>)?)
-    }
-
-    fn logits(&self, parameters: &Parameters<'_>, input: &Tensor) -> Result<Option<Tensor>> {
-        let (normed, weight) = self.normed(parameters, input)?;
-        Ok(Some(normed.f_linear(weight, None::<&Tensor>)?))
-    }
-
-    fn footprint(&self, tokens: usize, _: usize, element_bytes: usize, _: Activations) -> Footprint {
-        loss::footprint(tokens, self.0.vocabulary, self.0.width, self.0.head_chunk, element_bytes)
-    }
-}
-
-impl Head {
+impl Headed for Gpt2 {
     fn normed<'a>(&self, parameters: &'a Parameters<'_>, input: &Tensor) -> Result<(Tensor, &'a Tensor)> {
         let weight = parameters.tied().expect("GPT-2's head is the embedding's matrix");
-        Ok((self.0.norm(parameters, "ln_f").of(input)?, weight))
+        Ok((self.norm(parameters, "ln_f").of(input)?, weight))
+    }
+
+    fn sizes(&self) -> Sizes {
+        Sizes { vocabulary: self.vocabulary, width: self.width, chunk: self.head_chunk }
     }
 }

@@ -13,6 +13,7 @@ mod attention;
 mod cache;
 mod documents;
 mod gpt2;
+mod head;
 pub mod hugging_face;
 pub mod init;
 mod llama;

@@ -101,12 +101,9 @@ pub fn run(recipe: &Recipe, world: &Arc<Group>, asked: &Asked, out: &mut dyn Wri
     }
     let is_range_test = matches!(options.schedule.kind, Kind::RangeTest { .. });
     let mut range = Range::default();
-    let (mut sent_before, mut since, mut tokens) = (sent_bytes(world), Instant::now(), 0);
-    let (began, mut loading) = (Instant::now(), Duration::ZERO);
+    let mut meter = Meter::new(world);
     for step in first..=recipe.run.steps {
-        let asked_for = Instant::now();
-        let micro_batches = data.step(step, world.rank(), world.size())?;
-        loading += asked_for.elapsed();
+        let micro_batches = meter.loading(|| data.step(step, world.rank(), world.size()))?;
         let report = match trainer.step(&micro_batches) {
             // A range test ends where numbers do: that is what it is for.
             Err(Error::NotFinite { step, fault }) if is_range_test => {
@@ -122,29 +119,16 @@ pub fn run(recipe: &Recipe, world: &Arc<Group>, asked: &Asked, out: &mut dyn Wri
             }
             report => report?,
         };
-        tokens += report.tokens;
+        meter.tokens += report.tokens;
         range.add(report.rate, report.loss);
         let printed = step % recipe.run.print_every == 0 || step == recipe.run.steps || report.skipped.is_some();
         if printed {
-            let sent = sent_bytes(world) - sent_before;
-            let own = [memory_bytes("VmRSS:"), memory_bytes("VmHWM:"), sent].map(|number| number as i64);
-            let most = world.all_reduce("memory and traffic", Reduce::Max, own.to_vec()).wait()?;
-            let line = Line {
-                report,
-                steps: recipe.run.steps,
-                tokens_per_s: tokens as f64 / since.elapsed().as_secs_f64(),
-                memory_bytes: most[0] as usize,
-                memory_peak_bytes: most[1] as usize,
-                sent_bytes: most[2] as usize,
-            };
-            say(out, &line);
-            (since, tokens) = (Instant::now(), 0);
+            say(out, &meter.line(report, recipe.run.steps)?);
         }
         if let Some(held_out) = held_out.as_ref().filter(|held_out| held_out.is_due(step, recipe.run.steps)) {
-            let evaluating = Instant::now();
-            let figures = figures(&mut trainer, held_out, recipe.batch(world.size())?.sequences)?;
+            let sequences = recipe.batch(world.size())?.sequences;
+            let figures = meter.apart(|| figures(&mut trainer, held_out, sequences))?;
             say(out, &format!("held out after step {step}: {figures}"));
-            since += evaluating.elapsed();
         }
         if let Some(saver) = &mut saver {
             let last = step == recipe.run.steps;
@@ -153,12 +137,10 @@ pub fn run(recipe: &Recipe, world: &Arc<Group>, asked: &Asked, out: &mut dyn Wri
                 break;
             }
         }
-        sent_before = sent_bytes(world);
+        meter.sent_before = sent_bytes(world);
     }
     if first <= recipe.run.steps {
-        let share = loading.as_secs_f64() / began.elapsed().as_secs_f64().max(1e-9);
-        let most = world.all_reduce("time for data", Reduce::Max, vec![(share * 1e9) as i64]).wait()?[0];
-        say(out, &format!("data took {:.3}% of the time", most as f64 / 1e7));
+        say(out, &format!("data took {:.3}% of the time", 100. * meter.share_of_loading()?));
     }
     if let Some(why) = saver.and_then(Saver::given_up) {
         return Err(Error::Checkpoint(format!("the last checkpoint is not saved: {why}")));
@@ -173,6 +155,60 @@ pub fn run(recipe: &Recipe, world: &Arc<Group>, asked: &Asked, out: &mut dyn Wri
         }
     }
     Ok(())
+}
+
+/// What a run counts between the lines that it prints.
+struct Meter<'a> {
+    world: &'a Group,
+    began: Instant,
+    loading: Duration,
+    /// Since the last line, or later by what was not training.
+    since: Instant,
+    /// Since the last line.
+    tokens: u64,
+    /// Before this step.
+    sent_before: usize,
+}
+
+impl<'a> Meter<'a> {
+    fn new(world: &'a Group) -> Self {
+        let now = Instant::now();
+        Meter { world, began: now, loading: Duration::ZERO, since: now, tokens: 0, sent_before: sent_bytes(world) }
+    }
+
+    /// Notes how long data takes.
+    fn loading<T>(&mut self, load: impl FnOnce() -> T) -> T {
+        let began = Instant::now();
+        let loaded = load();
+        self.loading += began.elapsed();
+        loaded
+    }
+
+    /// Leaves work that is not training out of the tokens per second.
+    fn apart<T>(&mut self, work: impl FnOnce() -> T) -> T {
+        let began = Instant::now();
+        let done = work();
+        self.since += began.elapsed();
+        done
+    }
+
+    /// The line for a step; all ranks call it together.
+    fn line(&mut self, report: Report, steps: u64) -> Result<Line> {
+        let sent = sent_bytes(self.world) - self.sent_before;
+        let own = [memory_bytes("VmRSS:"), memory_bytes("VmHWM:"), sent].map(|number| number as i64);
+        let most = self.world.all_reduce("memory and traffic", Reduce::Max, own.to_vec()).wait()?;
+        let tokens_per_s = self.tokens as f64 / self.since.elapsed().as_secs_f64();
+        (self.since, self.tokens) = (Instant::now(), 0);
+        let [memory_bytes, memory_peak_bytes, sent_bytes] = [most[0], most[1], most[2]].map(|bytes| bytes as usize);
+        Ok(Line { report, steps, tokens_per_s, memory_bytes, memory_peak_bytes, sent_bytes })
+    }
+
+    /// The part of the time that data took, on the rank where it was the most.
+    fn share_of_loading(&self) -> Result<f64> {
+        let share = self.loading.as_secs_f64() / self.began.elapsed().as_secs_f64().max(1e-9);
+        let most = self.world.all_reduce("time for data", Reduce::Max, vec![(share * 1e9) as i64]).wait()?[0];
+        Ok(most as f64 / 1e9)
+    }
 }
 
 /// Files are each host's own: where they differ, ranks would train on something else than they say.

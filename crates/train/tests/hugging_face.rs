@@ -4,7 +4,6 @@
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,7 +11,7 @@ use serde_json::json;
 use shardwise_checkpoint::hugging_face::{Export, Weights, export};
 use shardwise_checkpoint::{Checkpoint, Store};
 use shardwise_comm::mpi;
-use shardwise_harness::{Launch, ranks};
+use shardwise_harness::{Launch, ranks, transformers};
 use shardwise_model::Batch;
 use shardwise_model::hugging_face::Shape;
 use shardwise_plan::Dtype;
@@ -24,14 +23,7 @@ const FAMILIES: [&str; 6] = ["llama2", "llama3", "mistral", "qwen2", "qwen3", "g
 const FOLDER: &str = "SHARDWISE_TEST_FOLDER";
 
 fn python(verb: &str, folder: &Path) {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap();
-    let setup = Command::new(root.join("reference/setup")).arg(shardwise_harness::python().unwrap()).output().unwrap();
-    assert!(setup.status.success(), "{}", String::from_utf8_lossy(&setup.stderr));
-    let python = String::from_utf8(setup.stdout).unwrap();
-    let mut command = Command::new(python.trim());
-    let output = command.arg(root.join("reference/hugging_face.py")).arg(verb).arg(folder).output().unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    println!("{}", String::from_utf8_lossy(&output.stdout));
+    println!("{}", transformers("hugging_face.py", &[Path::new(verb), folder]).unwrap());
 }
 
 fn text(path: &Path) -> &str {

@@ -22,10 +22,12 @@
 mod hosts;
 mod launch;
 mod python;
+mod readme;
 
 pub use hosts::{Hosts, Network};
 pub use launch::{Exit, Failure, Launch, Rank, Report, launcher, run};
-pub use python::python;
+pub use python::{python, transformers};
+pub use readme::readme_commands;
 
 /// Runs a closure on every rank, and panics with an explanation where a rank fails. The first argument is a number of
 /// ranks or a [`Launch`].

@@ -1,6 +1,7 @@
-//! The Python of the oracle and of the peers.
+//! The Python of the oracle, of the peers and of Hugging Face's transformers.
 
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 /// The Python that scripts/setup installed torch into, or why there is none.
 pub fn python() -> Result<PathBuf, &'static str> {
@@ -9,4 +10,20 @@ pub fn python() -> Result<PathBuf, &'static str> {
     environments
         .find(|python| python.exists())
         .ok_or("libtorch does not stand in a Python environment: run scripts/setup without --libtorch")
+}
+
+/// Runs a script of `reference` with Hugging Face's packages, which it installs where they are not, and returns what it printed;
+/// or why it failed.
+pub fn transformers(script: &str, arguments: &[&Path]) -> Result<String, String> {
+    let reference = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).map(|root| root.join("reference"));
+    let reference = reference.ok_or("the harness stands in the checkout")?;
+    let printed = |command: &mut Command| {
+        let output = command.output().map_err(|error| format!("{command:?}: {error}"))?;
+        match output.status.success() {
+            true => Ok(String::from_utf8_lossy(&output.stdout).into_owned()),
+            false => Err(format!("{command:?}: {}", String::from_utf8_lossy(&output.stderr))),
+        }
+    };
+    let python = printed(Command::new(reference.join("setup")).arg(python()?))?;
+    printed(Command::new(python.trim()).arg(reference.join(script)).args(arguments))
 }
