@@ -57,7 +57,7 @@ impl Bare {
             x = Some(unit.forward(parameters, tied, x.as_ref(), batch, Activations::Kept)?);
         }
         let loss = x.context("a model has units")?;
-        let tokens = batch.tokens.numel() as f32;
+        let tokens = batch.inputs.numel() as f32;
         let leaves: Vec<&Tensor> = self.parameters.iter().flatten().collect();
         let grads = autograd::grad(&[&loss], &[Some(&Tensor::from(1. / tokens))], &leaves, Graph::Free)?;
         let grads: Vec<Option<Tensor>> =

@@ -33,7 +33,7 @@ pub const TARGETS: &[Target] = &[
     Target { name: "manifest", read: manifest, spare_bytes: 64 << 10 },
     Target { name: "safetensors", read: safetensors_header, spare_bytes: 64 << 10 },
     Target { name: "index", read: index, spare_bytes: 64 << 10 },
-    Target { name: "chat", read: chat, spare_bytes: 64 << 20 },
+    Target { name: "chat", read: chat, spare_bytes: 192 << 20 },
     Target { name: "recipe", read: recipe, spare_bytes: 64 << 20 },
 ];
 

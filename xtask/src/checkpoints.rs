@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use serde::Deserialize;
-use shardwise_harness::{launcher, transformers};
+use shardwise_harness::{launcher, ranks_of, transformers};
 
 use crate::claims::{Claim, Verdict};
 use crate::workspace::{Scratch, built, median, output_of, peak_of, tools};
@@ -87,15 +87,6 @@ impl Drop for Running {
     }
 }
 
-/// The ranks that run a recipe.
-fn ranks_of(recipe: &Path) -> Result<Vec<String>> {
-    let found = Command::new("pgrep").args(["-x", "shardwise-rank"]).output()?;
-    let command = |process: &str| std::fs::read_to_string(format!("/proc/{process}/cmdline")).unwrap_or_default();
-    let name = recipe.display().to_string();
-    let all = String::from_utf8_lossy(&found.stdout).into_owned();
-    Ok(all.split_whitespace().filter(|process| command(process).contains(&name)).map(String::from).collect())
-}
-
 fn shardwise() -> Result<PathBuf> {
     built("shardwise", &["build", "--release", "--workspace", "--bins"])
 }
@@ -124,12 +115,12 @@ fn killed() -> Result<Verdict> {
         }
         random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         std::thread::sleep(Duration::from_micros((random >> 33) % 150_000));
-        let ranks = ranks_of(&path)?;
+        let ranks = ranks_of(&path);
         ensure!(ranks.len() == 2, "round {round}: {} ranks are left before any was killed", ranks.len());
         let chosen = if round % 2 == 0 { &ranks[(random >> 40) as usize % 2..][..1] } else { &ranks[..] };
-        Command::new("kill").arg("-KILL").args(chosen).status()?;
+        Command::new("kill").arg("-KILL").args(chosen.iter().map(u32::to_string)).status()?;
         drop(running);
-        while !ranks_of(&path)?.is_empty() {
+        while !ranks_of(&path).is_empty() {
             std::thread::sleep(Duration::from_millis(10));
         }
         // All that has a manifest is whole; folders without one are what the kill has torn.
@@ -398,7 +389,7 @@ fn s3() -> Result<Verdict> {
     let (_, saved) = running.until("saved ")?;
     println!("{saved}");
     running.until("saved ")?;
-    Command::new("kill").arg("-USR2").args(&ranks_of(&path)?[..1]).status()?;
+    Command::new("kill").arg("-USR2").arg(ranks_of(&path)[0].to_string()).status()?;
     running.until("as it was asked to")?;
     let mut verify = Command::new(&program);
     verify.args(["checkpoint", "verify", "s3://bucket/runs/one"]).envs(KEYS);

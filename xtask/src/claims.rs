@@ -32,6 +32,8 @@ fn all() -> impl Iterator<Item = &'static Claim> {
         crate::peers::CLAIMS,
         crate::checkpoints::CLAIMS,
         crate::text::CLAIMS,
+        crate::supervision::CLAIMS,
+        crate::sight::CLAIMS,
     ]
     .into_iter()
     .flatten()

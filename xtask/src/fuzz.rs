@@ -64,5 +64,9 @@ fn fuzzer(options: &Options) -> Result<Command> {
     let mut command = Command::new(program);
     command.current_dir(root().join("fuzz")).args(["run", "--fuzz-dir", ".", "--sanitizer", "none"]);
     command.args(["--features", "fuzzer", &options.target]);
+    // Flags of cargo-fuzz's own take the place of those that say where libtorch is.
+    if let Some(libtorch) = std::env::var_os("LIBTORCH") {
+        command.env("LD_LIBRARY_PATH", PathBuf::from(libtorch).join("lib"));
+    }
     Ok(command)
 }

@@ -14,6 +14,9 @@ mod growth;
 mod hosts;
 mod peers;
 mod sides;
+mod sight;
+mod steps;
+mod supervision;
 mod text;
 mod workspace;
 mod zero;
@@ -70,6 +73,9 @@ enum Command {
     /// What reaches new code is kept in fuzz/corpus, and tried again by the tests. Installs cargo-fuzz if it is not there.
     #[command(after_help = "Example:\n  cargo xtask fuzz manifest --minutes 10")]
     Fuzz(fuzz::Options),
+    /// Draw the guide's pictures of a step at each stage
+    #[command(after_help = "Example:\n  cargo xtask draw-steps && mdbook build docs")]
+    DrawSteps,
     /// Run a program on several hosts: network namespaces with links of a given rate and delay
     ///
     /// Needs root and Debian's iproute2. Whatever happens to it, the hosts are taken down.
@@ -86,6 +92,7 @@ fn main() -> Result<ExitCode> {
         Command::Peers(options) => peers::run(&options).map(|()| ExitCode::SUCCESS),
         Command::Fuzz(options) => fuzz::run(&options).map(|()| ExitCode::SUCCESS),
         Command::Growth(options) => growth::run(&options).map(|()| ExitCode::SUCCESS),
+        Command::DrawSteps => steps::run().map(|()| ExitCode::SUCCESS),
         Command::Hosts(options) => hosts::run(&options),
     }
 }

@@ -70,7 +70,9 @@ fn filled<E>(
     std::thread::scope(|scope| {
         let (to_fill, empty) = mpsc::channel();
         let (to_write, full) = mpsc::channel::<Buffer>();
-        (0..BUFFERS).for_each(|_| drop(to_fill.send(Buffer::new())));
+        for _ in 0..BUFFERS {
+            drop(to_fill.send(Buffer::new()?));
+        }
         let writer = scope.spawn(move || {
             crate::yield_to_others();
             for mut buffer in full {
@@ -121,10 +123,13 @@ struct Buffer {
 }
 
 impl Buffer {
-    fn new() -> Self {
-        let memory = vec![0; BUFFER_BYTES + ALIGNMENT];
+    fn new() -> io::Result<Self> {
+        // Where a run's memory is short, a save that fails is better than a rank that dies.
+        let mut memory = Vec::new();
+        memory.try_reserve_exact(BUFFER_BYTES + ALIGNMENT)?;
+        memory.resize(BUFFER_BYTES + ALIGNMENT, 0);
         let begin = memory.as_ptr().align_offset(ALIGNMENT);
-        Buffer { memory, begin, len: 0 }
+        Ok(Buffer { memory, begin, len: 0 })
     }
 
     /// Adds bytes, and gives them as they are here now, near the processor.

@@ -347,7 +347,7 @@ pub fn import(weights: &Weights, to: &Store, progress: &mut dyn FnMut(u64)) -> R
     let progress = json!({ "step": 0, "updates": 0, "skipped": 0, "loss_scale": null, "good_steps": 0 });
     let training = json!({ "progress": progress, "model": config, "began_with": weights.store.display("") });
     let written_by = format!("shardwise {}", env!("CARGO_PKG_VERSION"));
-    write_manifest(to, &Manifest { format: FORMAT, written_by, step: 0, training, units: entries })
+    write_manifest(to, &Manifest { format: FORMAT, written_by, step: 0, training, units: entries }, &mut || ())
 }
 
 /// In which unit a parameter is: before the blocks, in one of them, or after.

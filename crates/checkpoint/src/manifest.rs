@@ -17,7 +17,7 @@ use crate::place::{Place, elements};
 pub const FORMAT: u32 = 1;
 
 /// The bytes of a file that share a hash; the last piece of a file may be shorter.
-pub const PIECE_BYTES: u64 = 1 << 20;
+pub(crate) const PIECE_BYTES: u64 = 1 << 20;
 
 /// The longest manifest that is read; there is a line for each unit.
 pub(crate) const MANIFEST_BYTES_MAX: u64 = 64 << 20;

@@ -137,9 +137,24 @@ pub fn write_table(store: &Store, step: u64, entry: &UnitEntry, table: &Table) -
     store.write(&format!("{}/{}", folder_of(step), entry.table), table.text())
 }
 
-/// Writes the manifest: from here on the checkpoint is there.
-pub fn write_manifest(store: &Store, manifest: &Manifest) -> Result<()> {
-    store.write(&format!("{}/{}", folder_of(manifest.step), Manifest::file()), manifest.sealed())
+/// Writes the manifest: from here on the checkpoint is there. `inside` is called while it is on its way, and does not have its
+/// name yet.
+pub fn write_manifest(store: &Store, manifest: &Manifest, inside: &mut dyn FnMut()) -> Result<()> {
+    let path = format!("{}/{}", folder_of(manifest.step), Manifest::file());
+    let bytes = Bytes::from(manifest.sealed());
+    if store.local(&path).is_none() {
+        inside();
+        return store.write(&path, bytes);
+    }
+    let mut only = Some(bytes);
+    let parts = std::iter::from_fn(|| {
+        let part = only.take();
+        if part.is_none() {
+            inside();
+        }
+        part.map(|bytes| Ok(vec![bytes]))
+    });
+    write_in_parts(store, &path, parts).map(drop)
 }
 
 impl UnitLayout {

@@ -113,7 +113,7 @@ fn a_step_that_is_saved_again_is_whole_at_every_moment() {
     let again = units(&[&[&[97, 31]]], 5, 1 << 20);
     let manifest = save_but_manifest(&store, 10, &again, SaveId::from(2));
     load(&store, 10, &layouts).unwrap();
-    write_manifest(&store, &manifest).unwrap();
+    write_manifest(&store, &manifest, &mut || ()).unwrap();
     load(&store, 10, &again).unwrap();
     assert_eq!(store.files("step-00000010").unwrap().len(), 5);
     fs::write(folder.path().join("step-00000010/unit.0-0.00000001.safetensors#7"), b"what a dead writer left").unwrap();

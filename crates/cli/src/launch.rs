@@ -6,9 +6,13 @@ use std::process::{Command, ExitCode, ExitStatus};
 
 use anyhow::{Context, Result, bail};
 
+use crate::hosts::Host;
+use crate::launched::{ATTEMPT, SECRET, SUPERVISOR};
 use crate::launched::{Launched, launched};
-
 use crate::layers::Layers;
+
+/// Variables that ranks on other hosts need.
+const HANDED_ON: [&str; 4] = [SUPERVISOR, SECRET, ATTEMPT, "OMP_NUM_THREADS"];
 
 /// A launcher that will start what is appended to it on `ranks` ranks of this host, and what it says of its version. The error
 /// is why there is none.
@@ -58,13 +62,31 @@ impl Work<'_> {
             self.told(&mut rank);
             return Err(rank.exec()).with_context(|| program.display().to_string());
         }
-        let ranks = asked.unwrap_or(1);
-        let (launcher, _) = launcher(ranks).map_err(anyhow::Error::msg).context("scripts/setup installs it")?;
-        let mut launcher = prepared(launcher, ranks);
-        launcher.arg(&program);
-        self.told(&mut launcher);
+        let mut launcher = self.launcher(asked.unwrap_or(1), &[], "")?;
         let status = launcher.status().with_context(|| launcher.get_program().display().to_string())?;
         Ok(as_it_ended(status))
+    }
+
+    /// What starts so many ranks: on these hosts, by an agent that starts programs there; on this host where there are none.
+    pub(crate) fn launcher(&self, ranks: usize, hosts: &[Host], agent: &str) -> Result<Command> {
+        let (mut launcher, version) =
+            launcher(ranks).map_err(anyhow::Error::msg).context("scripts/setup installs it")?;
+        if !hosts.is_empty() {
+            if !version.contains("Open MPI") && !version.contains("OpenRTE") {
+                bail!(
+                    "--hosts needs Open MPI's mpirun; with another, write a host file for it and start shardwise under it"
+                );
+            }
+            let hosts: Vec<String> = hosts.iter().map(Host::to_string).collect();
+            launcher.args(["--host", &hosts.join(","), "--mca", "plm_rsh_agent", agent]);
+            // By name alone: what is in its command line everyone can read.
+            launcher.args(HANDED_ON.iter().flat_map(|name| ["-x", name]));
+        }
+        let here = hosts.iter().map(|host| host.ranks).max().unwrap_or(ranks);
+        let mut launcher = prepared(launcher, here.min(ranks));
+        launcher.arg(rank_program()?);
+        self.told(&mut launcher);
+        Ok(launcher)
     }
 
     fn told(&self, command: &mut Command) {

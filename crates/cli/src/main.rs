@@ -6,16 +6,33 @@
 
 #![forbid(unsafe_code)]
 
+mod attempt;
+mod bar;
 mod checkpoint;
+mod chronicle;
 mod config;
+mod dashboard;
 mod doctor;
+mod door;
+mod endpoint;
+mod figures;
+mod hosts;
 mod init;
 mod inspect;
 mod launch;
 mod launched;
 mod layers;
+mod outcry;
+mod profile;
+mod profiling;
+mod rank_count;
+mod report;
+mod sabotage;
 mod sampling;
+mod screen;
+mod supervise;
 mod tokenize;
+mod tracing;
 mod train;
 mod trained;
 
@@ -43,11 +60,28 @@ enum Command {
     /// Train what a recipe says
     ///
     /// Starts the ranks itself, on this host; or is started on every rank by mpirun or srun. Says beforehand what a rank needs
-    /// of memory, and does not start what cannot fit. The exit code is 2 if the recipe is wrong or does not fit.
+    /// of memory, and does not start what cannot fit. On a terminal it shows a bar, elsewhere lines; `shardwise watch` shows more. The
+    /// exit code is 2 if the recipe is wrong or does not fit, and 75 if it has saved and is to be started again.
     #[command(
-        after_help = "Examples:\n  shardwise train recipes/small.toml -n 2\n  shardwise train recipes/small.toml -n 4 --dry-run\n  shardwise train recipes/small.toml -n 2 --set optimizer.rate=1e-3 --set run.steps=100\n  shardwise train recipes/small.toml -n 2 --deepspeed ds_config.json\n  mpirun -n 4 shardwise train recipes/small.toml"
+        after_help = "Examples:\n  shardwise train recipes/small.toml -n 2\n  shardwise train recipes/small.toml -n 4 --dry-run\n  shardwise train recipes/small.toml -n 2 --set optimizer.rate=1e-3 --set run.steps=100\n  shardwise train recipes/small.toml -n 2 --deepspeed ds_config.json\n  shardwise train recipes/small.toml -n 2 --metrics 9464 --trace 10..12\n  mpirun -n 4 shardwise train recipes/small.toml"
     )]
     Train(train::Options),
+    /// Look at a run, while it is at work or afterwards
+    ///
+    /// A screen with the loss, the speed, what ranks hold of memory, who waits for whom, and what has happened; plain lines where
+    /// standard output is no terminal. RUN is the folder that `shardwise train` names in its first lines.
+    #[command(
+        after_help = "Examples:\n  shardwise watch runs/kjv\n  shardwise watch runs/kjv | cat\n  SHARDWISE_SECRET=… shardwise watch --connect node1:40123"
+    )]
+    Watch(dashboard::Options),
+    /// Run a few steps of a recipe, say where their time goes, and what would make them faster
+    ///
+    /// Traces the steps, measures what the machine can do, and tries the changes of the recipe that promise most. Nothing is saved,
+    /// and no checkpoint is touched.
+    #[command(
+        after_help = "Examples:\n  shardwise profile recipes/small.toml -n 2\n  shardwise profile recipes/small.toml -n 2 --keep traces --draw step.svg\n  mpirun -n 4 shardwise profile recipes/small.toml --json"
+    )]
+    Profile(profile::Options),
     /// Make a corpus of tokens from text
     ///
     /// Reads plain text, JSON lines and Parquet, also compressed, with all cores and little memory, and writes Megatron's format.
@@ -76,6 +110,14 @@ enum Command {
         after_help = "Examples:\n  shardwise inspect data/kjv --tokenizer data/tokenizer.json\n  shardwise inspect data/tokenizer.json --text 'In the beginning'\n  shardwise inspect runs/kjv"
     )]
     Inspect(inspect::Options),
+    /// Make a page of what runs wrote down of themselves: loss, memory, traffic, failures
+    ///
+    /// One HTML file that needs no network and no script. Two or more runs are laid side by side, with the keys in which their
+    /// recipes differ. RUN is the folder that `shardwise train` names in its first lines.
+    #[command(
+        after_help = "Examples:\n  shardwise report runs/kjv\n  shardwise report runs/a runs/b --to compared.html"
+    )]
+    Report(report::Options),
     /// Print a recipe as it comes out, with where each value comes from
     ///
     /// Every key, defaults included; what is printed can be used as a recipe. Paths are relative to the recipe's file, also those
@@ -119,6 +161,9 @@ fn main() -> Result<ExitCode> {
     match Arguments::parse().command {
         Command::Doctor => doctor::run(),
         Command::Train(options) => train::run(&options),
+        Command::Watch(options) => dashboard::run(&options),
+        Command::Profile(options) => profile::run(&options),
+        Command::Report(options) => report::run(&options),
         Command::Config(options) => config::run(&options),
         Command::Checkpoint(command) => checkpoint::run(&command),
         Command::Tokenize(options) => tokenize::run(&options),

@@ -2,10 +2,15 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
+mod support;
+
 use std::io::{BufRead, BufReader};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::Duration;
+
+use shardwise_harness::ranks_of;
+use support::{Folder, good, said, shardwise};
 
 const RECIPE: &str = r#"
 [model.llama]
@@ -34,24 +39,9 @@ folder = "saved"
 every_steps = 4
 "#;
 
-/// A folder with a recipe.
-struct Folder(tempfile::TempDir);
-
 impl Folder {
-    fn new(recipe: &str) -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        std::fs::write(folder.path().join("recipe.toml"), recipe).unwrap();
-        Folder(folder)
-    }
-
-    fn path(&self, name: &str) -> PathBuf {
-        self.0.path().join(name)
-    }
-
     fn training(&self, ranks: usize) -> Command {
-        let mut command = shardwise();
-        command.arg("train").arg(self.path("recipe.toml")).args(["-n", &ranks.to_string()]);
-        command
+        self.command("train", &["-n", &ranks.to_string()])
     }
 
     fn train(&self, ranks: usize) -> String {
@@ -67,21 +57,6 @@ impl Folder {
     fn checkpoint(&self, arguments: &[&str]) -> Output {
         shardwise().current_dir(self.0.path()).arg("checkpoint").args(arguments).output().unwrap()
     }
-}
-
-fn shardwise() -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_shardwise"));
-    command.env("OMP_NUM_THREADS", "1").env("RUST_BACKTRACE", "0");
-    command
-}
-
-fn said(output: &Output) -> String {
-    format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
-}
-
-fn good(output: &Output) -> String {
-    assert!(output.status.success(), "{}", said(output));
-    said(output)
 }
 
 /// The steps' losses, by step.
@@ -205,16 +180,17 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        signal("KILL", &running_ranks(&self.recipe));
-        // The launcher goes when its ranks have gone, and with it the other end of the pipe.
-        self.lines.by_ref().for_each(drop);
+        // Who would start ranks again goes first.
         drop(self.child.kill());
         drop(self.child.wait());
+        signal("KILL", &ranks_of(&self.recipe));
+        // The launcher goes when its ranks have gone, and with it the other end of the pipe.
+        self.lines.by_ref().for_each(drop);
     }
 }
 
-fn signal(name: &str, processes: &[String]) {
-    drop(Command::new("kill").arg(format!("-{name}")).args(processes).status());
+fn signal(name: &str, processes: &[u32]) {
+    drop(Command::new("kill").arg(format!("-{name}")).args(processes.iter().map(u32::to_string)).status());
 }
 
 #[test]
@@ -223,15 +199,15 @@ fn signals_save_and_end_a_run() {
         Folder::new(&RECIPE.replace("steps = 12", "steps = 100000").replace("every_steps = 4", "keep_last = 9"));
     let mut running = Running::new(&folder);
     running.until("step      3/");
-    let ranks = running_ranks(&running.recipe);
+    let ranks = ranks_of(&running.recipe);
     assert_eq!(ranks.len(), 2);
-    signal("USR1", &ranks[1..]);
+    signal("USR2", &ranks[1..]);
     running.until("saved ");
     running.until("step ");
-    signal("USR2", &ranks[..1]);
+    signal("USR1", &ranks[..1]);
     let text = running.until("as it was asked to");
     assert!(text.contains("saved "), "{text}");
-    assert!(running.child.wait().unwrap().success());
+    assert_eq!(running.child.wait().unwrap().code(), Some(75), "resume me");
     let steps = good(&folder.checkpoint(&["verify", "saved"]));
     assert_eq!(steps.matches(": whole").count(), 2, "{steps}");
 }
@@ -252,33 +228,22 @@ fn a_disk_that_is_full_stops_no_run() {
     }
     let _unmount = Unmount(saved.clone());
     let mut running = Running::new(&folder);
-    let ranks = || running_ranks(&folder.path("recipe.toml"));
+    let ranks = || ranks_of(&folder.path("recipe.toml"));
     running.until("step      1/");
-    signal("USR1", &ranks()[..1]);
+    signal("USR2", &ranks()[..1]);
     running.until("saved ");
     // Something else takes the room.
     drop(std::fs::write(saved.join("else"), vec![0u8; 4 << 20]));
-    signal("USR1", &ranks()[..1]);
+    signal("USR2", &ranks()[..1]);
     let text = running.until("could not be saved, and will be tried again");
     assert!(text.contains("No space left"), "{text}");
     running.until("step ");
     std::fs::remove_file(saved.join("else")).unwrap();
     running.until("saved ");
-    signal("USR2", &ranks()[..1]);
+    signal("USR1", &ranks()[..1]);
     running.until("as it was asked to");
     let verified = good(&folder.checkpoint(&["verify", "saved"]));
     assert_eq!(verified.matches(": whole").count(), 3, "{verified}");
-}
-
-/// The ranks that run a recipe.
-fn running_ranks(recipe: &Path) -> Vec<String> {
-    let found = Command::new("pgrep").args(["-x", "shardwise-rank"]).output().unwrap();
-    let command = |process: &str| std::fs::read_to_string(format!("/proc/{process}/cmdline")).unwrap_or_default();
-    let all = String::from_utf8_lossy(&found.stdout).into_owned();
-    all.split_whitespace()
-        .filter(|process| command(process).contains(recipe.to_str().unwrap()))
-        .map(String::from)
-        .collect()
 }
 
 /// Kills while saving; the claim `checkpoints/killed` does it 500 times.
@@ -299,10 +264,10 @@ fn a_run_that_is_killed_while_it_saves_goes_on_from_a_whole_checkpoint() {
             assert!(!text.contains("damaged"), "{text}");
         }
         std::thread::sleep(Duration::from_millis(37 * round % 200));
-        let ranks = running_ranks(&running.recipe);
+        let ranks = ranks_of(&running.recipe);
         signal("KILL", if round % 2 == 0 { &ranks[..1] } else { &ranks });
         drop(running);
-        while !running_ranks(&folder.path("recipe.toml")).is_empty() {
+        while !ranks_of(&folder.path("recipe.toml")).is_empty() {
             std::thread::sleep(Duration::from_millis(20));
         }
         let verified = good(&folder.checkpoint(&["verify", "saved"]));

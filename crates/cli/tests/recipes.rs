@@ -224,7 +224,10 @@ fn the_schema_is_the_one_in_the_documentation() {
 
 #[test]
 fn layers_reach_every_rank() {
-    let arguments = ["-n", "2", "--set", "run.steps=1", "--set", "data.seed=3", "--deepspeed", "clip.json"];
+    let folder = folder();
+    let journal = format!("run.folder={}", folder.path().display());
+    let sets = ["--set", "run.steps=1", "--set", "data.seed=3", "--set", &journal];
+    let arguments = [&["-n", "2"][..], &sets, &["--deepspeed", "clip.json"]].concat();
     let own = shardwise(&[&["train", "base.toml"][..], &arguments].concat());
     assert!(own.status.success(), "{}", stderr(&own));
     let step = |output: &Output| {

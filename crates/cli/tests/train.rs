@@ -3,9 +3,11 @@
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
 use std::io::Read;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
+
+use shardwise_harness::ranks_of;
 
 const RECIPE: &str = r#"
 [model.llama]
@@ -289,17 +291,6 @@ fn a_run_starts_from_a_file_of_weights() {
         let output = folder.train(&["-n", "1"]);
         assert!(stderr(&output).contains(expected), "{}", stderr(&output));
     }
-}
-
-/// The ranks that run a recipe.
-fn ranks_of(recipe: &Path) -> Vec<i32> {
-    let output = Command::new("pgrep").args(["-f", &format!("shardwise-rank train {}", recipe.display())]).output();
-    let text = String::from_utf8_lossy(&output.unwrap().stdout).into_owned();
-    // The launcher has the same words in its command line.
-    let is_rank = |id: &i32| {
-        std::fs::read_to_string(format!("/proc/{id}/comm")).is_ok_and(|name| name.trim() == "shardwise-rank")
-    };
-    text.lines().filter_map(|line| line.parse().ok()).filter(is_rank).collect()
 }
 
 #[test]

@@ -5,7 +5,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use shardwise_plan::{Axis, Dtype, Mesh, Partition, RankSet};
 
-use crate::instruments::Instruments;
+use crate::fault::Fault;
+use crate::instruments::{Instruments, Seat};
 use crate::transport::{Cuts, Job, Transport, Work};
 use crate::{Call, Error, Meter, Payload, PayloadMut, Pending, Record, Reduce, Result, Verb};
 
@@ -20,6 +21,8 @@ pub struct Group {
     rank: usize,
     transport: Arc<dyn Transport>,
     instruments: Arc<Instruments>,
+    /// This group's place in the record.
+    seat: Seat,
     collectives: AtomicU64,
     messages: AtomicU64,
 }
@@ -34,7 +37,9 @@ impl Group {
         instruments: Arc<Instruments>,
     ) -> Self {
         let name = format!("{name} {ranks}").into();
-        Group { name, ranks, rank, transport, instruments, collectives: AtomicU64::new(0), messages: AtomicU64::new(0) }
+        let seat = instruments.seat(ranks);
+        let (collectives, messages) = (AtomicU64::new(0), AtomicU64::new(0));
+        Group { name, ranks, rank, transport, instruments, seat, collectives, messages }
     }
 
     /// This rank's place in the group.
@@ -62,8 +67,9 @@ impl Group {
         self.instruments.meter()
     }
 
-    /// The last calls of this process, in all its groups.
-    pub fn record(&self) -> &Record {
+    /// The last calls of this process, in all its groups. A thread that watches them takes a clone along, which does not
+    /// keep the group alive.
+    pub fn record(&self) -> &Arc<Record> {
         self.instruments.record()
     }
 
@@ -238,16 +244,30 @@ impl Group {
     }
 
     fn call(&self, verb: Verb, label: &str, elements: usize, dtype: Dtype) -> Call {
-        let counter = if verb.is_collective() { &self.collectives } else { &self.messages };
-        let number = counter.fetch_add(1, Ordering::Relaxed) + 1;
+        let number = self.counter(verb).fetch_add(1, Ordering::Relaxed) + 1;
         Call { verb, label: label.into(), group: self.name.clone(), number, elements, dtype }
+    }
+
+    fn counter(&self, verb: Verb) -> &AtomicU64 {
+        if verb.is_collective() { &self.collectives } else { &self.messages }
     }
 
     fn start<T: Send + 'static>(&self, checks: Result<()>, call: Call, work: Work, buffers: T) -> Pending<T> {
         if let Err(error) = checks {
             return Pending::failed(error);
         }
-        let ticket = self.instruments.enter(&call, work.elements_sent(self.rank, self.size()));
+        let (call, work) = match self.instruments.fault(&call) {
+            None => (call, work),
+            Some(Fault::Skip) => {
+                self.counter(call.verb).fetch_sub(1, Ordering::Relaxed);
+                return Pending::done(buffers);
+            }
+            Some(Fault::Short) => {
+                let work = work.shortened(self.rank, call.dtype.bytes());
+                (Call { elements: call.elements.saturating_sub(1), ..call }, work)
+            }
+        };
+        let ticket = self.instruments.enter(self.seat, &call, work.elements_sent(self.rank, self.size()));
         let job = Job { call, work, luggage: Box::new(buffers), ticket: ticket.clone() };
         Pending::new(self.transport.start(job), ticket)
     }

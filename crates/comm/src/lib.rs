@@ -17,7 +17,8 @@
 //! Three back ends carry the verbs: [`single`] (a group of one is a real group), [`mpi`] between CPU ranks, and `nccl`
 //! between GPU ranks (cargo feature). They share what stands in front of them: the checks of lengths and types, the
 //! labels, the [`Meter`] that counts what is sent, and the [`Record`] of the last calls that says, when ranks stop
-//! agreeing, who is where.
+//! agreeing, who is where ([`Record::standing`]). Over MPI, ranks can also compare every collective before they send anything
+//! ([`mpi::Options::checked`]), and make a mistake on demand ([`CallFault`]) to test what is said of it.
 //!
 //! # Note: numbers do not move
 //! A reduction adds contributions in rank order, in f32 (f64 for f64, i64 for i64), and rounds once at the
@@ -28,6 +29,7 @@
 mod buffer;
 mod call;
 mod error;
+mod fault;
 mod group;
 mod instruments;
 pub mod mpi;
@@ -40,8 +42,9 @@ mod transport;
 
 pub use buffer::{Part, Payload, PayloadMut};
 pub use call::{Call, Verb};
-pub use error::{Error, Result};
+pub use error::{Error, Result, Side};
+pub use fault::{CallFault, Fault};
 pub use group::Group;
-pub use instruments::{Count, Entry, Meter, Outcome, Record, Tally};
+pub use instruments::{Count, Entry, Kept, Meter, Outcome, Record, Standing, Tally};
 pub use pending::Pending;
 pub use reduce::Reduce;

@@ -12,7 +12,7 @@ use crate::{Group, Result};
 
 /// The group of this process alone. It needs no MPI and no launcher.
 pub fn group() -> Group {
-    Group::new("world", RankSet::world(1), 0, Arc::new(Single), Instruments::new())
+    Group::new("world", RankSet::world(1), 0, Arc::new(Single), Instruments::new(None))
 }
 
 struct Single;

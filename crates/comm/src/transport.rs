@@ -63,6 +63,51 @@ impl Work {
     }
 }
 
+/// For calls that are made too short on purpose.
+impl Work {
+    /// The same without the last element of each buffer, as rank `rank` would do it whose buffers were that long. Every part
+    /// still lies in the memory that the whole call has: a part of a shorter whole is no longer, and ends no later.
+    pub(crate) fn shortened(self, rank: usize, element_bytes: usize) -> Self {
+        let shorter = |partition: Partition| Partition::new(partition.len().saturating_sub(1), partition.parts());
+        // A part that stands in its place in the whole moves with its place.
+        let place = |whole: *const u8, partition: Partition| {
+            whole.wrapping_add(partition.range(rank).start * element_bytes).cast_mut()
+        };
+        let moved = |part: *const u8, whole: *const u8, partition: Partition| match part == place(whole, partition) {
+            true => place(whole, shorter(partition)),
+            false => part.cast_mut(),
+        };
+        let cut = |cuts: Cuts| match cuts {
+            Cuts::Even(partition) => Cuts::Even(shorter(partition)),
+            Cuts::Listed(ends) => {
+                let end = ends.last().map_or(0, |end| end.saturating_sub(1));
+                Cuts::Listed(ends.into_iter().map(|other| other.min(end)).collect())
+            }
+        };
+        match self {
+            Work::AllGather { part, whole, partition } => {
+                Work::AllGather { part: moved(part, whole, partition), whole, partition: shorter(partition) }
+            }
+            Work::ReduceScatter { whole, part, partition, reduce } => Work::ReduceScatter {
+                whole,
+                part: moved(part, whole, partition),
+                partition: shorter(partition),
+                reduce,
+            },
+            Work::AllReduce { buffer, partition, reduce } => {
+                Work::AllReduce { buffer, partition: shorter(partition), reduce }
+            }
+            Work::AllToAll { send, sends, receive, receives } => {
+                Work::AllToAll { send, sends: cut(sends), receive, receives: cut(receives) }
+            }
+            Work::Broadcast { buffer, len, root } => Work::Broadcast { buffer, len: len.saturating_sub(1), root },
+            Work::Send { buffer, len, to } => Work::Send { buffer, len: len.saturating_sub(1), to },
+            Work::Receive { buffer, len, from } => Work::Receive { buffer, len: len.saturating_sub(1), from },
+            Work::Barrier => Work::Barrier,
+        }
+    }
+}
+
 /// How a buffer is cut into one piece per rank.
 pub(crate) enum Cuts {
     Even(Partition),

@@ -9,7 +9,7 @@ use shardwise_harness::{Launch, ranks};
 use shardwise_plan::{Axis, Mesh};
 use shardwise_torch::Block;
 use shardwise_torch::tch::{Device, Tensor};
-use support::{assert_same, run_random_calls, world};
+use support::{assert_same, run_in_mixed_order, run_random_calls, world};
 
 /// Random calls for one group size; other sizes draw others.
 fn random_calls(size: u64) {
@@ -83,17 +83,7 @@ fn random_calls_in_the_groups_of_a_mesh() {
             let seed = 100_000 + (index * 100 + group.ranks().first()) as u64 * 100;
             run_random_calls(group, seed..seed + 30);
         }
-        // Calls of different groups under way at once, asked for in an order that differs from rank to rank.
-        let mut order: Vec<usize> = (0..groups.len()).collect();
-        order.rotate_left(world.rank() % groups.len());
-        let sums: Vec<_> = order
-            .iter()
-            .map(|&index| (index, groups[index].all_reduce("mixed", Reduce::Sum, vec![world.rank() as i64; 40_000])))
-            .collect();
-        for (index, pending) in sums {
-            let expected: i64 = groups[index].ranks().iter().map(|rank| rank as i64).sum();
-            assert_eq!(pending.wait().unwrap(), vec![expected; 40_000]);
-        }
+        run_in_mixed_order(&world, &groups);
     });
 }
 

@@ -10,10 +10,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use half::bf16;
-use shardwise_comm::{Error, Reduce};
+use shardwise_comm::{Error, Group, Outcome, Reduce, Standing};
 use shardwise_harness::{Exit, Hosts, Launch, ranks, try_ranks};
-use shardwise_plan::{Axis, Mesh};
-use support::{Value, assert_same, input, run_random_calls, world, world_with_limit};
+use shardwise_plan::{Axis, Mesh, RankSet};
+use support::{
+    Value, assert_same, checked_world, input, let_the_others_speak, run_random_calls, world, world_with_limit,
+};
 
 #[test]
 fn reduce_scatter_gives_the_same_bits_in_20_runs_under_load() {
@@ -152,7 +154,7 @@ fn a_rank_that_never_comes_is_named_by_those_who_wait() {
         let limit = Duration::from_secs(2);
         let world = world_with_limit(limit);
         if world.rank() == 2 {
-            std::thread::sleep(3 * limit);
+            std::thread::sleep(6 * limit);
             std::process::exit(0);
         }
         let started = Instant::now();
@@ -163,6 +165,7 @@ fn a_rank_that_never_comes_is_named_by_those_who_wait() {
         assert!(matches!(error, Error::TimedOut { .. }));
         // What comes after it is refused with the reason, at once.
         println!("then: {}", world.barrier("next").wait().unwrap_err());
+        let_the_others_speak();
     });
     // Ranks that give up leave MPI without finalizing, which the launcher reports.
     let report = outcome.unwrap_err().report;
@@ -179,14 +182,15 @@ fn a_rank_that_never_comes_is_named_by_those_who_wait() {
 fn ranks_that_disagree_about_a_length_are_told() {
     let outcome = try_ranks!(2, || {
         let world = world_with_limit(Duration::from_secs(5));
-        let len = if world.rank() == 0 { 1000 } else { 1200 };
+        let len = if world.rank() == 0 { 800 } else { 1000 };
         let error = world.all_gather("unit", vec![0f32; len / 2], vec![0f32; len]).wait().unwrap_err();
         println!("{error}");
+        let_the_others_speak();
     });
     let report = outcome.unwrap_err().report;
     assert!(report.ranks[0].output.contains("truncated"), "{}", report.ranks[0].output);
     assert!(
-        report.ranks[1].output.contains("rank 0 of the group sent a message of 2000 bytes where 2400 were expected"),
+        report.ranks[1].output.contains("rank 0 of the group sent a message of 1600 bytes where 2000 were expected"),
         "{}",
         report.ranks[1].output
     );
@@ -197,6 +201,7 @@ fn ranks_that_disagree_about_a_small_sum_are_told() {
     let outcome = try_ranks!(2, || {
         let world = world_with_limit(Duration::from_secs(3));
         println!("{}", world.all_reduce("norm", Reduce::Sum, vec![1f32; 2 - world.rank()]).wait().unwrap_err());
+        let_the_others_speak();
     });
     let report = outcome.unwrap_err().report;
     assert!(report.ranks[0].output.contains("sent a message of 4 bytes where 8 were expected"));
@@ -209,6 +214,7 @@ fn ranks_that_disagree_about_a_broadcast_are_told() {
         let world = world_with_limit(Duration::from_secs(3));
         let result = world.broadcast("unit", 0, vec![1f32; 1 + world.rank()]).wait();
         println!("{}", result.map_or_else(|error| error.to_string(), |_| "sent".to_string()));
+        let_the_others_speak();
     });
     let report = outcome.unwrap_err().report;
     assert!(report.ranks[1].output.contains("sent a message of 4 bytes where 8 were expected"));
@@ -220,7 +226,7 @@ fn a_rank_that_does_not_ask_for_a_group_is_named_and_nothing_hangs() {
         let limit = Duration::from_secs(2);
         let world = world_with_limit(limit);
         if world.rank() == 3 {
-            std::thread::sleep(3 * limit);
+            std::thread::sleep(6 * limit);
             std::process::exit(0);
         }
         let started = Instant::now();
@@ -228,6 +234,7 @@ fn a_rank_that_does_not_ask_for_a_group_is_named_and_nothing_hangs() {
         println!("{}", world.along(&mesh, &[Axis::Shard]).err().unwrap());
         println!("then: {}", world.barrier("next").wait().unwrap_err());
         assert!(started.elapsed() < 2 * limit);
+        let_the_others_speak();
     });
     let report = outcome.unwrap_err().report;
     for rank in 0..3 {
@@ -245,10 +252,11 @@ fn a_barrier_names_who_is_missing() {
         let limit = Duration::from_secs(2);
         let world = world_with_limit(limit);
         if world.rank() == 1 {
-            std::thread::sleep(3 * limit);
+            std::thread::sleep(6 * limit);
             std::process::exit(0);
         }
         println!("{}", world.barrier("epoch").wait().unwrap_err());
+        let_the_others_speak();
     });
     let report = outcome.unwrap_err().report;
     for rank in [0, 2] {
@@ -258,6 +266,49 @@ fn a_barrier_names_who_is_missing() {
             "{output}"
         );
     }
+}
+
+/// Rank 1 of 3 is late, and the others say so while they wait.
+fn stand_and_wait(world: &Group) {
+    world.barrier("start").wait().unwrap();
+    let record = world.record().clone();
+    let standing = move || -> Standing {
+        let [standing] = record.standing().try_into().unwrap();
+        standing
+    };
+    assert_eq!((standing().entry.call.number, standing().entry.outcome), (1, Outcome::Done));
+    if world.rank() == 1 {
+        std::thread::sleep(Duration::from_secs(3));
+    }
+    let watch = (world.rank() != 1).then(|| {
+        let standing = standing.clone();
+        std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(1500));
+            standing()
+        })
+    });
+    let calls = ["block.7", "block.6"].map(|label| world.all_reduce(label, Reduce::Sum, vec![1f32; 100_000]));
+    if let Some(watch) = watch {
+        let Standing { ranks, entry, lasts, behind } = watch.join().unwrap();
+        assert_eq!((ranks, behind), (RankSet::world(3), 1));
+        assert_eq!(entry.call.to_string(), "all-reduce #2 of 'block.7' (100000 × f32, world 0-2)");
+        assert_eq!((entry.outcome, entry.waits_for), (Outcome::UnderWay, vec![1]));
+        assert!(lasts > Duration::from_secs(1) && lasts < Duration::from_secs(3), "{lasts:?}");
+    }
+    calls.into_iter().for_each(|call| drop(call.wait().unwrap()));
+    let Standing { entry, behind, .. } = standing();
+    assert_eq!((entry.call.number, entry.outcome, behind), (3, Outcome::Done, 0));
+    assert!(world.record().read().iter().all(|entry| entry.waits_for.is_empty()));
+}
+
+#[test]
+fn a_rank_that_waits_says_for_whom_before_its_time_is_up() {
+    ranks!(3, || stand_and_wait(&world()));
+}
+
+#[test]
+fn a_rank_that_waits_with_a_card_says_for_whom() {
+    ranks!(3, || stand_and_wait(&checked_world(|_| None)));
 }
 
 #[test]

@@ -4,8 +4,10 @@
 //! [`DOCUMENT_BYTES_MAX`]. Plain text has no limit, since a long file comes in pieces. A place in the inputs is a file and a
 //! number of pieces, so that work on them can be continued.
 
+use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read};
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -31,11 +33,25 @@ const BUFFER_BYTES: usize = 256 << 10;
 /// Rows of Parquet that are read at once.
 const ROWS: usize = 64;
 
-/// Files with documents.
+/// Files with documents. A corpus may have a million of them, so a file is kept as little more than its name.
 #[derive(Clone, Debug)]
 pub struct Inputs {
-    files: Vec<InputFile>,
+    folders: Vec<PathBuf>,
+    /// The names of all files, one after the other.
+    names: Vec<u8>,
+    files: Vec<Found>,
     field: String,
+}
+
+/// A file in a list of them.
+#[derive(Clone, Copy, Debug)]
+struct Found {
+    folder: u32,
+    name_bytes: u16,
+    format: Format,
+    name_at: u64,
+    bytes: u64,
+    modified_ns: u64,
 }
 
 /// A file with documents.
@@ -45,7 +61,7 @@ pub struct InputFile {
     pub path: PathBuf,
     /// Its length, compressed or not.
     pub bytes: u64,
-    modified_ns: u128,
+    modified_ns: u64,
     format: Format,
 }
 
@@ -71,23 +87,77 @@ impl Inputs {
     /// Finds the files. A folder stands for all in it, sorted by path; links, and folders whose names begin with a dot, are left
     /// out. `field` is where JSON and Parquet have the text.
     pub fn new(paths: &[impl AsRef<Path>], field: &str) -> Result<Self> {
-        let mut files = Vec::new();
+        let field = field.to_string();
+        let mut inputs = Inputs { folders: Vec::new(), names: Vec::new(), files: Vec::new(), field };
         for path in paths.iter().map(AsRef::as_ref) {
             let kind = std::fs::metadata(path).map_err(Error::system(path))?;
-            match kind.is_dir() {
-                true => add_folder(path, &mut files)?,
-                false => files.push(InputFile::new(path.to_path_buf(), &kind)),
+            if kind.is_dir() {
+                inputs.add_folder(path)?;
+                continue;
             }
+            let name = path.file_name().ok_or_else(|| Error::settings(format!("{} is no file", path.display())))?;
+            let folder = inputs.folder(path.parent().unwrap_or(Path::new("")));
+            inputs.add(folder, name, &kind, format_of(name));
         }
-        match files.is_empty() {
-            false => Ok(Inputs { files, field: field.to_string() }),
+        inputs.names.shrink_to_fit();
+        inputs.files.shrink_to_fit();
+        match inputs.files.is_empty() {
+            false => Ok(inputs),
             true => Err(Error::settings("there is no file in the inputs")),
         }
     }
 
+    fn add_folder(&mut self, folder: &Path) -> Result<()> {
+        let entries = std::fs::read_dir(folder).and_then(|entries| entries.collect::<io::Result<Vec<_>>>());
+        let mut entries = entries.map_err(Error::system(folder))?;
+        entries.sort_by_key(|entry| entry.file_name());
+        let own = self.folder(folder);
+        for entry in entries {
+            let (path, name) = (entry.path(), entry.file_name());
+            let kind = entry.metadata().map_err(Error::system(&path))?;
+            if kind.is_dir() && !name.as_encoded_bytes().starts_with(b".") {
+                self.add_folder(&path)?;
+            } else if kind.is_file() {
+                let is_json = path.extension().is_some_and(|ending| ending == "json");
+                let format = match format_of(&name) {
+                    Format::Lines if is_json => Format::LinesOrText,
+                    format => format,
+                };
+                self.add(own, &name, &kind, format);
+            }
+        }
+        Ok(())
+    }
+
+    /// The number of a folder that files are found in from now on.
+    fn folder(&mut self, folder: &Path) -> u32 {
+        self.folders.push(folder.to_path_buf());
+        self.folders.len() as u32 - 1
+    }
+
+    fn add(&mut self, folder: u32, name: &OsStr, kind: &std::fs::Metadata, format: Format) {
+        let modified = kind.modified().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok());
+        let name = name.as_encoded_bytes();
+        self.files.push(Found {
+            folder,
+            name_bytes: name.len() as u16,
+            format,
+            name_at: self.names.len() as u64,
+            bytes: kind.len(),
+            modified_ns: modified.map_or(0, |time| time.as_nanos() as u64),
+        });
+        self.names.extend_from_slice(name);
+    }
+
     /// The files, in the order in which they are read.
-    pub fn files(&self) -> &[InputFile] {
-        &self.files
+    pub fn files(&self) -> impl Iterator<Item = InputFile> + '_ {
+        self.files.iter().map(|found| self.file(found))
+    }
+
+    fn file(&self, found: &Found) -> InputFile {
+        let Found { folder, name_bytes, format, name_at, bytes, modified_ns } = *found;
+        let name = &self.names[name_at as usize..][..usize::from(name_bytes)];
+        InputFile { path: self.folders[folder as usize].join(OsStr::from_bytes(name)), bytes, modified_ns, format }
     }
 
     /// The length of all files.
@@ -99,7 +169,7 @@ impl Inputs {
     pub fn hash(&self) -> String {
         let mut hasher = blake3::Hasher::new();
         hasher.update(self.field.as_bytes());
-        for file in &self.files {
+        for file in self.files() {
             hasher.update(file.path.as_os_str().as_encoded_bytes());
             hasher.update(format!("\0{}\0{}\0", file.bytes, file.modified_ns).as_bytes());
         }
@@ -122,39 +192,15 @@ impl Inputs {
     }
 }
 
-impl InputFile {
-    fn new(path: PathBuf, kind: &std::fs::Metadata) -> Self {
-        let modified = kind.modified().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok());
-        let name = path.file_name().map(|name| name.to_string_lossy().to_lowercase()).unwrap_or_default();
-        let name = name.trim_end_matches(".gz").trim_end_matches(".zst");
-        let format = match name.rsplit_once('.').map(|(_, ending)| ending) {
-            Some("jsonl" | "json") => Format::Lines,
-            Some("parquet") => Format::Parquet,
-            _ => Format::Text,
-        };
-        let modified_ns = modified.map_or(0, |time| time.as_nanos());
-        InputFile { path, bytes: kind.len(), modified_ns, format }
+/// By a file's name, without the ending of a compression.
+fn format_of(name: &OsStr) -> Format {
+    let name = name.to_string_lossy().to_lowercase();
+    let name = name.trim_end_matches(".gz").trim_end_matches(".zst");
+    match name.rsplit_once('.').map(|(_, ending)| ending) {
+        Some("jsonl" | "json") => Format::Lines,
+        Some("parquet") => Format::Parquet,
+        _ => Format::Text,
     }
-}
-
-fn add_folder(folder: &Path, files: &mut Vec<InputFile>) -> Result<()> {
-    let entries = std::fs::read_dir(folder).and_then(|entries| entries.collect::<io::Result<Vec<_>>>());
-    let mut entries = entries.map_err(Error::system(folder))?;
-    entries.sort_by_key(|entry| entry.file_name());
-    for entry in entries {
-        let path = entry.path();
-        let kind = entry.metadata().map_err(Error::system(&path))?;
-        if kind.is_dir() && !entry.file_name().as_encoded_bytes().starts_with(b".") {
-            add_folder(&path, files)?;
-        } else if kind.is_file() {
-            let mut file = InputFile::new(path, &kind);
-            if file.format == Format::Lines && file.path.extension().is_some_and(|ending| ending == "json") {
-                file.format = Format::LinesOrText;
-            }
-            files.push(file);
-        }
-    }
-    Ok(())
 }
 
 /// A place between two pieces.
@@ -191,9 +237,9 @@ impl Pieces<'_> {
     }
 
     fn advance(&mut self) -> Result<Option<Piece>> {
-        while let Some(file) = self.inputs.files.get(self.place.file) {
+        while let Some(found) = self.inputs.files.get(self.place.file) {
             if self.reader.is_none() {
-                self.reader = Reader::open(file, &self.inputs.field, &self.bytes_read)?;
+                self.reader = Reader::open(self.inputs.file(found), &self.inputs.field, &self.bytes_read)?;
                 match &mut self.reader {
                     Some(reader) => reader.skip(self.place.pieces)?,
                     None => self.skipped += 1,
@@ -234,8 +280,8 @@ enum Reader {
 
 impl Reader {
     /// `None` if it is no text.
-    fn open(file: &InputFile, field: &str, bytes_read: &Arc<AtomicU64>) -> Result<Option<Self>> {
-        let path = file.path.clone();
+    fn open(file: InputFile, field: &str, bytes_read: &Arc<AtomicU64>) -> Result<Option<Self>> {
+        let path = file.path;
         if file.format == Format::Parquet {
             return Column::open(path, field, bytes_read).map(|column| Some(Reader::Parquet(Box::new(column))));
         }

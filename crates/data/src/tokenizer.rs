@@ -24,7 +24,7 @@ pub const END_OF_TEXT: &str = "<|endoftext|>";
 const USUAL_ENDS: [&str; 4] = [END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>"];
 /// The longest file that is taken for a tokenizer. The largest of today's have 35 MB.
 const FILE_BYTES_MAX: u64 = 1 << 30;
-/// Words of which each thread remembers the tokens.
+/// Words of which `tokenizers` remembers the tokens, where nobody else does.
 const REMEMBERED_WORDS: usize = 1 << 17;
 
 /// A vocabulary, and how a text is cut into its tokens.
@@ -111,7 +111,8 @@ impl Tokenizer {
         inner.with_truncation(None).map_err(fail)?;
         inner.with_padding(None);
         inner.with_post_processor(None::<PostProcessorWrapper>);
-        if let ModelWrapper::BPE(model) = inner.get_model() {
+        let words = Words::of(&inner);
+        if let (ModelWrapper::BPE(model), None) = (inner.get_model(), &words) {
             let mut model = model.clone();
             model.resize_cache(REMEMBERED_WORDS);
             inner.with_model(model);
@@ -123,7 +124,6 @@ impl Tokenizer {
             Some(end) => inner.token_to_id(&end),
             None => USUAL_ENDS.iter().find_map(|end| inner.token_to_id(end)),
         };
-        let words = Words::of(&inner);
         Ok(Tokenizer { path, json, inner, vocabulary, end_of_text, words })
     }
 

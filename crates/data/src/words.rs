@@ -9,8 +9,8 @@ use std::collections::HashMap;
 
 use tokenizers::pre_tokenizers::PreTokenizerWrapper;
 
-/// What a thread remembers at the most.
-const WORDS_MAX: usize = 1 << 18;
+/// What a thread learns before it forgets what has not come again.
+const WORDS_MAX: usize = 1 << 14;
 /// Longer words do not come again.
 const WORD_BYTES_MAX: usize = 64;
 /// More names than this are not looked for.
@@ -38,9 +38,13 @@ impl Words {
     }
 }
 
-/// What a thread remembers of one tokenizer.
+/// What a thread remembers of one tokenizer: the words since it last forgot some, and those from before, which are forgotten
+/// next unless they come again. So it stays small however many words there are, and knows those of the text that it is at.
 #[derive(Default)]
-pub(crate) struct Memory(HashMap<Box<str>, Box<[u32]>>);
+pub(crate) struct Memory {
+    new: HashMap<Box<str>, Box<[u32]>>,
+    old: HashMap<Box<str>, Box<[u32]>>,
+}
 
 impl Memory {
     /// Adds the tokens of a text; `encode` is asked for those of what is new.
@@ -52,19 +56,28 @@ impl Memory {
     ) -> Result<(), E> {
         while !text.is_empty() {
             let (word, rest) = text.split_at(word_end(text));
-            match self.0.get(word) {
-                Some(known) => tokens.extend_from_slice(known),
-                None => {
-                    let new = encode(word)?;
-                    tokens.extend_from_slice(&new);
-                    if word.len() <= WORD_BYTES_MAX && self.0.len() < WORDS_MAX {
-                        self.0.insert(word.into(), new.into());
-                    }
+            if let Some(known) = self.new.get(word) {
+                tokens.extend_from_slice(known);
+            } else if let Some((word, known)) = self.old.remove_entry(word) {
+                tokens.extend_from_slice(&known);
+                self.learn(word, known);
+            } else {
+                let found = encode(word)?;
+                tokens.extend_from_slice(&found);
+                if word.len() <= WORD_BYTES_MAX {
+                    self.learn(word.into(), found.into());
                 }
             }
             text = rest;
         }
         Ok(())
+    }
+
+    fn learn(&mut self, word: Box<str>, tokens: Box<[u32]>) {
+        if self.new.len() == WORDS_MAX {
+            self.old = std::mem::take(&mut self.new);
+        }
+        self.new.insert(word, tokens);
     }
 }
 

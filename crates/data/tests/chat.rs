@@ -111,8 +111,15 @@ fn templates_find_what_transformers_gives_them() {
 fn templates_that_run_forever_or_rewrite_the_past_are_refused() {
     let forever = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}";
     assert!(matches!(rendered(forever), Err(Error::Template { .. })));
-    let long = "{% for a in range(9999) %}{% for b in range(99) %}{{ 'x' * 99 }}{% endfor %}{% endfor %}";
-    assert!(rendered(long).unwrap_err().to_string().contains("longer than"));
+    let long =
+        format!("{{% for a in range(9999) %}}{{% for b in range(99) %}}{}{{% endfor %}}{{% endfor %}}", "x".repeat(99));
+    assert!(rendered(&long).unwrap_err().to_string().contains("longer than"));
+    for large in ["{{ 'x' * 1000000000 }}", "{# * #}*{% set x = '\\'' *9 %}"] {
+        let folder = folder_with(large);
+        let error = ChatTemplate::open(&Tokenizer::open(folder.path()).unwrap(), UNIX_EPOCH).unwrap_err();
+        assert!(error.to_string().contains("it multiplies"), "{large}: {error}");
+    }
+    assert_eq!(rendered("* {# * #}{{ 'a*\\'*' }}*").unwrap(), "* a*'**");
 
     let folder = folder_with("{% for m in messages %}{{ m.content if loop.last else '-' }};{% endfor %}");
     let (tokenizer, template) = opened(folder.path());

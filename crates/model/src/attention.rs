@@ -74,3 +74,26 @@ fn band(queries: i64, keys: i64, window: i64, device: Device) -> Tensor {
     let first = keys - queries;
     all.tril(first).logical_and(&all.triu(first + 1 - window))
 }
+
+/// Additions and multiplications for a position's query of so many numbers, all heads together, on average over a sequence: one
+/// product with the keys that it sees, and one with their values.
+pub(crate) fn flops(query_width: usize, positions: usize, window: Option<usize>) -> f64 {
+    let window = window.map_or(positions, |window| window.min(positions)) as f64;
+    // The first positions see fewer than a window.
+    let seen = window - window * (window - 1.) / 2. / positions.max(1) as f64;
+    4. * query_width as f64 * seen
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_position_sees_itself_and_those_before_it() {
+        for (positions, window) in [(1usize, None), (7, None), (7, Some(3)), (7, Some(1)), (7, Some(9))] {
+            let sees = |position: usize| (position + 1).min(window.unwrap_or(positions));
+            let seen: usize = (0..positions).map(sees).sum();
+            assert_eq!(flops(5, positions, window), 20. * seen as f64 / positions as f64, "{positions} {window:?}");
+        }
+    }
+}

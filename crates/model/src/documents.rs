@@ -18,7 +18,7 @@ impl Documents {
     /// Those of a batch; none where every sequence is one document. A document ends where the number changes.
     pub(crate) fn of(batch: &Batch) -> Result<Option<Documents>> {
         let Some(numbers) = &batch.documents else { return Ok(None) };
-        let (shape, expected) = (numbers.size(), batch.tokens.size());
+        let (shape, expected) = (numbers.size(), batch.inputs.size());
         if shape != expected {
             let problem = format!("their numbers have the shape {shape:?}, and the tokens {expected:?}");
             return Err(Error::Config { key: "documents", problem });

@@ -5,9 +5,9 @@ use shardwise_torch::tch::{Kind, Tensor};
 use crate::documents::Documents;
 use crate::head::{Head, Headed, Sizes};
 use crate::recompute::computed_again;
-use crate::unit::Tied;
 use crate::{
-    Activations, Batch, Cache, Error, Footprint, Init, Layer, Model, Parameter, Parameters, Result, Unit, attention,
+    Activations, Batch, Cache, Error, Footprint, Init, Layer, Model, Parameter, Parameters, Result, Tied, Unit,
+    attention,
 };
 
 /// The shape of a GPT-2.
@@ -64,7 +64,7 @@ impl Gpt2 {
         ];
         let tied = Some(Tied { unit: 0, parameter: 0 });
         units.push(Unit::new("head", head, Head(self.clone())).with_tied(tied));
-        Ok(Model::new(units))
+        Model::new(units)
     }
 
     fn block(&self, index: usize) -> Vec<Parameter> {
@@ -146,14 +146,14 @@ impl Layer for Embedding {
         let places = match Documents::of(batch)? {
             Some(documents) => {
                 self.check("documents", documents.longest())?;
-                documents.places(batch.tokens.device())?
+                documents.places(batch.inputs.device())?
             }
             None => {
-                self.check("sequences", batch.tokens.size()[1])?;
-                Tensor::f_arange(batch.tokens.size()[1], (Kind::Int64, batch.tokens.device()))?
+                self.check("sequences", batch.inputs.size()[1])?;
+                Tensor::f_arange(batch.inputs.size()[1], (Kind::Int64, batch.inputs.device()))?
             }
         };
-        lookup(parameters, &batch.tokens, &places)
+        lookup(parameters, &batch.inputs, &places)
     }
 
     fn extend(
@@ -241,6 +241,10 @@ impl Layer for Block {
             output_bytes: tokens * width * element_bytes,
             passing_bytes: tokens * 18 * width * element_bytes,
         }
+    }
+
+    fn attention_flops(&self, positions: usize) -> f64 {
+        attention::flops(self.0.width, positions, None)
     }
 }
 

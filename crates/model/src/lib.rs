@@ -6,6 +6,33 @@
 //! precision or optimizers, and the code that does knows nothing of attention.
 //!
 //! Parameters have the names and shapes that Hugging Face checkpoints give them.
+//!
+//! ```
+//! use shardwise_model::{Activations, Batch, Layer, Llama, Model, Parameter, Parameters, Result, Unit};
+//! use shardwise_torch::tch::{Kind, Tensor};
+//!
+//! // One that is here.
+//! let llama = Llama { tied: true, ..Llama::new(256, 64, 2, 4, 160) }.model()?;
+//! let names: Vec<&str> = llama.units().iter().map(Unit::name).collect();
+//! assert_eq!(names, ["embedding", "block.0", "block.1", "head"]);
+//!
+//! // One's own: a single unit, which is first and last.
+//! struct Line;
+//!
+//! impl Layer for Line {
+//!     fn forward(&self, p: &Parameters<'_>, _: Option<&Tensor>, batch: &Batch, _: Activations) -> Result<Tensor> {
+//!         let missed = batch.inputs.f_matmul(p.get("slope"))?.f_sub(&batch.targets)?;
+//!         Ok(missed.f_square()?.f_sum(Kind::Float)?)
+//!     }
+//! }
+//!
+//! let line = Model::new(vec![Unit::new("line", vec![Parameter::matrix("slope", [1, 1], 0.02)], Line)])?;
+//! let batch = Batch::new(Tensor::from_slice(&[1f32, 2.]).view([2, 1]), Tensor::from_slice(&[2f32, 4.]).view([2, 1]));
+//! let slope = [Tensor::from_slice(&[3f32]).view([1, 1])];
+//! let loss = line.units()[0].forward(&slope, None, None, &batch, Activations::Kept)?;
+//! assert_eq!(loss.double_value(&[]), 5.);
+//! # Ok::<(), shardwise_model::Error>(())
+//! ```
 
 #![forbid(unsafe_code)]
 
@@ -26,7 +53,7 @@ pub use gpt2::Gpt2;
 pub use llama::{Llama, Llama3Rope};
 pub use loss::{IGNORED, head_loss};
 pub use recompute::Activations;
-pub use unit::{Batch, Footprint, Init, Layer, Model, Parameter, Parameters, Unit};
+pub use unit::{Batch, Footprint, Init, Layer, Model, Parameter, Parameters, Tied, Unit};
 
 use shardwise_torch::tch::TchError;
 
@@ -35,6 +62,7 @@ pub type Result<T> = std::result::Result<T, Error>;
 
 /// What can go wrong in a model.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum Error {
     /// A configuration that no model has.
     #[error("{key}: {problem}")]

@@ -8,9 +8,9 @@ use shardwise_torch::tch::{Device, Kind, Tensor};
 use crate::documents::Documents;
 use crate::head::{Head, Headed, Sizes};
 use crate::recompute::computed_again;
-use crate::unit::Tied;
 use crate::{
-    Activations, Batch, Cache, Error, Footprint, Init, Layer, Model, Parameter, Parameters, Result, Unit, attention,
+    Activations, Batch, Cache, Error, Footprint, Init, Layer, Model, Parameter, Parameters, Result, Tied, Unit,
+    attention,
 };
 
 /// The shape of a model of the family.
@@ -99,7 +99,7 @@ impl Llama {
         }
         let tied = self.tied.then_some(Tied { unit: 0, parameter: 0 });
         units.push(Unit::new("head", head, Head(self.clone())).with_tied(tied));
-        Ok(Model::new(units))
+        Model::new(units)
     }
 
     fn check(&self) -> Result<()> {
@@ -180,7 +180,7 @@ impl Layer for Embedding {
         batch: &Batch,
         _: Activations,
     ) -> Result<Tensor> {
-        Ok(Tensor::f_embedding(parameters.get("embed_tokens.weight"), &batch.tokens, -1, false, false)?)
+        Ok(Tensor::f_embedding(parameters.get("embed_tokens.weight"), &batch.inputs, -1, false, false)?)
     }
 
     fn extend(
@@ -249,6 +249,10 @@ impl Layer for Block {
             output_bytes: tokens * width * element_bytes,
             passing_bytes: tokens * (again + 3 * mlp_width) * element_bytes + mask * 4,
         }
+    }
+
+    fn attention_flops(&self, positions: usize) -> f64 {
+        attention::flops(self.0.heads * self.0.head_width, positions, self.0.window)
     }
 }
 

@@ -19,7 +19,7 @@ pub fn head_loss(hidden: &Tensor, weight: &Tensor, targets: &Tensor, chunk: usiz
     // A view records exactly where its source would be recorded, also under no_grad.
     let hidden = hidden.f_view([-1, weight.size()[1]])?;
     let wanted = Wanted { hidden: hidden.requires_grad(), weight: weight.f_view_as(weight)?.requires_grad() };
-    let targets = targets.f_view(-1)?;
+    let targets = targets.f_reshape(-1)?;
     let kind = weight.kind();
     // Made in the forward pass, used up in the backward pass.
     let grads = Arc::new(Mutex::new(None));

@@ -52,7 +52,7 @@ fn oracle(config: &Value, model: &Model, parameters: &[Vec<Tensor>], batch: &Bat
     std::fs::write(&config_file, config.to_string()).unwrap();
     let names = model.units().iter().flat_map(|unit| unit.parameters().iter().map(|p| p.name.as_str()));
     let mut tensors: Vec<(&str, &Tensor)> = names.zip(parameters.iter().flatten()).collect();
-    tensors.extend([("tokens", &batch.tokens), ("targets", &batch.targets)]);
+    tensors.extend([("tokens", &batch.inputs), ("targets", &batch.targets)]);
     Tensor::write_safetensors(&tensors, &in_file).unwrap();
     let script = root.join("reference/grads.py");
     let output = Command::new(python).arg(script).args([&config_file, &in_file, &out_file]).output().unwrap();

@@ -101,7 +101,7 @@ fn sequences_of_one_document_give_the_same_bits() {
     let model = Llama { window: Some(7), ..Llama::new(VOCABULARY as usize, 36, 2, 6, 52) }.model().unwrap();
     manual_seed(23);
     let (parameters, (batch, _)) = (parameters(&model), batches());
-    let one = Batch { documents: Some(batch.tokens.full_like(3)), ..batch };
+    let one = Batch { documents: Some(batch.inputs.full_like(3)), ..batch };
     let found = run(&model, &parameters, &one, Activations::Few);
     let expected = run(&model, &parameters, &Batch { documents: None, ..one }, Activations::Few);
     assert!(found.logits == expected.logits && found.grads == expected.grads && found.loss == expected.loss);

@@ -15,6 +15,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 #include <unordered_map>
+#include <utility>
 
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/alloc_cpu.h>
@@ -86,6 +87,11 @@ public:
     return used_bytes;
   }
 
+  size_t take_peak() {
+    std::lock_guard<std::mutex> guard(mutex);
+    return std::exchange(used_bytes_peak_lately, used_bytes);
+  }
+
   // Whether the block was one of these.
   bool release(void *data) {
     std::lock_guard<std::mutex> guard(mutex);
@@ -109,6 +115,7 @@ private:
     used_blocks[data] = bytes;
     used_bytes += bytes;
     used_bytes_peak = std::max(used_bytes_peak, used_bytes);
+    used_bytes_peak_lately = std::max(used_bytes_peak_lately, used_bytes);
   }
 
   // From the system. Where it has no more, what is kept goes back first.
@@ -121,7 +128,8 @@ private:
     }
     malloc_trim(0);
     void *data = map(bytes);
-    TORCH_CHECK(data != nullptr, "the system has no memory left for ", bytes, " bytes");
+    // What is in use is told now: on the way to whoever reads this, much of it will be freed.
+    TORCH_CHECK(data != nullptr, "the system has no memory left for ", bytes, " bytes; ", sw_malloc_bytes(), " are in use");
     return data;
   }
 
@@ -146,7 +154,7 @@ private:
   std::mutex mutex;
   std::multimap<size_t, Free> free_blocks;
   std::unordered_map<void *, size_t> used_blocks;
-  size_t used_bytes = 0, used_bytes_peak = 0, free_bytes = 0;
+  size_t used_bytes = 0, used_bytes_peak = 0, used_bytes_peak_lately = 0, free_bytes = 0;
   uint64_t time = 0;
 };
 
@@ -180,6 +188,8 @@ size_t sw_malloc_bytes() {
   struct mallinfo2 info = mallinfo2();
   return info.uordblks + info.hblkhd + kept().bytes_in_use();
 }
+
+size_t sw_memory_take_peak() { return kept().take_peak(); }
 
 void sw_memory_keep() {
   static KeepingAllocator *allocator = new KeepingAllocator;

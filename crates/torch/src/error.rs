@@ -10,6 +10,7 @@ pub type Result<T> = std::result::Result<T, Error>;
 
 /// What went wrong, with what to do about it.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum Error {
     /// A C++ exception, or a failure of a closure that C++ called.
     #[error("libtorch: {0}")]
@@ -76,6 +77,42 @@ pub enum Error {
     },
 }
 
+/// What an error says of memory that there was not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OutOfMemory {
+    /// How much was asked for, where it is said.
+    pub asked_bytes: Option<usize>,
+    /// How much the process had in use at that moment, where it is said.
+    pub in_use_bytes: Option<usize>,
+}
+
+impl OutOfMemory {
+    /// What a text says of it, if that is what it is about. libtorch has no other sign of it than its messages: those of its
+    /// allocators, of ours (`shim/memory.cpp`), and C++'s own.
+    pub fn in_text(text: &str) -> Option<Self> {
+        let number = |before: &str| {
+            let (_, after) = text.split_once(before)?;
+            after.chars().take_while(char::is_ascii_digit).collect::<String>().parse::<usize>().ok()
+        };
+        let asked_bytes = number("you tried to allocate ").or_else(|| number("no memory left for "));
+        let is_said = ["can't allocate memory", "no memory left for ", "out of memory", "bad_alloc"];
+        is_said
+            .iter()
+            .any(|sign| text.contains(sign))
+            .then(|| OutOfMemory { asked_bytes, in_use_bytes: number(" bytes; ") })
+    }
+}
+
+impl Error {
+    /// What it says of memory that there was not, if that is what it is about.
+    pub fn out_of_memory(&self) -> Option<OutOfMemory> {
+        match self {
+            Error::Libtorch(_) | Error::Tch(_) => OutOfMemory::in_text(&self.to_string()),
+            _ => None,
+        }
+    }
+}
+
 /// Turns what a shim function returned into a `Result`, freeing the message.
 pub(crate) fn check(message: ffi::Message) -> Result<()> {
     if message.is_null() {
@@ -88,4 +125,23 @@ pub(crate) fn check(message: ffi::Message) -> Result<()> {
         text
     };
     Err(Error::Libtorch(text.trim_end().to_string()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_that_there_is_not_is_known_by_its_messages() {
+        let of = |text: &str| Error::Libtorch(text.to_string()).out_of_memory();
+        let both = OutOfMemory { asked_bytes: Some(4096), in_use_bytes: Some(123) };
+        assert_eq!(of("the system has no memory left for 4096 bytes; 123 are in use"), Some(both));
+        let libtorch = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to \
+                        allocate 4096 bytes. Error code 12 (Cannot allocate memory)";
+        assert_eq!(of(libtorch), Some(OutOfMemory { in_use_bytes: None, ..both }));
+        let unknown = OutOfMemory { asked_bytes: None, in_use_bytes: None };
+        assert_eq!(of("CUDA out of memory. Tried to allocate 2.00 GiB."), Some(unknown));
+        assert_eq!(of("std::bad_alloc"), Some(unknown));
+        assert_eq!(of("mat1 and mat2 shapes cannot be multiplied"), None);
+    }
 }

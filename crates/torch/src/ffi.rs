@@ -37,6 +37,7 @@ unsafe extern "C" {
     pub(crate) fn sw_message_free(message: Message);
     pub(crate) fn sw_torch_version() -> *const c_char;
     pub(crate) fn sw_malloc_bytes() -> usize;
+    pub(crate) fn sw_memory_take_peak() -> usize;
     pub(crate) fn sw_memory_keep();
 
     pub(crate) fn sw_block_new(device_type: i8, device_index: i8, bytes: usize, out: *mut *mut Block) -> Message;

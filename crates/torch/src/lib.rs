@@ -5,7 +5,8 @@
 //! - [`storage`] and [`Block`]: taking the memory out of a storage in place, and putting memory back. This is how
 //!   parameters are whole only while they are needed, while the autograd graph keeps its views of them.
 //! - [`optim`]: fused AdamW on slices.
-//! - [`keep_freed_memory`] and [`allocated_bytes`]: the process's own memory, kept between uses, and how much of it is in use.
+//! - [`keep_freed_memory`], [`allocated_bytes`] and [`take_peak_bytes`]: the process's own memory, kept between uses, and how much of
+//!   it is and was in use.
 //! - [`exclusive`]: a tensor's elements as a Rust slice, where nobody else can see them.
 //!
 //! It is not a second tensor library: tensors are `tch`'s. Neither does it know of ranks or models. The C++ behind it
@@ -24,9 +25,10 @@ pub mod optim;
 pub mod storage;
 
 pub use block::Block;
-pub use element::{Element, dtype_of, kind_of};
-pub use error::{Error, Result};
-pub use memory::{allocated_bytes, exclusive, keep_freed_memory};
+pub(crate) use element::dtype_of;
+pub use element::{Element, kind_of};
+pub use error::{Error, OutOfMemory, Result};
+pub use memory::{allocated_bytes, exclusive, keep_freed_memory, take_peak_bytes};
 pub use tch;
 
 /// The version of libtorch that this program was compiled for.

@@ -54,6 +54,13 @@ pub fn allocated_bytes() -> usize {
     unsafe { ffi::sw_malloc_bytes() }
 }
 
+/// The most that large blocks of CPU memory (256 KiB and more) have had in use at the same time since this was last asked; nothing
+/// where [`keep_freed_memory`] has not been called.
+pub fn take_peak_bytes() -> usize {
+    // SAFETY: reads and resets the allocator's own books, under its lock.
+    unsafe { ffi::sw_memory_take_peak() }
+}
+
 /// From here on, keeps large blocks of CPU memory that tensors free for the next tensors of about their size, instead of giving
 /// them back to the system. For programs that train: a step asks for the same blocks over and over, and the system clears each
 /// page that it hands out. `shim/memory.cpp` says how what is kept stays small.

@@ -20,6 +20,13 @@ pub struct AdamW {
     pub epsilon: f64,
 }
 
+impl Default for AdamW {
+    /// What transformers are usually trained with. A trainer takes the rate from its schedule.
+    fn default() -> Self {
+        AdamW { rate: 1e-3, beta1: 0.9, beta2: 0.95, weight_decay: 0.1, epsilon: 1e-8 }
+    }
+}
+
 /// One slice of parameters with its gradient and state, all of one length.
 pub struct AdamWSlice<'a> {
     /// Updated in place.

@@ -47,6 +47,13 @@ fn what_is_freed_is_used_again_and_never_more_than_the_peak_is_kept() {
     let several: Vec<Tensor> = (0..4).map(|_| megabytes(20)).collect();
     assert!(several.iter().all(|tensor| addresses.contains(&tensor.data_ptr())), "all four are found again");
 
+    // The peak is that since it was last asked for.
+    drop(several);
+    shardwise_torch::take_peak_bytes();
+    drop(megabytes(30));
+    assert_eq!(shardwise_torch::take_peak_bytes() >> 20, 30);
+    assert_eq!(shardwise_torch::take_peak_bytes(), 0);
+
     // From several threads at once.
     std::thread::scope(|scope| {
         for thread in 0..4i64 {

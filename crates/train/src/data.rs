@@ -11,7 +11,7 @@ use shardwise_model::{Batch, IGNORED};
 use shardwise_torch::tch::Tensor;
 
 use crate::recipe::{EvaluationRecipe, Recipe};
-use crate::{Error, Result};
+use crate::{Error, Portion, Result};
 
 /// Where tokens come from.
 pub struct Data {
@@ -113,16 +113,35 @@ impl Data {
 
     /// A rank's micro-batches of a step, which are counted from one.
     pub fn step(&self, step: u64, rank: usize, ranks: usize) -> Result<Vec<Batch>> {
-        let per_micro_batch = (ranks * self.sequences) as u64;
-        let micro_batch = |index: u64| {
-            // A number is only a number of a sequence: that it wraps around after 2⁶⁴ harms nobody.
-            let micro_batch = (step - 1).wrapping_mul(self.micro_batches as u64).wrapping_add(index);
-            let own = micro_batch.wrapping_mul(per_micro_batch).wrapping_add((rank * self.sequences) as u64);
+        let portion = Portion { samples: self.sequences, micro_batches: self.micro_batches };
+        let micro_batch = |numbers: Vec<u64>| {
             let mut rows = Rows::default();
-            (0..self.sequences as u64).try_for_each(|index| self.add(own.wrapping_add(index), &mut rows))?;
+            numbers.into_iter().try_for_each(|number| self.add(number, &mut rows))?;
             Ok(rows.batch(self.sequences))
         };
-        (0..self.micro_batches as u64).map(micro_batch).collect()
+        portion.numbers(step, rank, ranks).into_iter().map(micro_batch).collect()
+    }
+
+    /// Which samples a step reads, on all ranks together: their numbers, and what the first of them are.
+    pub fn samples(&self, step: u64, ranks: usize) -> String {
+        let count = (self.sequences * self.micro_batches * ranks) as u64;
+        let first = (step - 1).wrapping_mul(count);
+        let numbers = (0..count).map(|index| first.wrapping_add(index));
+        let samples = match &self.source {
+            Source::Random => String::new(),
+            Source::Corpora { windows, mixture, .. } => {
+                let path = |source: usize| windows[source].corpus().path().display().to_string();
+                let sample = |number| mixture.at(number);
+                let shown = numbers.take(SAMPLES_SHOWN).map(sample);
+                listed(shown.map(|sample| format!("window {} of {}", sample.index, path(sample.source))), count)
+            }
+            Source::Conversations { mixture, .. } => {
+                let shown = numbers.take(SAMPLES_SHOWN).map(|number| mixture.at(number).index);
+                listed(shown.map(|index| format!("window {index} of the conversations")), count)
+            }
+        };
+        let last = first.wrapping_add(count - 1);
+        format!("sequences {first} to {last} of the order with seed {}{samples}", self.seed)
     }
 
     /// Adds the sequence of that number.
@@ -172,8 +191,18 @@ impl Rows {
     fn batch(self, sequences: usize) -> Batch {
         let tensor = |values: &[i64]| Tensor::from_slice(values).view([sequences as i64, -1]);
         let documents = (!self.documents.is_empty()).then(|| tensor(&self.documents));
-        Batch { tokens: tensor(&self.tokens), targets: tensor(&self.targets), documents }
+        Batch { documents, ..Batch::new(tensor(&self.tokens), tensor(&self.targets)) }
     }
+}
+
+/// How many of a step's samples are told one by one.
+const SAMPLES_SHOWN: usize = 4;
+
+/// The first ones of so many.
+fn listed(shown: impl Iterator<Item = String>, count: u64) -> String {
+    let shown: Vec<String> = shown.collect();
+    let more = if count > shown.len() as u64 { ", …" } else { "" };
+    format!(" ({}{more})", shown.join(", "))
 }
 
 fn conversations(recipe: &Recipe, chat: &Path) -> Result<Source> {

@@ -187,9 +187,20 @@ pub fn remedy(recipe: &Recipe, ranks: usize, limit: usize) -> Option<(Vec<&'stat
     })
 }
 
-/// The memory that a rank may use, and what limits it: the process's own limits, and its share of what the host's control
-/// group allows and the host has available.
-pub fn limit(ranks_here: usize) -> Option<(usize, &'static str)> {
+/// The memory that a rank may use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limit {
+    /// How much.
+    pub bytes: usize,
+    /// What limits it.
+    pub what: &'static str,
+    /// What of the process counts towards it, as `/proc/self/status` calls it.
+    pub counts: &'static str,
+}
+
+/// The memory that a rank may use: by the process's own limits, and its share of what the host's control group allows and the
+/// host has available, beside the bytes that the rank has already.
+pub fn limit(ranks_here: usize, resident_bytes: usize) -> Option<Limit> {
     let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
     let limits = read("/proc/self/limits");
     let own = |name: &str| -> Option<usize> {
@@ -206,15 +217,16 @@ pub fn limit(ranks_here: usize) -> Option<(usize, &'static str)> {
         .and_then(|line| line.split_whitespace().nth(1)?.parse::<usize>().ok())
         .map(|kib| kib << 10);
     let share = |bytes: usize| bytes / ranks_here.max(1);
+    let beside = |bytes: usize| share(bytes) + resident_bytes;
     [
-        (own("Max data size"), "the limit of a process's data (ulimit -d)"),
-        (own("Max address space"), "the limit of a process's address space (ulimit -v)"),
-        (group.map(share), "this rank's share of its control group's memory"),
-        (available.map(share), "this rank's share of the memory that is available"),
+        (own("Max data size"), "the limit of a process's data (ulimit -d)", "VmData:"),
+        (own("Max address space"), "the limit of a process's address space (ulimit -v)", "VmSize:"),
+        (group.map(share), "this rank's share of its control group's memory", "VmRSS:"),
+        (available.map(beside), "this rank's share of the memory that is available", "VmRSS:"),
     ]
     .into_iter()
-    .filter_map(|(bytes, what)| Some((bytes?, what)))
-    .min_by_key(|&(bytes, _)| bytes)
+    .filter_map(|(bytes, what, counts)| Some(Limit { bytes: bytes?, what, counts }))
+    .min_by_key(|limit| limit.bytes)
 }
 
 /// Bytes for people.

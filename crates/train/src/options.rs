@@ -8,10 +8,10 @@ use shardwise_plan::{Axis, Dtype, Mesh};
 use shardwise_torch::tch::Device;
 use shardwise_zero::{Groups, Optimizer, Precision, Sharding};
 
-use crate::{Error, LossScale, OnNotFinite, Result, Schedule};
+use crate::{Error, LossScale, OnNotFinite, OnOutlier, Result, Schedule};
 
 /// How to train.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Options {
     /// What is sliced.
     pub sharding: Sharding,
@@ -35,6 +35,8 @@ pub struct Options {
     pub loss_scale: LossScale,
     /// What to do when numbers are not finite.
     pub on_not_finite: OnNotFinite,
+    /// What to do when they are, and far outside what they usually are.
+    pub on_outlier: OnOutlier,
     /// Where this rank computes.
     pub device: Device,
 }
@@ -53,6 +55,7 @@ impl Options {
             clip_norm: None,
             loss_scale: LossScale::Fixed(1.),
             on_not_finite: OnNotFinite::Stop,
+            on_outlier: OnOutlier::Report,
             device: Device::Cpu,
         }
     }
@@ -63,6 +66,14 @@ impl Options {
             return refuse(
                 "sharded accumulation needs gradients that are sliced: use stage 2 or 3, or accumulation 'whole'",
             );
+        }
+        let states = self.optimizer.state_names();
+        let good = |name: &str| !name.is_empty() && !name.contains('/');
+        if let Some(place) = (0..states.len()).find(|&at| !good(states[at]) || states[..at].contains(&states[at])) {
+            return refuse(&format!(
+                "the optimizer keeps {:?}: names of its state are there once, and have no '/', for checkpoints use them",
+                states[place],
+            ));
         }
         let floats = [Dtype::F32, Dtype::Bf16, Dtype::F16];
         for (what, dtype) in [("parameters", self.precision.parameters), ("gradients", self.precision.gradients)] {

@@ -17,7 +17,7 @@ pub(crate) fn resumed(
     order: &Value,
     store: &Arc<Store>,
     ranks: &Ranks,
-    options: Options,
+    options: &Options,
     say: &mut dyn FnMut(&str),
 ) -> Result<Option<Trainer>> {
     let steps = steps(store, &ranks.world)?;
@@ -61,7 +61,7 @@ fn attempt(
     ours: &Value,
     store: &Arc<Store>,
     ranks: &Ranks,
-    options: Options,
+    options: &Options,
     step: u64,
 ) -> std::result::Result<Trainer, Why> {
     let refused = |text: String| Why { is_damage: false, text };
@@ -91,7 +91,7 @@ fn attempt(
         )));
     }
     let model = recipe.model().map_err(|error| refused(error.to_string()))?;
-    Trainer::resumed(model, ranks.clone(), options, &checkpoint).map_err(|error| match &error {
+    Trainer::resumed(model, ranks.clone(), options.clone(), &checkpoint).map_err(|error| match &error {
         Error::Zero(shardwise_zero::Error::Start { error: inner, .. }) => match inner.downcast_ref() {
             Some(inner) => why(inner),
             None => refused(error.to_string()),

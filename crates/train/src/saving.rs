@@ -5,7 +5,8 @@
 //! to agree that all are there, which they do after a step. A save that blocks is the same, with waiting in between.
 
 use std::collections::BTreeSet;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::fmt;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -16,9 +17,12 @@ use shardwise_checkpoint::{
     write_manifest, write_table, yield_to_others,
 };
 use shardwise_comm::{Group, Reduce};
+use shardwise_journal::Saved;
 
+use crate::position::{self, Position};
 use crate::recipe::{CheckpointsRecipe, Recipe};
 use crate::state::OwnFile;
+use crate::trace::PlannedTrace;
 use crate::{Error, Result, Trainer};
 
 /// What a run can be asked for from outside, on any of its ranks; a signal's handler sets it.
@@ -28,6 +32,10 @@ pub struct Asked {
     pub save: Arc<AtomicBool>,
     /// To save and end.
     pub end: Arc<AtomicBool>,
+    /// To trace so many steps, from the next but one on.
+    pub trace: Arc<AtomicU64>,
+    /// Steps that were to be traced from the start; the same on all ranks.
+    pub planned: PlannedTrace,
 }
 
 /// What a run should do next.
@@ -35,6 +43,32 @@ pub struct Asked {
 pub(crate) enum Next {
     GoOn,
     End,
+}
+
+/// What there is to say of a save.
+pub(crate) enum News {
+    /// It is there.
+    Saved(Saved),
+    /// Something is not as it should be.
+    Trouble {
+        /// With which step's.
+        step: u64,
+        /// What.
+        text: String,
+    },
+}
+
+impl fmt::Display for News {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            News::Saved(Saved { address, bytes, took_s, stood_still_s, .. }) => write!(
+                f,
+                "saved {address}: {:.1} MB in {took_s:.1} s, of which training stood still for {stood_still_s:.2} s",
+                *bytes as f64 / 1e6,
+            ),
+            News::Trouble { text, .. } => f.write_str(text),
+        }
+    }
 }
 
 /// How often a save is tried, and how long it waits before it is tried again.
@@ -52,6 +86,7 @@ pub(crate) struct Saver {
     /// What manifests say beside tensors and progress.
     about: Value,
     asked: Asked,
+    position: Arc<Position>,
     last: Instant,
     last_step: u64,
     under_way: Option<Save>,
@@ -64,7 +99,7 @@ pub(crate) struct Saver {
 pub fn save(trainer: &mut Trainer, store: &Arc<Store>, about: Value) -> Result<()> {
     let recipe = CheckpointsRecipe { keep_last: None, background: false, ..CheckpointsRecipe::at("") };
     let (world, step) = (trainer.ranks.world.clone(), trainer.progress().step);
-    let mut saver = Saver::new(store.clone(), world, recipe, about, Asked::default(), 0);
+    let mut saver = Saver::new(store.clone(), world, recipe, about, Asked::default(), 0, trainer.position.clone());
     saver.begin(trainer, step, &mut |_| ())?;
     saver.given_up.map_or(Ok(()), |why| Err(Error::Checkpoint(why)))
 }
@@ -137,8 +172,10 @@ impl Saver {
         about: Value,
         asked: Asked,
         last_step: u64,
+        position: Arc<Position>,
     ) -> Self {
-        Saver { store, world, recipe, about, asked, last: Instant::now(), last_step, under_way: None, given_up: None }
+        let last = Instant::now();
+        Saver { store, world, recipe, about, asked, position, last, last_step, under_way: None, given_up: None }
     }
 
     /// Why the last save was given up, if it was.
@@ -146,8 +183,14 @@ impl Saver {
         self.given_up
     }
 
+    /// The run has gone back to this step: what comes after it is yet to be saved.
+    pub(crate) fn gone_back(&mut self, step: u64) {
+        self.last_step = step;
+    }
+
     /// Looks after checkpoints when a step is done: whether one is due, and how the one under way goes.
-    pub(crate) fn after_step(&mut self, trainer: &mut Trainer, last: bool, say: &mut dyn FnMut(&str)) -> Result<Next> {
+    pub(crate) fn after_step(&mut self, trainer: &mut Trainer, last: bool, say: &mut dyn FnMut(News)) -> Result<Next> {
+        self.position.enter(position::Phase::Save);
         let step = trainer.progress().step;
         let is_first = self.world.rank() == 0;
         let timed = |minutes: f64| is_first && self.last.elapsed().as_secs_f64() >= 60. * minutes;
@@ -170,7 +213,8 @@ impl Saver {
             }
             match &self.under_way {
                 Some(save) if stepped => {
-                    say(&format!("step {step} is not saved: the save of step {} is still under way", save.step));
+                    let text = format!("step {step} is not saved: the save of step {} is still under way", save.step);
+                    say(News::Trouble { step, text });
                 }
                 // By the clock it is due until it is there.
                 Some(_) => (),
@@ -184,7 +228,7 @@ impl Saver {
     }
 
     /// Copies what is to be written, and begins to write it.
-    fn begin(&mut self, trainer: &mut Trainer, step: u64, say: &mut dyn FnMut(&str)) -> Result<()> {
+    fn begin(&mut self, trainer: &mut Trainer, step: u64, say: &mut dyn FnMut(News)) -> Result<()> {
         let began = Instant::now();
         let own = if self.world.rank() == 0 { i64::from(SaveId::new().number()) } else { 0 };
         let id = self.world.all_reduce("checkpoint's id", Reduce::Max, vec![own]).wait()?[0];
@@ -206,7 +250,7 @@ impl Saver {
     }
 
     /// Waits for the save under way.
-    pub(crate) fn finish(&mut self, say: &mut dyn FnMut(&str)) -> Result<()> {
+    pub(crate) fn finish(&mut self, say: &mut dyn FnMut(News)) -> Result<()> {
         while let Some(save) = &mut self.under_way {
             let waited = Instant::now();
             // Ranks may be minutes apart, which is longer than they wait for each other in one call.
@@ -224,7 +268,7 @@ impl Saver {
     }
 
     /// Every rank is through with its part of the phase: on to the next.
-    fn advance(&mut self, say: &mut dyn FnMut(&str)) -> Result<()> {
+    fn advance(&mut self, say: &mut dyn FnMut(News)) -> Result<()> {
         let Some(mut save) = self.under_way.take() else { return Ok(()) };
         let own = match save.job.outcome() {
             Some(Ok(_)) => Ok(()),
@@ -249,6 +293,7 @@ impl Saver {
                 Phase::Tables(entries)
             }
             Phase::Tables(entries) => {
+                self.position.enter(position::Phase::SaveBefore);
                 let manifest = Box::new(Manifest {
                     format: FORMAT,
                     written_by: format!("shardwise {}", env!("CARGO_PKG_VERSION")),
@@ -260,14 +305,16 @@ impl Saver {
                 Phase::Manifest(manifest)
             }
             Phase::Manifest(_) => {
+                self.position.enter(position::Phase::SaveAfter);
                 let bytes: u64 =
                     save.layouts.iter().flat_map(|layout| layout.files(save.id)).map(|file| file.bytes()).sum();
-                let (took, stood) = (save.began.elapsed().as_secs_f64(), save.stood.as_secs_f64());
-                say(&format!(
-                    "saved {}: {:.1} MB in {took:.1} s, of which training stood still for {stood:.2} s",
-                    self.store.display(&folder_of(step)),
-                    bytes as f64 / 1e6,
-                ));
+                say(News::Saved(Saved {
+                    step,
+                    address: self.store.display(&folder_of(step)),
+                    bytes,
+                    took_s: save.began.elapsed().as_secs_f64(),
+                    stood_still_s: save.stood.as_secs_f64(),
+                }));
                 let (is_first, id, recipe) = (self.world.rank() == 0, save.id, self.recipe.clone());
                 save.files = Arc::default();
                 self.given_up = None;
@@ -289,15 +336,16 @@ impl Saver {
     }
 
     /// Says why a save failed, and tries again or gives it up.
-    fn failed(&mut self, mut save: Save, error: &str, say: &mut dyn FnMut(&str)) -> Result<()> {
-        let name = folder_of(save.step);
+    fn failed(&mut self, mut save: Save, error: &str, say: &mut dyn FnMut(News)) -> Result<()> {
+        let (step, name) = (save.step, folder_of(save.step));
+        let mut trouble = |text: String| say(News::Trouble { step, text });
         if let Phase::Tidy = save.phase {
-            say(&format!("{name} is saved, and what it replaces could not be removed: {error}"));
+            trouble(format!("{name} is saved, and what it replaces could not be removed: {error}"));
             return Ok(());
         }
         match save.attempt < ATTEMPTS {
             true => {
-                say(&format!("{name} could not be saved, and will be tried again: {error}"));
+                trouble(format!("{name} could not be saved, and will be tried again: {error}"));
                 save.attempt += 1;
                 match &save.phase {
                     // It may be in place though the storage says otherwise, so what it names stays.
@@ -310,7 +358,7 @@ impl Saver {
                 self.under_way = Some(save);
             }
             false => {
-                say(&format!("{name} is not saved, after {ATTEMPTS} attempts: {error}; training goes on"));
+                trouble(format!("{name} is not saved, after {ATTEMPTS} attempts: {error}; training goes on"));
                 if !matches!(save.phase, Phase::Manifest(_)) {
                     discard(&self.store, save.step, &save.files);
                 }
@@ -322,11 +370,13 @@ impl Saver {
 
     /// The first rank does.
     fn write_manifest(&self, manifest: Box<Manifest>, attempt: u32) -> Job {
-        let (store, is_first) = (self.store.clone(), self.world.rank() == 0);
+        let (store, is_first, position) = (self.store.clone(), self.world.rank() == 0, self.position.clone());
         Job::spawn(move || {
             std::thread::sleep(WAIT * (attempt - 1));
-            if is_first {
-                write_manifest(&store, &manifest).map_err(|error| error.to_string())?;
+            let mut inside = || position.beside(position::Phase::SaveInside);
+            match is_first {
+                true => write_manifest(&store, &manifest, &mut inside).map_err(|error| error.to_string())?,
+                false => inside(),
             }
             Ok(Vec::new())
         })
@@ -334,7 +384,9 @@ impl Saver {
 
     fn write_files(&self, step: u64, files: &Arc<Vec<OwnFile>>, attempt: u32) -> Job {
         let (store, files, background) = (self.store.clone(), files.clone(), self.recipe.background);
+        let position = self.position.clone();
         Job::spawn(move || {
+            let began = Instant::now();
             if attempt > 1 {
                 // What is there already may be what leaves no room.
                 discard(&store, step, &files);
@@ -344,7 +396,9 @@ impl Saver {
                 // Training's next update waits for this; one that stands still anyway has nothing to wait for.
                 files.iter().try_for_each(|file| file.contents().map(drop))?;
             }
-            written(&store, step, &files)
+            let written = written(&store, step, &files);
+            position.lasted_beside(position::Phase::Save, began);
+            written
         })
     }
 

@@ -14,6 +14,7 @@ use shardwise_torch::tch::{Device, Tensor};
 use shardwise_torch::{Block, storage};
 use shardwise_zero::{Saved, StartError};
 
+use crate::outliers::PassedOver;
 use crate::{Error, Options, Ranks, Result, Trainer};
 
 /// What training needs to go on, beside tensors.
@@ -29,6 +30,9 @@ pub struct Progress {
     pub loss_scale: Option<f64>,
     /// Since when it has gone well.
     pub good_steps: u32,
+    /// Steps that are not taken again, past and to come.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub passed_over: Vec<PassedOver>,
 }
 
 /// A file that this rank writes, with a copy of what is in it.
@@ -107,6 +111,7 @@ impl Trainer {
             skipped: self.skipped,
             loss_scale: self.scale.moving(),
             good_steps: self.scale.good_steps(),
+            passed_over: self.passed_over.clone(),
         }
     }
 
@@ -192,9 +197,10 @@ impl Trainer {
             .map_err(|error| Error::Checkpoint(format!("{}: its progress: {error}", checkpoint.name())))?;
         let units: Vec<(String, Vec<Parameter>)> =
             model.units().iter().map(|unit| (unit.name().to_string(), unit.parameters().to_vec())).collect();
+        let optimizer = options.optimizer.clone();
         let mut trainer = Trainer::loaded(model, ranks, options, checkpoint)?;
         let mut readers = Readers { checkpoint, open: None };
-        let states = options.optimizer.state_names();
+        let states = optimizer.state_names();
         // Before the first update they are what they begin with, and an imported checkpoint has none.
         let shards = trainer.shards.iter_mut().zip(&units).filter(|_| progress.updates > 0);
         for (shard, (unit, parameters)) in shards {
@@ -205,6 +211,7 @@ impl Trainer {
         }
         trainer.steps = progress.step;
         trainer.skipped = progress.skipped;
+        trainer.passed_over = progress.passed_over;
         trainer.scale.resume(progress.loss_scale, progress.good_steps);
         Ok(trainer)
     }

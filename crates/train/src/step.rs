@@ -1,21 +1,27 @@
 //! One step of training.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
 use shardwise_comm::Reduce;
 use shardwise_model::{Activations, Batch, IGNORED, Model, Parameter, Unit};
 use shardwise_torch::autograd::{self, Graph};
 use shardwise_torch::tch::{Kind, Tensor, no_grad};
-use shardwise_zero::{Bytes, Layout, Pool, Shape, ShardedUnit};
+use shardwise_zero::{Bytes, Layout, Optimizer, Pool, Shape, ShardedUnit};
 
 use crate::fault::{Fault, OnNotFinite};
+use crate::guard::{Guard, Outlier};
+use crate::outliers::PassedOver;
+use crate::position::{Phase, Position};
 use crate::scale::Scale;
+use crate::spot_check::{MicroBatchesOf, Spot};
 use crate::start::Start;
 use crate::state::OwnFile;
 use crate::{Accumulation, Error, Options, Ranks, Recomputation, Result};
 
 /// What a step did.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Report {
     /// Which step it was, from one.
     pub step: u64,
@@ -23,9 +29,11 @@ pub struct Report {
     pub loss: f64,
     /// The norm of all gradients together, before clipping.
     pub gradient_norm: f64,
+    /// The same for each unit's.
+    pub unit_norms: Vec<f64>,
     /// The learning rate.
     pub rate: f64,
-    /// How many tokens counted.
+    /// How many targets counted: of a language model, tokens.
     pub tokens: u64,
     /// What the loss was multiplied by for the backward pass.
     pub loss_scale: f64,
@@ -33,10 +41,13 @@ pub struct Report {
     pub skipped: Option<Fault>,
     /// How many steps were skipped so far, this one included.
     pub skipped_so_far: u64,
+    /// What is far outside what it usually is, if something is.
+    pub outlier: Option<Outlier>,
 }
 
 /// What an evaluation found, of all ranks and micro-batches together.
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Evaluation {
     /// The sum of the losses of all tokens that count.
     pub loss_sum: f64,
@@ -56,15 +67,35 @@ pub struct Trainer {
     pub(crate) scale: Scale,
     pub(crate) steps: u64,
     pub(crate) skipped: u64,
+    /// Where this rank is, for who watches it.
+    pub(crate) position: Arc<Position>,
+    /// How many steps this rank is asked to trace, and how many any rank was at the beginning of the last step.
+    pub(crate) trace_asked: Arc<AtomicU64>,
+    pub(crate) trace_agreed: u64,
+    /// Steps that are not taken again.
+    pub(crate) passed_over: Vec<PassedOver>,
+    pub(crate) guard: Guard,
+    pub(crate) spot: Spot,
     /// What a save may not have copied yet.
     pub(crate) snapshot: Weak<Vec<OwnFile>>,
 }
 
 /// What a unit's forward pass leaves for its backward pass. Each unit has a graph of its own: its input is a leaf.
-struct Passed {
-    input: Option<Tensor>,
+pub(crate) struct Passed {
+    pub(crate) input: Option<Tensor>,
     /// With its graph, unless that is made again in the backward pass.
-    output: Tensor,
+    pub(crate) output: Tensor,
+}
+
+/// What becomes of the gradients of a backward pass.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Then {
+    /// They are added to those of earlier micro-batches.
+    Add,
+    /// So they are, and then handed to the ranks that own them.
+    Reduce,
+    /// They were for looking at.
+    Forget,
 }
 
 /// The unit, the place in it, and the gradient.
@@ -92,6 +123,8 @@ impl Trainer {
         let shards: Vec<ShardedUnit> = model.units().iter().map(&mut shard).collect::<std::result::Result<_, _>>()?;
         let first_trained = shards.iter().position(ShardedUnit::is_trainable).ok_or(Error::AllFrozen)?;
         let scale = Scale::new(options.loss_scale);
+        let position = Arc::new(Position::default());
+        position.name_units(model.units().iter().map(Unit::name));
         Ok(Trainer {
             model,
             shards,
@@ -102,8 +135,20 @@ impl Trainer {
             scale,
             steps: 0,
             skipped: 0,
+            position,
+            trace_asked: Arc::default(),
+            trace_agreed: 0,
+            passed_over: Vec::new(),
+            guard: Guard::default(),
+            spot: Spot::default(),
             snapshot: Weak::new(),
         })
+    }
+
+    /// Says from now on there where this rank is.
+    pub fn report_to(&mut self, position: Arc<Position>) {
+        position.name_units(self.model.units().iter().map(Unit::name));
+        self.position = position;
     }
 
     /// The shards, unit by unit.
@@ -121,11 +166,17 @@ impl Trainer {
         (held, self.pool.bytes())
     }
 
-    // ---- the step -----------------------------------------------------------------------------------------------------
-
     /// One step on this rank's micro-batches.
     pub fn step(&mut self, micro_batches: &[Batch]) -> Result<Report> {
+        self.stepped(micro_batches, None)
+    }
+
+    // ---- the step -----------------------------------------------------------------------------------------------------
+
+    /// One step, which is checked against other ranks' arithmetic where their micro-batches are given.
+    pub(crate) fn stepped(&mut self, micro_batches: &[Batch], checked: Option<&MicroBatchesOf<'_>>) -> Result<Report> {
         self.steps += 1;
+        self.position.begin_step(self.steps);
 
         // A token weighs the same wherever it is: the loss is the mean over all ranks and micro-batches.
         let tokens = self.count_to_learn(micro_batches)?;
@@ -142,43 +193,44 @@ impl Trainer {
             // Gradients are added up here until the last micro-batch, or on the ranks that own them after each. Either way
             // the backward pass completes those of unit after unit, and starts to reduce each at once.
             let reduce = index + 1 == micro_batches.len() || self.options.accumulation == Accumulation::Sharded;
-            self.backward(&batch, passed, &weight, reduce)?;
+            self.backward(&batch, passed, &weight, if reduce { Then::Reduce } else { Then::Add })?;
         }
-        let mut squares = Vec::new();
-        for shard in &mut self.shards {
-            shard.finish_reduce()?;
-            squares.push(shard.gradient_squares()?);
+        let squares = self.finish_reduce()?;
+        let (loss_sum, gradient_norm, unit_norms) = self.agree(loss, &squares, loss_scale)?;
+        let loss = loss_sum / tokens as f64;
+        if let Some(of_rank) = checked {
+            self.spot_check(of_rank, &weight)?;
         }
-        let (loss, scaled_norm) = self.agree(loss, &squares)?;
-        let gradient_norm = scaled_norm / loss_scale;
 
         let pace = self.options.schedule.at(self.steps);
-        let mut skipped = None;
+        let (mut skipped, mut outlier) = (None, None);
         if loss.is_finite() && gradient_norm.is_finite() {
+            outlier = self.judged(loss, &unit_norms)?;
             let clip = self.options.clip_norm.map_or(1., |largest| (largest / gradient_norm).min(1.));
             let optimizer = self.options.optimizer.at(pace.rate, pace.momentum);
             self.finish_snapshot();
-            for shard in &mut self.shards {
-                shard.update(&optimizer, clip / loss_scale)?;
-            }
+            self.update(&optimizer, clip / loss_scale)?;
             self.scale.went_well();
         } else {
             skipped = Some(self.skip(fault)?);
         }
+        self.position.enter(Phase::Between);
         Ok(Report {
             step: self.steps,
-            loss: loss / tokens as f64,
+            loss,
             gradient_norm,
+            unit_norms,
             rate: pace.rate,
             tokens: tokens as u64,
             loss_scale,
             skipped,
             skipped_so_far: self.skipped,
+            outlier,
         })
     }
 
     /// From the tokens to the loss, unit by unit. While one computes, the next ones' parameters are on their way.
-    fn forward(&mut self, batch: &Batch) -> Result<Vec<Passed>> {
+    pub(crate) fn forward(&mut self, batch: &Batch) -> Result<Vec<Passed>> {
         let mut passed: Vec<Passed> = Vec::with_capacity(self.shards.len());
         for index in 0..self.shards.len() {
             self.gather(index)?;
@@ -200,9 +252,9 @@ impl Trainer {
         Ok(passed)
     }
 
-    /// From the loss back to the first unit that learns, leaving gradients behind. While one unit computes, those before it
-    /// are gathered and those after it are reduced.
-    fn backward(&mut self, batch: &Batch, passed: Vec<Passed>, weight: &Tensor, reduce: bool) -> Result<()> {
+    /// From the loss back to the first unit that learns. While one unit computes, those before it are gathered and those after
+    /// it are reduced.
+    pub(crate) fn backward(&mut self, batch: &Batch, passed: Vec<Passed>, weight: &Tensor, then: Then) -> Result<()> {
         let mut output_grad = weight.shallow_clone();
         for (index, Passed { input, output }) in passed.into_iter().enumerate().skip(self.first_trained).rev() {
             let reads = self.model.units()[index].backward_reads_parameters();
@@ -215,7 +267,7 @@ impl Trainer {
                 }
             }
             let output = match self.is_computed_again(index) {
-                true => self.compute(index, input.as_ref(), batch, Activations::Kept)?,
+                true => self.compute_again(index, input.as_ref(), batch)?,
                 false => output,
             };
             let (grads, input_grad) = self.gradients(index, &output, &output_grad, input.as_ref())?;
@@ -224,17 +276,17 @@ impl Trainer {
                 self.release(index)?;
             }
             for (unit, parameter, grad) in grads {
-                self.shards[unit].add_gradient(parameter, &grad)?;
-            }
-            output_grad = input_grad.unwrap_or(output_grad);
-            if reduce {
-                self.shards[index].begin_reduce()?;
-                if let Some(earlier) = self.shards.get_mut(index + self.options.units_in_flight) {
-                    earlier.settle_reduce()?;
+                self.see(index, &grad)?;
+                if then != Then::Forget {
+                    self.shards[unit].add_gradient(parameter, &grad)?;
                 }
             }
+            output_grad = input_grad.unwrap_or(output_grad);
+            if then == Then::Reduce {
+                self.begin_reduce(index)?;
+            }
         }
-        if reduce && self.options.accumulation == Accumulation::Sharded {
+        if then == Then::Reduce && self.options.accumulation == Accumulation::Sharded {
             self.shards.iter_mut().try_for_each(ShardedUnit::finish_reduce)?;
         }
         Ok(())
@@ -243,10 +295,37 @@ impl Trainer {
     // ---- its parts ----------------------------------------------------------------------------------------------------
 
     /// A unit's output.
-    fn compute(&self, index: usize, input: Option<&Tensor>, batch: &Batch, activations: Activations) -> Result<Tensor> {
+    pub(crate) fn compute(
+        &self,
+        index: usize,
+        input: Option<&Tensor>,
+        batch: &Batch,
+        activations: Activations,
+    ) -> Result<Tensor> {
+        self.position.enter_unit(Phase::Forward, index);
+        self.output(index, input, batch, activations)
+    }
+
+    /// The same in the backward pass, with the graph that the forward pass did not make.
+    fn compute_again(&self, index: usize, input: Option<&Tensor>, batch: &Batch) -> Result<Tensor> {
+        self.position.enter_unit(Phase::Recompute, index);
+        self.output(index, input, batch, Activations::Kept)
+    }
+
+    fn output(&self, index: usize, input: Option<&Tensor>, batch: &Batch, activations: Activations) -> Result<Tensor> {
         let unit = &self.model.units()[index];
-        unit.forward(self.shards[index].parameters(), self.tied(index), input, batch, activations)
-            .map_err(|error| Error::Model { unit: unit.name().to_string(), error })
+        let failed = |error| Error::Model { unit: unit.name().to_string(), error };
+        let output = unit
+            .forward(self.shards[index].parameters(), self.tied(index), input, batch, activations)
+            .map_err(failed)?;
+        if index + 1 == self.shards.len() && output.numel() != 1 {
+            let problem = format!(
+                "the last unit has put out {:?}; its output is one number, the sum of the losses of all targets",
+                output.size(),
+            );
+            return Err(failed(shardwise_model::Error::Config { key: "loss", problem }));
+        }
+        Ok(output)
     }
 
     /// The parameter that a unit uses of another unit.
@@ -257,20 +336,21 @@ impl Trainer {
 
     /// Whether a unit's graph is made in the backward pass. It is not where that would save nothing: in the last unit, whose
     /// backward pass follows at once, and where the graph holds next to nothing.
-    fn is_computed_again(&self, index: usize) -> bool {
+    pub(crate) fn is_computed_again(&self, index: usize) -> bool {
         self.options.recomputation == Recomputation::Full
             && index + 1 < self.shards.len()
             && self.model.units()[index].backward_reads_parameters()
     }
 
     /// A unit's backward pass: the gradients of parameters, with unit and place, and that of its input.
-    fn gradients(
+    pub(crate) fn gradients(
         &self,
         index: usize,
         output: &Tensor,
         output_grad: &Tensor,
         input: Option<&Tensor>,
     ) -> Result<(Vec<ParameterGradient>, Option<Tensor>)> {
+        self.position.enter_unit(Phase::Backward, index);
         let trained = self.trained(index);
         let tensors = trained.iter().map(|&(unit, parameter)| &self.shards[unit].parameters()[parameter]);
         let inputs: Vec<&Tensor> = tensors.chain(input).filter(|tensor| tensor.requires_grad()).collect();
@@ -301,7 +381,8 @@ impl Trainer {
     }
 
     /// Makes them whole.
-    fn gather(&mut self, index: usize) -> Result<()> {
+    pub(crate) fn gather(&mut self, index: usize) -> Result<()> {
+        self.position.enter_unit(Phase::Gather, index);
         self.begin_gather(index)?;
         if let Some(tied) = self.model.units()[index].tied() {
             self.shards[tied.unit].gather()?;
@@ -309,8 +390,38 @@ impl Trainer {
         Ok(self.shards[index].gather()?)
     }
 
+    /// Starts to hand a unit's gradients to the ranks that own them, and sees to it that not too many are on their way.
+    fn begin_reduce(&mut self, index: usize) -> Result<()> {
+        self.position.enter_unit(Phase::Reduce, index);
+        self.shards[index].begin_reduce()?;
+        match self.shards.get_mut(index + self.options.units_in_flight) {
+            Some(earlier) => Ok(earlier.settle_reduce()?),
+            None => Ok(()),
+        }
+    }
+
+    /// Waits until all gradients are where they belong; the sum of this rank's squares, for each unit.
+    fn finish_reduce(&mut self) -> Result<Vec<f64>> {
+        let mut squares = Vec::with_capacity(self.shards.len());
+        for (index, shard) in self.shards.iter_mut().enumerate() {
+            self.position.enter_unit(Phase::Reduce, index);
+            shard.finish_reduce()?;
+            squares.push(shard.gradient_squares()?);
+        }
+        Ok(squares)
+    }
+
+    /// Updates what this rank owns, with gradients that are multiplied by `factor`.
+    fn update(&mut self, optimizer: &Optimizer, factor: f64) -> Result<()> {
+        for (index, shard) in self.shards.iter_mut().enumerate() {
+            self.position.enter_unit(Phase::Optimizer, index);
+            shard.update(optimizer, factor)?;
+        }
+        Ok(())
+    }
+
     /// Gives their memory back.
-    fn release(&mut self, index: usize) -> Result<()> {
+    pub(crate) fn release(&mut self, index: usize) -> Result<()> {
         if let Some(tied) = self.model.units()[index].tied() {
             self.shards[tied.unit].release()?;
         }
@@ -318,44 +429,50 @@ impl Trainer {
     }
 
     /// The number of tokens that count on all ranks, of which there must be some.
-    fn count_to_learn(&self, micro_batches: &[Batch]) -> Result<i64> {
-        match self.count(micro_batches)? {
+    fn count_to_learn(&mut self, micro_batches: &[Batch]) -> Result<i64> {
+        let asked = self.trace_asked.swap(0, Ordering::Relaxed);
+        let (tokens, trace_agreed) = self.count(micro_batches, asked)?;
+        self.trace_agreed = trace_agreed;
+        match tokens {
             0 => Err(Error::NothingToLearn { step: self.steps }),
             tokens => Ok(tokens),
         }
     }
 
-    /// The number of tokens that count on all ranks. All ranks must have as many micro-batches: they gather together.
-    fn count(&self, micro_batches: &[Batch]) -> Result<i64> {
+    /// The number of tokens that count on all ranks, and the most steps that any was asked to trace, which travels along. All
+    /// ranks must have as many micro-batches: they gather together.
+    fn count(&self, micro_batches: &[Batch], asked: u64) -> Result<(i64, u64)> {
         let (step, world) = (self.steps, &self.ranks.world);
         let counted =
             micro_batches.iter().map(|batch| batch.targets.ne(IGNORED).sum(Kind::Int64).int64_value(&[])).sum();
-        let own = vec![counted, micro_batches.len() as i64];
-        let (own, all) = world.all_gather("tokens", own, vec![0i64; 2 * world.size()]).wait()?;
-        if let Some(rank) = all.chunks_exact(2).position(|other| other[1] != own[1] || other[1] == 0) {
-            return Err(Error::MicroBatches { step, rank, theirs: all[2 * rank + 1], ours: own[1] });
+        let own = vec![counted, micro_batches.len() as i64, asked as i64];
+        let (own, all) = world.all_gather("tokens", own, vec![0i64; 3 * world.size()]).wait()?;
+        if let Some(rank) = all.chunks_exact(3).position(|other| other[1] != own[1] || other[1] == 0) {
+            return Err(Error::MicroBatches { step, rank, theirs: all[3 * rank + 1], ours: own[1] });
         }
-        Ok(all.chunks_exact(2).map(|rank| rank[0]).sum())
+        let asked = all.chunks_exact(3).map(|rank| rank[2]).max().unwrap_or(0);
+        Ok((all.chunks_exact(3).map(|rank| rank[0]).sum(), asked.max(0) as u64))
     }
 
-    /// The sum of all ranks' losses, and the norm of all gradients, from every rank's sums of squares per unit. Both are added
-    /// in f64, in rank order.
-    fn agree(&self, loss: f64, squares: &[f64]) -> Result<(f64, f64)> {
+    /// The sum of all ranks' losses, the norm of all gradients and that of each unit's, from every rank's sums of squares per
+    /// unit, of gradients that are `loss_scale` times as large as they should be. All are added in f64, in rank order.
+    fn agree(&self, loss: f64, squares: &[f64], loss_scale: f64) -> Result<(f64, f64, Vec<f64>)> {
         let own: Vec<f64> = std::iter::once(loss).chain(squares.iter().copied()).collect();
         let all = self.ranks.world.all_reduce("loss and norm", Reduce::Sum, own).wait()?;
         // Every replica has counted the same gradients.
         let replicas = self.ranks.groups.replicate.size() as f64;
-        Ok((all[0], (all[1..].iter().sum::<f64>() / replicas).sqrt()))
+        let norm = |squares: f64| (squares / replicas).sqrt() / loss_scale;
+        Ok((all[0], norm(all[1..].iter().sum()), all[1..].iter().map(|&squares| norm(squares)).collect()))
     }
 
     // ---- without learning ---------------------------------------------------------------------------------------------
 
-    /// What the model says of every token of the vocabulary, for every position of these tokens: sequences by positions by
-    /// vocabulary. All ranks call it together, with tokens of their own.
-    pub fn logits(&mut self, tokens: &Tensor) -> Result<Tensor> {
-        let tokens = tokens.to_device(self.options.device);
-        let targets = tokens.full_like(IGNORED);
-        let batch = Batch::new(tokens, targets);
+    /// What the model says of every token of the vocabulary, for every position of these inputs: sequences by positions by
+    /// vocabulary; of a model of one's own, what its head's `logits` are. All ranks call it together, with inputs of their own.
+    pub fn logits(&mut self, inputs: &Tensor) -> Result<Tensor> {
+        let inputs = inputs.to_device(self.options.device);
+        let targets = inputs.full_like(IGNORED);
+        let batch = Batch::new(inputs, targets);
         let head = self.shards.len() - 1;
         self.pass(|trainer, index, input| match input {
             Some(input) if index == head => trainer.head_logits(input),
@@ -366,7 +483,7 @@ impl Trainer {
     /// The loss on micro-batches that nothing is learned from. All ranks call it together, with as many micro-batches of
     /// their own.
     pub fn evaluate(&mut self, micro_batches: &[Batch]) -> Result<Evaluation> {
-        let tokens = self.count(micro_batches)?;
+        let (tokens, _) = self.count(micro_batches, 0)?;
         let mut loss_sum = 0.;
         for batch in micro_batches {
             let batch = batch.to_device(self.options.device);
@@ -398,10 +515,11 @@ impl Trainer {
     fn head_logits(&self, input: &Tensor) -> Result<Tensor> {
         let index = self.shards.len() - 1;
         let (unit, tied) = (&self.model.units()[index], self.tied(index));
-        let logits = unit
-            .logits(self.shards[index].parameters(), tied, input)
-            .map_err(|error| Error::Model { unit: unit.name().to_string(), error })?;
-        Ok(logits.expect("the last unit is the head"))
+        let failed = |error| Error::Model { unit: unit.name().to_string(), error };
+        unit.logits(self.shards[index].parameters(), tied, input).map_err(failed)?.ok_or_else(|| {
+            let problem = "the last unit has none; give its layer a `logits`".to_string();
+            failed(shardwise_model::Error::Config { key: "logits", problem })
+        })
     }
 
     // ---- numbers that are not finite ----------------------------------------------------------------------------------
@@ -449,7 +567,7 @@ impl Trainer {
     }
 
     /// The least number that any rank has, and the first rank that has it.
-    fn first_of_all(&self, own: Option<usize>) -> Result<Option<(usize, usize)>> {
+    pub(crate) fn first_of_all(&self, own: Option<usize>) -> Result<Option<(usize, usize)>> {
         let world = &self.ranks.world;
         let key = own.map_or(i64::MIN, |own| -((own * world.size() + world.rank()) as i64));
         let first = world.all_reduce("fault", Reduce::Max, vec![key]).wait()?[0];

@@ -43,7 +43,7 @@ fn options(stage: u8, precision: Precision) -> Options {
 }
 
 fn world() -> Arc<Group> {
-    Arc::new(mpi::world(mpi::Options { time_limit: Duration::from_secs(60) }).unwrap())
+    Arc::new(mpi::world(mpi::Options { time_limit: Duration::from_secs(60), ..mpi::Options::default() }).unwrap())
 }
 
 /// A micro-batch of a step, as its global number says: the same whoever trains on it. Some targets do not count.

@@ -35,7 +35,7 @@ fn corpus(folder: &Path, windows: u64) -> Recipe {
 fn step(data: &Data, step: u64, ranks: usize) -> Vec<i64> {
     let of_rank = |rank| data.step(step, rank, ranks).unwrap();
     let ranks: Vec<_> = (0..ranks).map(of_rank).collect();
-    let first = |batch: &shardwise_model::Batch| Vec::<i64>::try_from(batch.tokens.select(1, 0)).unwrap();
+    let first = |batch: &shardwise_model::Batch| Vec::<i64>::try_from(batch.inputs.select(1, 0)).unwrap();
     (0..ranks[0].len()).flat_map(|micro_batch| ranks.iter().flat_map(move |rank| first(&rank[micro_batch]))).collect()
 }
 

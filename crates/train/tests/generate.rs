@@ -74,7 +74,9 @@ fn the_cache_changes_no_token() {
 #[test]
 fn ranks_generate_together() {
     ranks!(Launch::ranks(2).limit(Duration::from_secs(120)), || {
-        let world = Arc::new(mpi::world(mpi::Options { time_limit: Duration::from_secs(60) }).unwrap());
+        let world = Arc::new(
+            mpi::world(mpi::Options { time_limit: Duration::from_secs(60), ..mpi::Options::default() }).unwrap(),
+        );
         let ranks = Ranks::sharded(world);
         let chance = Sampling { temperature: 0.8, top_k: Some(20), top_p: Some(0.9), seed: 11 };
         for ((name, sharded), (_, whole)) in models().into_iter().zip(models()) {

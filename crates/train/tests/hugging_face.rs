@@ -73,7 +73,9 @@ fn every_family_goes_in_and_out() {
     }
     let launch = Launch::ranks(3).variable(FOLDER, text(folder.path())).limit(Duration::from_secs(300));
     ranks!(launch, || {
-        let world = Arc::new(mpi::world(mpi::Options { time_limit: Duration::from_secs(60) }).unwrap());
+        let world = Arc::new(
+            mpi::world(mpi::Options { time_limit: Duration::from_secs(60), ..mpi::Options::default() }).unwrap(),
+        );
         let folder = PathBuf::from(std::env::var(FOLDER).unwrap());
         FAMILIES.iter().for_each(|family| train_and_export(&world, &folder, family));
     });

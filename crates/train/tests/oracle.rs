@@ -37,7 +37,7 @@ fn step_batch(step: i64) -> Batch {
 fn own_batches(step: i64, rank: i64) -> Vec<Batch> {
     let all = step_batch(step);
     let part = |tensor: &Tensor, index: i64| tensor.narrow(0, (index * RANKS + rank) * 2, 2).contiguous();
-    let batch = |index| Batch::new(part(&all.tokens, index), part(&all.targets, index));
+    let batch = |index| Batch::new(part(&all.inputs, index), part(&all.targets, index));
     (0..MICRO_BATCHES).map(batch).collect()
 }
 
@@ -55,7 +55,7 @@ fn oracle(name: &str, family: &str, model: &Model, initial: &[Tensor]) -> Vec<[f
     std::fs::write(folder.join("config.json"), config).unwrap();
     let batches: Vec<Batch> = (0..STEPS).map(step_batch).collect();
     let stacked = |part: fn(&Batch) -> &Tensor| Tensor::stack(&batches.iter().map(part).collect::<Vec<_>>(), 0);
-    let (tokens, targets) = (stacked(|batch| &batch.tokens), stacked(|batch| &batch.targets));
+    let (tokens, targets) = (stacked(|batch| &batch.inputs), stacked(|batch| &batch.targets));
     let names = model.units().iter().flat_map(|unit| unit.parameters().iter().map(|p| p.name.as_str()));
     let mut tensors: Vec<(&str, &Tensor)> = names.zip(initial).collect();
     tensors.extend([("tokens", &tokens), ("targets", &targets)]);
@@ -75,7 +75,8 @@ fn oracle(name: &str, family: &str, model: &Model, initial: &[Tensor]) -> Vec<[f
 }
 
 fn agrees(name: &str, family: &str, model: impl Fn() -> Model) {
-    let group = Arc::new(mpi::world(mpi::Options { time_limit: Duration::from_secs(100) }).unwrap());
+    let group =
+        Arc::new(mpi::world(mpi::Options { time_limit: Duration::from_secs(100), ..mpi::Options::default() }).unwrap());
     assert_eq!(group.size() as i64, RANKS);
     let sharding = Sharding::stage(3).unwrap();
     let options = Options {

@@ -36,7 +36,7 @@ fn options(stage: u8, recomputation: Recomputation) -> Options {
 }
 
 fn world() -> Arc<Group> {
-    Arc::new(mpi::world(mpi::Options { time_limit: Duration::from_secs(60) }).unwrap())
+    Arc::new(mpi::world(mpi::Options { time_limit: Duration::from_secs(60), ..mpi::Options::default() }).unwrap())
 }
 
 fn trainer(model: Model, ranks: &Ranks, options: Options) -> Trainer {
@@ -146,8 +146,9 @@ fn replicas_optimizers_and_units_in_flight_change_no_bit_between_stages() {
         assert_eq!((hybrid.groups.shard.size(), hybrid.groups.replicate.size()), (2, 2));
         let sgd = Sgd { rate: 0., momentum: 0.9, weight_decay: 0.01 };
         let lamb = Lamb { rate: 0., beta1: 0.9, beta2: 0.99, weight_decay: 0.05, epsilon: 1e-6 };
-        let with =
-            |optimizer, rate| move |options| Options { optimizer, schedule: Schedule::constant(rate), ..options };
+        let with = |optimizer: Optimizer, rate| {
+            move |options| Options { optimizer: optimizer.clone(), schedule: Schedule::constant(rate), ..options }
+        };
         let same = |what: &str, ranks: &Ranks, change: &dyn Fn(Options) -> Options| -> Bits {
             let bits = |stage| train(llama(), ranks, change(options(stage, Recomputation::None)), 30, 2);
             let expected = bits(0);
@@ -283,7 +284,8 @@ fn numbers_that_are_not_finite_are_named_and_follow_the_policy() {
         for stage in 0..4 {
             let options = options(stage, Recomputation::Full);
             let name = "model.layers.1.mlp.up_proj.weight";
-            let mut trainer = Trainer::new(llama(), ranks.clone(), options, &mut spoiled(name, f32::NAN)).unwrap();
+            let mut trainer =
+                Trainer::new(llama(), ranks.clone(), options.clone(), &mut spoiled(name, f32::NAN)).unwrap();
             for step in 1..3 {
                 let error = trainer.step(&[own()]).unwrap_err().to_string();
                 assert_eq!(
@@ -332,7 +334,7 @@ fn uneven_batches_equal_one_big_batch() {
         for step in 0..10 {
             let all: Vec<Batch> = (0..2 * size).map(|index| batch(step, index)).collect();
             let joined = |part: fn(&Batch) -> &Tensor| Tensor::cat(&all.iter().map(part).collect::<Vec<_>>(), 0);
-            let big = Batch::new(joined(|batch| &batch.tokens), joined(|batch| &batch.targets));
+            let big = Batch::new(joined(|batch| &batch.inputs), joined(|batch| &batch.targets));
             let own: Vec<Batch> = (0..2).map(|index| batch(step, index * size + ranks.world.rank() as i64)).collect();
             let (found, expected) = (together.step(&own).unwrap(), single.step(&[big]).unwrap());
             assert_eq!(found.tokens, expected.tokens);
@@ -361,7 +363,7 @@ fn ranks_with_different_numbers_of_micro_batches_are_told() {
         assert_eq!(error, expected);
         // Nothing is lost: the next step can be right.
         trainer.step(&[batch(0, rank as i64)]).unwrap();
-        let nothing = Batch::new(batch(0, 0).tokens, batch(0, 0).targets.fill_(IGNORED));
+        let nothing = Batch::new(batch(0, 0).inputs, batch(0, 0).targets.fill_(IGNORED));
         let error = trainer.step(&[nothing]).unwrap_err().to_string();
         assert!(error.contains("step 3: no rank has a token that counts"), "{error}");
     });

@@ -3,13 +3,20 @@
 //! An optimizer sees a run: consecutive elements of one parameter, inside one owner's slice. AdamW and SGD treat each element
 //! by itself, so a run is all they need. LAMB scales the update of a whole parameter by norms of that parameter; it sums
 //! squares per run, and the ranks add those up.
+//!
+//! An optimizer of one's own treats each element by itself, and is an [`Elementwise`]. It is called here as AdamW is, so it gives
+//! the same bits at every stage, and its numbers are sliced, saved and resumed like AdamW's.
+
+use std::fmt::Debug;
+use std::sync::Arc;
 
 use shardwise_torch::Result;
 use shardwise_torch::optim::{AdamW, AdamWSlice, adamw_step};
-use shardwise_torch::tch::{Kind, TchError, Tensor};
+use shardwise_torch::tch::{Kind, TchError, Tensor, no_grad};
 
 /// An optimizer with its numbers.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug)]
+#[non_exhaustive]
 pub enum Optimizer {
     /// Adam with decoupled weight decay, by libtorch's fused kernel.
     AdamW(AdamW),
@@ -17,6 +24,71 @@ pub enum Optimizer {
     Sgd(Sgd),
     /// Adam's direction, scaled per parameter to the parameter's own norm: for very large batches.
     Lamb(Lamb),
+    /// One's own; [`Optimizer::own`] makes it.
+    Own(Own),
+}
+
+/// An optimizer that treats each element by itself, whatever its neighbours are.
+///
+/// Sign descent with momentum, as an example:
+///
+/// ```
+/// use shardwise_torch::Result;
+/// use shardwise_zero::{Elements, Elementwise, Optimizer};
+///
+/// #[derive(Debug)]
+/// struct SignDescent { beta: f64 }
+///
+/// impl Elementwise for SignDescent {
+///     fn state_names(&self) -> &[&str] {
+///         &["momentum"]
+///     }
+///
+///     fn update(&self, elements: Elements) -> Result<()> {
+///         let Elements { mut parameters, grads, mut state, rate, .. } = elements;
+///         let momentum = state[0].f_lerp_(&grads, 1. - self.beta)?;
+///         parameters.f_sub_(&momentum.f_sign()?.f_mul_scalar(rate)?)?;
+///         Ok(())
+///     }
+/// }
+///
+/// let optimizer = Optimizer::own(SignDescent { beta: 0.9 });
+/// assert_eq!(optimizer.states(), 1);
+/// ```
+pub trait Elementwise: Debug + Send + Sync {
+    /// What the numbers are called that it keeps for each element: all f32, and zero at first. Checkpoints have them by these names.
+    fn state_names(&self) -> &[&str];
+
+    /// Updates parameters and state in place. It is called for as many elements at a time as is convenient, without a graph.
+    fn update(&self, elements: Elements) -> Result<()>;
+}
+
+/// Some consecutive elements of one parameter, to be updated; all tensors have one dimension and one length.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct Elements {
+    /// f32, to be changed in place.
+    pub parameters: Tensor,
+    /// f32, clipped and unscaled.
+    pub grads: Tensor,
+    /// What the optimizer keeps, in the order of its [`Elementwise::state_names`]; f32, to be changed in place.
+    pub state: Vec<Tensor>,
+    /// Whether weight decay applies.
+    pub decays: bool,
+    /// How many updates there have been, this one included.
+    pub step: u32,
+    /// The learning rate of this step.
+    pub rate: f64,
+    /// The momentum of this step, where the schedule moves it.
+    pub momentum: Option<f64>,
+}
+
+/// An optimizer of one's own, at the pace of a step.
+#[derive(Clone, Debug)]
+pub struct Own {
+    optimizer: Arc<dyn Elementwise>,
+    rate: f64,
+    momentum: Option<f64>,
 }
 
 /// SGD's numbers.
@@ -69,14 +141,20 @@ pub(crate) struct Squares {
 }
 
 impl Optimizer {
+    /// One's own. It has no rate until [`Optimizer::at`], by which a trainer's schedule gives it one.
+    pub fn own(optimizer: impl Elementwise + 'static) -> Self {
+        Optimizer::Own(Own { optimizer: Arc::new(optimizer), rate: 0., momentum: None })
+    }
+
     /// The same with another rate and, where the schedule moves it, another momentum (AdamW's and LAMB's `beta1`).
-    pub fn at(self, rate: f64, momentum: Option<f64>) -> Self {
-        match self {
+    pub fn at(&self, rate: f64, momentum: Option<f64>) -> Self {
+        match self.clone() {
             Optimizer::AdamW(adamw) => {
                 Optimizer::AdamW(AdamW { rate, beta1: momentum.unwrap_or(adamw.beta1), ..adamw })
             }
             Optimizer::Sgd(sgd) => Optimizer::Sgd(Sgd { rate, momentum: momentum.unwrap_or(sgd.momentum), ..sgd }),
             Optimizer::Lamb(lamb) => Optimizer::Lamb(Lamb { rate, beta1: momentum.unwrap_or(lamb.beta1), ..lamb }),
+            Optimizer::Own(own) => Optimizer::Own(Own { rate, momentum, ..own }),
         }
     }
 
@@ -86,10 +164,11 @@ impl Optimizer {
     }
 
     /// What they are called.
-    pub fn state_names(&self) -> &'static [&'static str] {
+    pub fn state_names(&self) -> &[&str] {
         match self {
             Optimizer::AdamW(_) | Optimizer::Lamb(_) => &["first_moment", "second_moment"],
             Optimizer::Sgd(_) => &["momentum"],
+            Optimizer::Own(own) => own.optimizer.state_names(),
         }
     }
 }
@@ -140,6 +219,16 @@ impl Run<'_> {
             let mut direction = state.remove(0);
             let direction = direction.f_mul_scalar_(sgd.momentum)?.f_add_(&grads)?;
             let _ = parameters.f_sub_(&direction.f_mul_scalar(sgd.rate)?)?;
+        }
+        Ok(())
+    }
+
+    pub(crate) fn own(&self, own: &Own) -> Result<()> {
+        let Own { optimizer, rate, momentum } = own;
+        for chunk in self.chunks() {
+            let Run { parameters, grads, state, decays, step_number: step, .. } = chunk?;
+            let elements = Elements { parameters, grads, state, decays, step, rate: *rate, momentum: *momentum };
+            no_grad(|| optimizer.update(elements))?;
         }
         Ok(())
     }

@@ -246,9 +246,14 @@ impl ShardedUnit {
         let gradient_bytes = self.layout.precision.gradients.bytes();
         Bytes {
             parameters: self.trainable.bytes() + self.frozen.bytes(),
-            gradients: match &self.sums {
-                Sums::None(memory) => memory.as_ref().map_or(0, Block::capacity_bytes),
-                Sums::Summed(sums) => sums.numel() * gradient_bytes,
+            gradients: match (&self.sums, &self.own) {
+                (Sums::None(Some(memory)), _) => memory.capacity_bytes(),
+                (Sums::Summed(sums), _) => sums.numel() * gradient_bytes,
+                (Sums::None(None), Own::None) => 0,
+                // Whole, in the pool's.
+                (Sums::None(None), Own::Adding { .. }) if self.layout.sharding.gradients => 0,
+                // With this rank's own gradients, or under way.
+                (Sums::None(None), _) => self.sums_len() * gradient_bytes,
             },
             optimizer: self.slices.iter().flat_map(|slice| slice.master.iter().chain(&slice.state)).map(floats).sum(),
         }
@@ -312,6 +317,14 @@ impl ShardedUnit {
         }
     }
 
+    /// How many gradients this rank keeps once they are summed.
+    fn sums_len(&self) -> usize {
+        match self.layout.sharding.gradients {
+            true => self.partition().part_len(self.layout.groups.shard.rank()),
+            false => self.partition().len(),
+        }
+    }
+
     /// Memory for sums of `len` elements, unless there are sums already: that of the last step, or new.
     fn memory_for_sums(&mut self, len: usize) -> Result<Option<Block>> {
         let Sums::None(memory) = &mut self.sums else { return Ok(None) };
@@ -340,7 +353,7 @@ impl ShardedUnit {
         }
         let whole = self.faults.torch(storage::take(&whole, "the gradients are being reduced"))?;
         let part = if self.layout.sharding.gradients {
-            let len = self.partition().part_len(self.layout.groups.shard.rank());
+            let len = self.sums_len();
             Some(match self.memory_for_sums(len)? {
                 Some(memory) => memory,
                 None => self.faults.torch(self.layout.pool.lend(self.layout.precision.gradients, len))?,
@@ -450,10 +463,11 @@ impl ShardedUnit {
         let step = Tensor::from(self.steps as f32).to_device(self.layout.pool.device());
         let runs: Vec<Vec<Run<'_>>> = self.slices.iter().map(|slice| self.runs_of(slice, &step, factor)).collect();
         let mut every = runs.iter().flatten();
-        match *optimizer {
-            Optimizer::AdamW(adamw) => self.faults.torch(every.try_for_each(|run| run.adamw(adamw)))?,
-            Optimizer::Sgd(sgd) => self.faults.torch(every.try_for_each(|run| run.sgd(sgd)))?,
-            Optimizer::Lamb(lamb) => self.update_by_lamb(lamb, &runs)?,
+        match optimizer {
+            Optimizer::AdamW(adamw) => self.faults.torch(every.try_for_each(|run| run.adamw(*adamw)))?,
+            Optimizer::Sgd(sgd) => self.faults.torch(every.try_for_each(|run| run.sgd(*sgd)))?,
+            Optimizer::Lamb(lamb) => self.update_by_lamb(*lamb, &runs)?,
+            Optimizer::Own(own) => self.faults.torch(every.try_for_each(|run| run.own(own)))?,
         }
         drop(runs);
         for slice in &self.slices {

@@ -10,7 +10,7 @@
 use std::fmt;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::PermissionsExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -199,24 +199,55 @@ impl Network {
         command
     }
 
+    /// The hosts' names. The addresses of their control links are 10.90.0.1 and so on.
+    pub fn names(&self) -> &[String] {
+        &self.names
+    }
+
+    /// A program that runs the rest of its arguments on the host that the first one names, as `ssh` would.
+    pub fn agent(&self) -> &Path {
+        &self.agent
+    }
+
+    /// Cuts all links of a host.
+    pub fn cut(&self, host: usize) {
+        self.set_links(host, "down");
+    }
+
+    /// Mends them.
+    pub fn mend(&self, host: usize) {
+        self.set_links(host, "up");
+    }
+
+    fn set_links(&self, host: usize, state: &str) {
+        for link in ["data", "control"] {
+            let status = Command::new("ip").args(["-n", &self.names[host], "link", "set", link, state]).status();
+            assert!(status.is_ok_and(|status| status.success()), "the link {link} of host {host} is not {state}");
+        }
+    }
+
+    /// Which networks Open MPI is to use for what, as variables of its environment.
+    pub fn mpi_settings(&self) -> Vec<(String, String)> {
+        self.settings().into_iter().map(|(key, value)| (format!("OMPI_MCA_{key}"), value.to_string())).collect()
+    }
+
+    fn settings(&self) -> [(&'static str, &'static str); 3] {
+        let transports = if self.hosts.ranks_per_host > 1 { "tcp,vader,self" } else { "tcp,self" };
+        [("btl", transports), ("btl_tcp_if_include", "10.89.0.0/24"), ("oob_tcp_if_include", "10.90.0.0/24")]
+    }
+
     /// What `mpirun` on the first host needs to know of the others.
     pub(crate) fn mpirun_arguments(&self) -> Vec<String> {
         let slots: Vec<String> =
             self.names.iter().map(|name| format!("{name}:{}", self.hosts.ranks_per_host)).collect();
-        let transports = if self.hosts.ranks_per_host > 1 { "tcp,vader,self" } else { "tcp,self" };
         let mut arguments = vec!["--host".to_string(), slots.join(",")];
-        for (key, value) in [
-            ("plm_rsh_agent", self.agent.to_string_lossy().as_ref()),
-            ("btl", transports),
-            ("btl_tcp_if_include", "10.89.0.0/24"),
-            ("oob_tcp_if_include", "10.90.0.0/24"),
-        ] {
+        let agent = self.agent.to_string_lossy();
+        for (key, value) in self.settings().into_iter().chain([("plm_rsh_agent", agent.as_ref())]) {
             arguments.extend(["--mca".to_string(), key.to_string(), value.to_string()]);
         }
         arguments
     }
 
-    /// A program that runs the rest of its arguments on the host that the first one names, as `ssh` would.
     fn make_agent(&self) -> std::io::Result<()> {
         let mut file = std::fs::File::create(&self.agent)?;
         file.write_all(

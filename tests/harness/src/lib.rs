@@ -21,13 +21,17 @@
 
 mod hosts;
 mod launch;
+mod processes;
 mod python;
 mod readme;
+mod slurm;
 
 pub use hosts::{Hosts, Network};
 pub use launch::{Exit, Failure, Launch, Rank, Report, launcher, run};
-pub use python::{python, transformers};
+pub use processes::ranks_of;
+pub use python::{python, tensorboard, transformers};
 pub use readme::readme_commands;
+pub use slurm::Slurm;
 
 /// Runs a closure on every rank, and panics with an explanation where a rank fails. The first argument is a number of
 /// ranks or a [`Launch`].

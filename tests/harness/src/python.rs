@@ -15,6 +15,15 @@ pub fn python() -> Result<PathBuf, &'static str> {
 /// Runs a script of `reference` with Hugging Face's packages, which it installs where they are not, and returns what it printed;
 /// or why it failed.
 pub fn transformers(script: &str, arguments: &[&Path]) -> Result<String, String> {
+    reference("transformers", script, arguments)
+}
+
+/// The same with TensorBoard's.
+pub fn tensorboard(script: &str, arguments: &[&Path]) -> Result<String, String> {
+    reference("tensorboard", script, arguments)
+}
+
+fn reference(package: &str, script: &str, arguments: &[&Path]) -> Result<String, String> {
     let reference = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).map(|root| root.join("reference"));
     let reference = reference.ok_or("the harness stands in the checkout")?;
     let printed = |command: &mut Command| {
@@ -24,6 +33,6 @@ pub fn transformers(script: &str, arguments: &[&Path]) -> Result<String, String>
             false => Err(format!("{command:?}: {}", String::from_utf8_lossy(&output.stderr))),
         }
     };
-    let python = printed(Command::new(reference.join("setup")).arg(python()?))?;
+    let python = printed(Command::new(reference.join("setup")).arg(python()?).arg(package))?;
     printed(Command::new(python.trim()).arg(reference.join(script)).args(arguments))
 }

@@ -59,7 +59,7 @@ fn bytes(step: u64, band: &Band, range: std::ops::Range<u64>) -> Vec<u8> {
 
 /// Writes a checkpoint as all its owners together would.
 pub(crate) fn save(store: &Store, step: u64, layouts: &[UnitLayout], save: SaveId) {
-    write_manifest(store, &save_but_manifest(store, step, layouts, save)).unwrap();
+    write_manifest(store, &save_but_manifest(store, step, layouts, save), &mut || ()).unwrap();
 }
 
 /// The same up to the manifest.

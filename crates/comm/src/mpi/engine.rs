@@ -12,8 +12,10 @@ use std::time::{Duration, Instant};
 use shardwise_plan::RankSet;
 
 use super::Options;
-use super::exchange::{Machine, Progress, machine, meeting};
+use super::card::{Card, sides};
+use super::exchange::{Failure, Machine, NUMBERS, Progress, after_cards, machine, meeting};
 use super::sys::{Communicator, Universe};
+use crate::error::ranks_in_words;
 use crate::pending::Luggage;
 use crate::transport::{Job, Work};
 use crate::{Error, Result};
@@ -34,11 +36,8 @@ const IDLE_ATTENTIVE: Duration = Duration::from_secs(1);
 const IDLE_REST: Duration = Duration::from_millis(1);
 const IDLE_LONG_REST: Duration = Duration::from_millis(20);
 
-/// Tags repeat after this many calls. MPI grants at least 32,767.
-const TAGS: u64 = 32_000;
-
-/// The tag of ranks that meet to make a group.
-const MEETING_TAG: i32 = 32_001;
+/// How long a call stands still before the record says whom it waits for, and before it is said again.
+const NOTICED: Duration = Duration::from_millis(500);
 
 /// What other threads ask for.
 pub(super) enum Message {
@@ -70,6 +69,8 @@ struct Lane {
     running: Vec<Running>,
     /// How many may run beside each other.
     running_max: usize,
+    /// Whether ranks compare their calls first.
+    checked: bool,
     /// How many messages went before to or from each rank that there were any to or from.
     messages: BTreeMap<Peer, u64>,
 }
@@ -112,13 +113,31 @@ struct Running {
     machine: Box<dyn Machine>,
     waiting: Waiting,
     moved_at: Instant,
+    /// How long it had stood still when the record was last told whom it waits for.
+    noticed: Option<Duration>,
+}
+
+impl Running {
+    fn moved(&mut self) {
+        self.moved_at = Instant::now();
+        if self.noticed.take().is_some() {
+            self.waiting.job.ticket.waits_for(&[]);
+        }
+    }
+
+    fn stood_still(&mut self, still: Duration, ranks: RankSet) {
+        if still > self.noticed.unwrap_or_default() + NOTICED {
+            self.noticed = Some(still);
+            self.waiting.job.ticket.waits_for(&missing(self.machine.as_ref(), ranks));
+        }
+    }
 }
 
 impl Engine {
     pub(super) fn start(options: Options) -> Result<Self> {
         let universe = Universe::start().map_err(Error::Setup)?;
         let world = universe.world().and_then(|world| world.duplicate()).map_err(Error::Setup)?;
-        let members = Members::new(world, RankSet::world(world.size())).map_err(Error::Setup)?;
+        let members = Members::new(world, RankSet::world(world.size()), options.checked).map_err(Error::Setup)?;
         Ok(Engine { universe, options, groups: BTreeMap::from([(WORLD, members)]) })
     }
 
@@ -195,13 +214,13 @@ impl Engine {
 
     fn split(&mut self, parent: GroupId, ranks: RankSet, name: &str) -> Result<GroupId> {
         let fail = |message: String| Error::Setup(format!("the group '{name}' could not be made: {message}"));
-        let limit = self.options.time_limit;
+        let Options { time_limit: limit, checked, .. } = self.options;
         let parent = self.members(parent);
         if let Some(cause) = &parent.broken {
             return Err(fail(cause.clone()));
         }
         // MPI's own call blocks, and cannot be given up. So its ranks meet first, and then it is short.
-        let mut meeting = meeting(parent.messages.comm, MEETING_TAG, &ranks);
+        let mut meeting = meeting(parent.messages.comm, &ranks);
         let (mut pace, started) = (Pace::new(), Instant::now());
         loop {
             let problem = match meeting.poll() {
@@ -213,13 +232,15 @@ impl Engine {
                 Ok(_) => {
                     format!("not all of its ranks asked for it within {limit:?}{}", waiting_for(&meeting, parent.ranks))
                 }
-                Err(message) => message,
+                Err(Failure::Message(message)) => message,
+                Err(Failure::Cards(_)) => unreachable!("ranks that meet show no cards"),
             };
             std::mem::forget(meeting);
             parent.broken = Some(format!("the group '{name}' could not be made: {problem}"));
             return Err(fail(problem));
         }
-        let members = parent.collectives.comm.sub(&ranks).and_then(|comm| Members::new(comm, ranks)).map_err(fail)?;
+        let members =
+            parent.collectives.comm.sub(&ranks).and_then(|comm| Members::new(comm, ranks, checked)).map_err(fail)?;
         let id = self.groups.len();
         self.groups.insert(id, members);
         Ok(id)
@@ -245,9 +266,11 @@ impl Engine {
 }
 
 impl Members {
-    fn new(comm: Communicator, ranks: RankSet) -> std::result::Result<Self, String> {
-        let messages = Lane::new(comm.duplicate()?, usize::MAX);
-        Ok(Members { ranks, collectives: Lane::new(comm, 1), messages, broken: None })
+    fn new(comm: Communicator, ranks: RankSet, checked: bool) -> std::result::Result<Self, String> {
+        // A message is between two, and its length is compared when it arrives. A group of one has nobody to disagree with.
+        let messages = Lane::new(comm.duplicate()?, usize::MAX, false);
+        let collectives = Lane::new(comm, 1, checked && comm.size() > 1);
+        Ok(Members { ranks, collectives, messages, broken: None })
     }
 
     fn enqueue(&mut self, waiting: Waiting) {
@@ -267,8 +290,9 @@ impl Members {
 }
 
 impl Lane {
-    fn new(comm: Communicator, running_max: usize) -> Self {
-        Lane { comm, queue: VecDeque::new(), running: Vec::new(), running_max, messages: BTreeMap::new() }
+    fn new(comm: Communicator, running_max: usize, checked: bool) -> Self {
+        let (queue, running, messages) = (VecDeque::new(), Vec::new(), BTreeMap::new());
+        Lane { comm, queue, running, running_max, checked, messages }
     }
 
     fn is_idle(&self) -> bool {
@@ -294,27 +318,41 @@ impl Lane {
                     continue;
                 }
                 Ok(Progress::Moved) => {
-                    running.moved_at = Instant::now();
+                    running.moved();
                     moved = true;
                     index += 1;
                     continue;
                 }
-                Ok(Progress::Still) if running.moved_at.elapsed() <= limit => {
-                    index += 1;
-                    continue;
+                Ok(Progress::Still) => {
+                    let still = running.moved_at.elapsed();
+                    if still <= limit {
+                        running.stood_still(still, ranks);
+                        index += 1;
+                        continue;
+                    }
+                    let waiting_for = waiting_for(running.machine.as_ref(), ranks);
+                    Error::TimedOut { call: Box::new(running.waiting.job.call.clone()), limit, waiting_for }
                 }
-                Ok(Progress::Still) => Error::TimedOut {
-                    call: Box::new(running.waiting.job.call.clone()),
-                    limit,
-                    waiting_for: waiting_for(running.machine.as_ref(), ranks),
-                },
-                Err(message) => Error::Transport { call: Box::new(running.waiting.job.call.clone()), message },
+                Err(Failure::Message(message)) => {
+                    Error::Transport { call: Box::new(running.waiting.job.call.clone()), message }
+                }
+                Err(Failure::Cards(cards)) => {
+                    let call = Box::new(running.waiting.job.call.clone());
+                    let sides = sides(&cards, ranks, &call.group);
+                    Error::Mismatch { call, sides }
+                }
             };
             broken.get_or_insert_with(|| failure.to_string());
             let Running { machine, waiting, .. } = self.running.remove(index);
-            // MPI may still read and write the machine's staging memory and the call's buffers.
-            std::mem::forget(machine);
-            waiting.fail_and_leak(failure);
+            if matches!(failure, Error::Mismatch { .. }) {
+                // MPI has seen nothing of the call but cards, and those have all arrived.
+                drop(machine);
+                waiting.fail(failure);
+            } else {
+                // MPI may still read and write the machine's staging memory and the call's buffers.
+                std::mem::forget(machine);
+                waiting.fail_and_leak(failure);
+            }
             moved = true;
         }
         moved
@@ -328,7 +366,7 @@ impl Lane {
         }
         waiting.job.ticket.started();
         // Both sides number a call alike: a collective by its place in the group, a message by its place between the two.
-        // The number is its tag, so that a rank that is ahead, or has refused a call, is not misunderstood.
+        // The number is in its tags, so that a rank that is ahead, or has refused a call, is not misunderstood.
         let mut between = |peer| {
             let number = self.messages.entry(peer).or_insert(0);
             *number += 1;
@@ -339,8 +377,11 @@ impl Lane {
             Work::Receive { from, .. } => between(Peer::From(*from)),
             _ => call.number,
         };
-        let machine = machine(self.comm, (number % TAGS) as i32, call.dtype, &waiting.job.work);
-        self.running.push(Running { machine, waiting, moved_at: Instant::now() });
+        let mut machine = machine(self.comm, (number % NUMBERS as u64) as usize, call.dtype, &waiting.job.work);
+        if self.checked {
+            machine = after_cards(self.comm, Card::new(call, &waiting.job.work), machine);
+        }
+        self.running.push(Running { machine, waiting, moved_at: Instant::now(), noticed: None });
     }
 }
 
@@ -352,8 +393,11 @@ impl Waiting {
     }
 
     fn fail(self, error: Error) {
-        self.job.ticket.ended::<()>(&Err(error.clone()));
-        drop(self.reply.send(Err(error)));
+        let Waiting { job, reply } = self;
+        job.ticket.ended::<()>(&Err(error.clone()));
+        // Whoever hears of the failure may count on the memory.
+        drop(job);
+        drop(reply.send(Err(error)));
     }
 
     /// Fails while MPI may still read and write the buffers.
@@ -364,15 +408,17 @@ impl Waiting {
 }
 
 /// Who is missing, by their numbers in the world.
-fn waiting_for(machine: &dyn Machine, ranks: RankSet) -> String {
-    let mut missing: Vec<usize> = machine.waits_for().into_iter().map(|rank| ranks.rank_at(rank)).collect();
+fn missing(machine: &dyn Machine, ranks: RankSet) -> Vec<usize> {
+    let mut missing = machine.waits_for();
     missing.sort_unstable();
     missing.dedup();
-    let shown: Vec<String> = missing.iter().take(8).map(usize::to_string).collect();
-    match (missing.len(), shown.join(", ")) {
-        (0, _) => String::new(),
-        (1, one) => format!(", waiting for rank {one}"),
-        (2..=8, few) => format!(", waiting for ranks {few}"),
-        (many, first) => format!(", waiting for {many} ranks ({first}, …)"),
+    missing.into_iter().map(|rank| ranks.rank_at(rank)).collect()
+}
+
+/// The same in words.
+fn waiting_for(machine: &dyn Machine, ranks: RankSet) -> String {
+    match missing(machine, ranks) {
+        missing if missing.is_empty() => String::new(),
+        missing => format!(", waiting for {}", ranks_in_words(&missing)),
     }
 }

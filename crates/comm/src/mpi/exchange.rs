@@ -6,12 +6,20 @@
 //! [`MESSAGES_MAX`] at once each way (a reduction: two rounds of one to and from each rank). The earliest message of the
 //! sequence that is not complete is posted on both its sides, because everything before it is complete; so some message can
 //! always complete.
+//!
+//! # Note: a long message meets a receive of its own length, or none
+//! Ranks that disagree about a call send messages to receives that were meant for others. MPI promises an error where a
+//! message is longer than its receive; Open MPI 4.1.4, between processes of one host, gives the error and writes the whole
+//! message (262,144 bytes sent to a receive of 1,024 overwrote the 261,120 behind it). So the length of a long message is part
+//! of its tag: ranks that disagree about it wait for each other until the time limit, and no memory is touched. Short messages
+//! pass through MPI's own buffers, where its error is true, and prompt.
 
 use std::collections::VecDeque;
 use std::ops::Range;
 
 use shardwise_plan::{Dtype, Partition, RankSet};
 
+use super::card::{CARD_BYTES, Card};
 use super::sys::{Communicator, Outcome, Request, Requests};
 use crate::Reduce;
 use crate::reduce::reduce;
@@ -31,10 +39,23 @@ const ROUND_BYTES: Range<usize> = 16 << 10..256 << 10;
 /// Up to this many bytes from all ranks together, an all-reduce gathers all contributions.
 const SMALL_BYTES_MAX: usize = 64 << 10;
 
+/// Up to this many bytes a message is short. Open MPI goes past its own buffers from 4 KiB on, unless it is told otherwise.
+const SHORT_BYTES_MAX: usize = 2 << 10;
+
+/// Calls are told apart by their place in the order, modulo this: as many as leave tags for every length. Collectives under way
+/// are never nearly as many, and messages between two ranks that share a number and a length arrive in order.
+pub(super) const NUMBERS: usize = 500;
+
+/// The number of ranks that meet to make a group.
+const MEETING: usize = NUMBERS;
+
+/// The number of the cards that ranks show before a collective.
+const CARDS: usize = NUMBERS + 1;
+
 /// A call as a machine.
 pub(super) trait Machine {
     /// Lets it go on without waiting.
-    fn poll(&mut self) -> Outcome<Progress>;
+    fn poll(&mut self) -> Result<Progress, Failure>;
 
     /// The ranks of the group from which or to which something is missing, where that is known.
     fn waits_for(&self) -> Vec<usize>;
@@ -47,48 +68,63 @@ pub(super) enum Progress {
     Done,
 }
 
+/// Why a call cannot go on.
+#[derive(Debug)]
+pub(super) enum Failure {
+    /// A message failed, in MPI's words or ours. Others may still be under way.
+    Message(String),
+    /// The ranks came with different calls: all their cards, in order. No message is under way.
+    Cards(Vec<Card>),
+}
+
+impl From<String> for Failure {
+    fn from(message: String) -> Self {
+        Failure::Message(message)
+    }
+}
+
 /// The machine for a call.
-pub(super) fn machine(comm: Communicator, tag: i32, dtype: Dtype, work: &Work) -> Box<dyn Machine> {
+pub(super) fn machine(comm: Communicator, number: usize, dtype: Dtype, work: &Work) -> Box<dyn Machine> {
     let size = comm.size();
     match work {
         Work::AllGather { part, whole, partition } => {
-            Box::new(gather(Wire { comm, tag }, dtype, *part, *whole, *partition))
+            Box::new(gather(Wire { comm, number }, dtype, *part, *whole, *partition))
         }
         Work::ReduceScatter { whole, part, partition, reduce } => {
-            Box::new(Reduction::new(Wire { comm, tag }, dtype, *whole, *part, *partition, *reduce))
+            Box::new(Reduction::new(Wire { comm, number }, dtype, *whole, *part, *partition, *reduce))
         }
         Work::AllReduce { buffer, partition, reduce }
             if size > 1 && partition.len() * dtype.bytes() * size <= SMALL_BYTES_MAX =>
         {
             let sum = Sum { dtype, how: *reduce, buffer: *buffer, len: partition.len() };
-            Box::new(Staged::new(Wire { comm, tag }, *buffer, partition.len() * dtype.bytes(), Some(sum)))
+            Box::new(Staged::new(Wire { comm, number }, *buffer, partition.len() * dtype.bytes(), Some(sum)))
         }
         Work::AllReduce { buffer, partition, reduce } => {
             let part = buffer.wrapping_add(partition.range(comm.rank()).start * dtype.bytes());
-            let wire = Wire { comm, tag };
+            let wire = Wire { comm, number };
             Box::new(Sequence {
                 first: Some(Reduction::new(wire, dtype, *buffer, part, *partition, *reduce)),
                 then: gather(wire, dtype, part, *buffer, *partition),
             })
         }
         Work::AllToAll { send, sends, receive, receives } => {
-            Box::new(exchange(Wire { comm, tag }, dtype, *send, sends, *receive, receives))
+            Box::new(exchange(Wire { comm, number }, dtype, *send, sends, *receive, receives))
         }
         Work::Broadcast { buffer, len, root } => {
-            Box::new(Broadcast::new(Wire { comm, tag }, pieces(*buffer, len * dtype.bytes()).collect(), *root))
+            Box::new(Broadcast::new(Wire { comm, number }, pieces(*buffer, len * dtype.bytes()).collect(), *root))
         }
         Work::Send { buffer, len, to } => {
-            let mut flow = Flow::new(Wire { comm, tag });
+            let mut flow = Flow::new(Wire { comm, number });
             flow.sends.extend(pieces(buffer.cast_mut(), len * dtype.bytes()).map(|piece| (*to, piece)));
             Box::new(flow)
         }
         Work::Receive { buffer, len, from } => {
-            let mut flow = Flow::new(Wire { comm, tag });
+            let mut flow = Flow::new(Wire { comm, number });
             flow.receives.extend(pieces(*buffer, len * dtype.bytes()).map(|piece| (*from, piece)));
             Box::new(flow)
         }
         // Nobody has a word from everyone before everyone has come.
-        Work::Barrier => Box::new(Staged::new(Wire { comm, tag }, std::ptr::from_ref(&HERE), 1, None)),
+        Work::Barrier => Box::new(Staged::new(Wire { comm, number }, std::ptr::from_ref(&HERE), 1, None)),
     }
 }
 
@@ -96,15 +132,27 @@ pub(super) fn machine(comm: Communicator, tag: i32, dtype: Dtype, work: &Work) -
 static HERE: u8 = 1;
 
 /// A word from and to each of `ranks`, of which this rank is one: done when all have asked for it.
-pub(super) fn meeting(comm: Communicator, tag: i32, ranks: &RankSet) -> impl Machine + use<> {
+pub(super) fn meeting(comm: Communicator, ranks: &RankSet) -> impl Machine + use<> {
     let mut words = vec![0u64; ranks.len()];
-    let mut gathering = Flow::new(Wire { comm, tag });
+    let mut gathering = Flow::new(Wire { comm, number: MEETING });
     for (rank, word) in ranks.iter().zip(&mut words).filter(|(rank, _)| *rank != comm.rank()) {
         let word = std::ptr::from_mut(word).cast();
         gathering.receives.push_back((rank, Piece { data: word, bytes: 1 }));
         gathering.sends.push_back((rank, Piece { data: std::ptr::from_ref(&HERE).cast_mut(), bytes: 1 }));
     }
     Staged { gathering, staging: words, contributions: Vec::new(), sum: None }
+}
+
+/// `then`, once all ranks of the group have shown the same card. The cards of all calls have one number: a rank that
+/// has refused a call, and comes with a later one, is met all the same.
+pub(super) fn after_cards(comm: Communicator, card: Card, then: Box<dyn Machine>) -> Box<dyn Machine> {
+    let mut cards = vec![Card::EMPTY; comm.size()];
+    cards[comm.rank()] = card;
+    let all = cards.as_mut_ptr().cast::<u8>();
+    let own = all.wrapping_add(comm.rank() * CARD_BYTES);
+    let partition = Partition::new(comm.size() * CARD_BYTES, comm.size());
+    let gathering = gather(Wire { comm, number: CARDS }, Dtype::U8, own, all, partition);
+    Box::new(Cards { gathering: Some(gathering), cards, then })
 }
 
 /// A run of bytes to send or to receive into.
@@ -120,22 +168,30 @@ fn pieces(data: *mut u8, bytes: usize) -> impl Iterator<Item = Piece> {
         .map(move |start| Piece { data: data.wrapping_add(start), bytes: PIECE_BYTES_MAX.min(bytes - start) })
 }
 
-/// Where the messages of one call travel.
+/// Where the messages of one call travel, and the call's number among those that could be confused with it.
 #[derive(Clone, Copy)]
 struct Wire {
     comm: Communicator,
-    tag: i32,
+    number: usize,
 }
 
 impl Wire {
+    /// The number, and the length of a long message. Where MPI has too few tags for all lengths (not Open MPI), some share one,
+    /// and it is for MPI to keep its promise.
+    fn tag(&self, bytes: usize) -> usize {
+        let lengths = ((self.comm.tag_max() + 1) / (CARDS + 1)).min(PIECE_BYTES_MAX + 1);
+        let length = if bytes <= SHORT_BYTES_MAX { 0 } else { bytes % lengths };
+        self.number * lengths + length
+    }
+
     fn send(&self, to: usize, piece: Piece) -> Outcome<Request> {
         // SAFETY: the engine keeps the call's buffers until its machine is done, or forever.
-        unsafe { self.comm.send(piece.data, piece.bytes, to, self.tag) }
+        unsafe { self.comm.send(piece.data, piece.bytes, to, self.tag(piece.bytes)) }
     }
 
     fn receive(&self, from: usize, piece: Piece) -> Outcome<Request> {
         // SAFETY: as above.
-        unsafe { self.comm.receive(piece.data, piece.bytes, from, self.tag) }
+        unsafe { self.comm.receive(piece.data, piece.bytes, from, self.tag(piece.bytes)) }
     }
 
     /// The other ranks in the order of the steps, as seen by a sender.
@@ -193,7 +249,7 @@ impl Flow {
 }
 
 impl Machine for Flow {
-    fn poll(&mut self) -> Outcome<Progress> {
+    fn poll(&mut self) -> Result<Progress, Failure> {
         while self.receiving.len() < MESSAGES_MAX
             && let Some((from, piece)) = self.receives.pop_front()
         {
@@ -372,7 +428,7 @@ impl Reduction {
 }
 
 impl Machine for Reduction {
-    fn poll(&mut self) -> Outcome<Progress> {
+    fn poll(&mut self) -> Result<Progress, Failure> {
         let mut moved = false;
         while self.posted < self.rounds.min(self.next + 2) {
             self.post(self.posted)?;
@@ -410,19 +466,49 @@ struct Sequence {
 }
 
 impl Machine for Sequence {
-    fn poll(&mut self) -> Outcome<Progress> {
+    fn poll(&mut self) -> Result<Progress, Failure> {
         if let Some(first) = &mut self.first {
             let progress = first.poll()?;
             if progress != Progress::Done {
                 return Ok(progress);
             }
             self.first = None;
+            return Ok(Progress::Moved);
         }
         self.then.poll()
     }
 
     fn waits_for(&self) -> Vec<usize> {
         self.first.as_ref().map_or_else(|| self.then.waits_for(), Machine::waits_for)
+    }
+}
+
+/// Everyone's card to everyone, then the call itself, of which nothing is posted before.
+struct Cards {
+    /// Until they are all here.
+    gathering: Option<Flow>,
+    cards: Vec<Card>,
+    then: Box<dyn Machine>,
+}
+
+impl Machine for Cards {
+    fn poll(&mut self) -> Result<Progress, Failure> {
+        let Some(gathering) = &mut self.gathering else {
+            return self.then.poll();
+        };
+        let progress = gathering.poll()?;
+        if progress != Progress::Done {
+            return Ok(progress);
+        }
+        self.gathering = None;
+        match self.cards.iter().all(|card| *card == self.cards[0]) {
+            true => Ok(Progress::Moved),
+            false => Err(Failure::Cards(std::mem::take(&mut self.cards))),
+        }
+    }
+
+    fn waits_for(&self) -> Vec<usize> {
+        self.gathering.as_ref().map_or_else(|| self.then.waits_for(), Machine::waits_for)
     }
 }
 
@@ -455,7 +541,7 @@ impl Staged {
 }
 
 impl Machine for Staged {
-    fn poll(&mut self) -> Outcome<Progress> {
+    fn poll(&mut self) -> Result<Progress, Failure> {
         let progress = self.gathering.poll()?;
         if progress == Progress::Done
             && let Some(Sum { dtype, how, buffer, len }) = self.sum.take()
@@ -511,7 +597,7 @@ impl Broadcast {
 }
 
 impl Machine for Broadcast {
-    fn poll(&mut self) -> Outcome<Progress> {
+    fn poll(&mut self) -> Result<Progress, Failure> {
         while let Some(parent) = self.parent
             && self.asked < self.pieces.len()
             && self.receiving.len() < MESSAGES_MAX

@@ -1,7 +1,7 @@
 //! MPI's functions with checked results. All but `library_version`, which MPI allows at any time, run on the communication
 //! thread.
 
-use std::ffi::{c_char, c_int};
+use std::ffi::{c_char, c_int, c_void};
 use std::mem::MaybeUninit;
 
 use mpi::ffi;
@@ -25,7 +25,7 @@ fn check(code: c_int) -> Outcome<()> {
 
 /// A count or rank as MPI wants it.
 fn int(value: usize) -> c_int {
-    c_int::try_from(value).expect("ranks and pieces are far below 2³¹")
+    c_int::try_from(value).expect("ranks, pieces and tags are below 2³¹")
 }
 
 pub(super) fn library_version() -> String {
@@ -82,19 +82,35 @@ pub(super) struct Communicator {
     raw: ffi::MPI_Comm,
     rank: usize,
     size: usize,
+    tag_max: usize,
 }
+
+/// The largest tag that every MPI has.
+const TAG_MAX_GRANTED: usize = 32_767;
 
 impl Communicator {
     fn new(raw: ffi::MPI_Comm) -> Outcome<Self> {
         let (mut rank, mut size) = (0, 0);
+        let (mut tag_max, mut has_tag_max) = (std::ptr::null_mut::<c_int>(), 0);
         // SAFETY: a valid communicator, on the thread that initialised MPI.
         unsafe {
             check(ffi::MPI_Comm_set_errhandler(raw, ffi::RSMPI_ERRORS_RETURN))?;
             check(ffi::MPI_Comm_rank(raw, &mut rank))?;
             check(ffi::MPI_Comm_size(raw, &mut size))?;
+            let place = (&raw mut tag_max).cast::<c_void>();
+            // The world has the attribute in every MPI.
+            check(ffi::MPI_Comm_get_attr(ffi::RSMPI_COMM_WORLD, ffi::MPI_TAG_UB as c_int, place, &mut has_tag_max))?;
         }
+        // SAFETY: MPI says that it has written the address of a number of its own, which lasts as long as MPI.
+        let tag_max = (has_tag_max != 0 && !tag_max.is_null()).then(|| unsafe { *tag_max });
         let whole = |value: c_int| usize::try_from(value).map_err(|_| format!("MPI gave {value} as a rank or size"));
-        Ok(Communicator { raw, rank: whole(rank)?, size: whole(size)? })
+        let tag_max = tag_max.map_or(Ok(TAG_MAX_GRANTED), whole)?;
+        Ok(Communicator { raw, rank: whole(rank)?, size: whole(size)?, tag_max })
+    }
+
+    /// The largest tag that a message can have.
+    pub(super) fn tag_max(&self) -> usize {
+        self.tag_max
     }
 
     pub(super) fn rank(&self) -> usize {
@@ -135,12 +151,19 @@ impl Communicator {
 
     /// # Safety
     /// `data` has `bytes` bytes that are not written until the request is complete.
-    pub(super) unsafe fn send(&self, data: *const u8, bytes: usize, to: usize, tag: c_int) -> Outcome<Request> {
+    pub(super) unsafe fn send(&self, data: *const u8, bytes: usize, to: usize, tag: usize) -> Outcome<Request> {
         let mut raw = MaybeUninit::uninit();
         // SAFETY: the caller's promise; `raw` is written where the call succeeds.
         unsafe {
-            let code =
-                ffi::MPI_Isend(data.cast(), int(bytes), ffi::RSMPI_UINT8_T, int(to), tag, self.raw, raw.as_mut_ptr());
+            let code = ffi::MPI_Isend(
+                data.cast(),
+                int(bytes),
+                ffi::RSMPI_UINT8_T,
+                int(to),
+                int(tag),
+                self.raw,
+                raw.as_mut_ptr(),
+            );
             check(code)?;
             Ok(Request(raw.assume_init()))
         }
@@ -148,12 +171,19 @@ impl Communicator {
 
     /// # Safety
     /// `data` has `bytes` bytes that are left alone until the request is complete.
-    pub(super) unsafe fn receive(&self, data: *mut u8, bytes: usize, from: usize, tag: c_int) -> Outcome<Request> {
+    pub(super) unsafe fn receive(&self, data: *mut u8, bytes: usize, from: usize, tag: usize) -> Outcome<Request> {
         let mut raw = MaybeUninit::uninit();
         // SAFETY: the caller's promise; `raw` is written where the call succeeds.
         unsafe {
-            let code =
-                ffi::MPI_Irecv(data.cast(), int(bytes), ffi::RSMPI_UINT8_T, int(from), tag, self.raw, raw.as_mut_ptr());
+            let code = ffi::MPI_Irecv(
+                data.cast(),
+                int(bytes),
+                ffi::RSMPI_UINT8_T,
+                int(from),
+                int(tag),
+                self.raw,
+                raw.as_mut_ptr(),
+            );
             check(code)?;
             Ok(Request(raw.assume_init()))
         }

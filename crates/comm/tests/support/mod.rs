@@ -5,7 +5,7 @@
 use std::time::Duration;
 
 use half::{bf16, f16};
-use shardwise_comm::{Error, Group, Pending, Reduce, mpi};
+use shardwise_comm::{CallFault, Error, Group, Pending, Reduce, mpi};
 use shardwise_plan::{Dtype, Partition};
 use shardwise_torch::{Block, Element};
 
@@ -14,11 +14,43 @@ pub(crate) fn world() -> Group {
 }
 
 pub(crate) fn world_with_limit(time_limit: Duration) -> Group {
-    let world = mpi::world(mpi::Options { time_limit }).unwrap();
+    world_with(mpi::Options { time_limit, ..mpi::Options::default() })
+}
+
+/// A world whose ranks compare their calls, one of which may be told to go wrong.
+pub(crate) fn checked_world(fault: impl FnOnce(usize) -> Option<CallFault>) -> Group {
+    world_with(mpi::Options { time_limit: Duration::from_secs(60), checked: true, fault: fault(launched_rank()) })
+}
+
+/// This process's rank, which only the launcher knows before MPI has started.
+pub(crate) fn launched_rank() -> usize {
+    let rank = ["OMPI_COMM_WORLD_RANK", "PMI_RANK"].iter().find_map(|name| std::env::var(name).ok());
+    rank.unwrap().parse().unwrap()
+}
+
+pub(crate) fn world_with(options: mpi::Options) -> Group {
+    let world = mpi::world(options).unwrap();
     // A launcher of another MPI would start as many worlds of one rank.
     let launched = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"].iter().find_map(|name| std::env::var(name).ok());
     assert_eq!(launched, Some(world.size().to_string()), "the ranks that the launcher started are the world");
     world
+}
+
+/// A rank that leaves without finalizing takes the others with it, who may still have something to say.
+pub(crate) fn let_the_others_speak() {
+    std::thread::sleep(Duration::from_secs(3));
+}
+
+/// Calls of different groups under way at once, asked for in an order that differs from rank to rank.
+pub(crate) fn run_in_mixed_order(world: &Group, groups: &[Group]) {
+    let mut order: Vec<usize> = (0..groups.len()).collect();
+    order.rotate_left(world.rank() % groups.len());
+    let sum = |index: usize| groups[index].all_reduce("mixed", Reduce::Sum, vec![world.rank() as i64; 40_000]);
+    let sums: Vec<_> = order.into_iter().map(|index| (index, sum(index))).collect();
+    for (index, pending) in sums {
+        let expected: i64 = groups[index].ranks().iter().map(|rank| rank as i64).sum();
+        assert_eq!(pending.wait().unwrap(), vec![expected; 40_000]);
+    }
 }
 
 /// A small, fast, seeded stream of numbers (splitmix64).

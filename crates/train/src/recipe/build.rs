@@ -1,5 +1,6 @@
 //! What a recipe means: a model, options, a schedule, a batch.
 
+use std::path::{Path, PathBuf};
 use std::result::Result as Either;
 
 use serde::Serialize;
@@ -11,10 +12,10 @@ use shardwise_zero::{AdamW, Lamb, Optimizer, Precision, Sgd, Sharding};
 
 use super::source::Wrong;
 use super::{
-    AccumulationRecipe, FloatRecipe, NotFiniteRecipe, OptimizerKind, OptimizerRecipe, Recipe, RecomputationRecipe,
-    ScheduleKind,
+    AccumulationRecipe, FloatRecipe, NotFiniteRecipe, OptimizerKind, OptimizerRecipe, OutlierRecipe, Recipe,
+    RecomputationRecipe, ScheduleKind,
 };
-use crate::{Accumulation, Kind, LossScale, OnNotFinite, Options, Recomputation, Result, Schedule};
+use crate::{Accumulation, Kind, LossScale, OnNotFinite, OnOutlier, Options, Recomputation, Result, Schedule};
 
 /// The most sequences that a rank computes at once, of micro-batches, and of tokens that it computes at once: far beyond what
 /// anybody trains, and far below where sizes could overflow.
@@ -144,6 +145,21 @@ impl Recipe {
         Ok(model)
     }
 
+    /// What the recipe is called: as its file, without its ending.
+    pub fn name(&self) -> String {
+        self.sources.path.file_stem().map_or_else(String::new, |stem| stem.to_string_lossy().into_owned())
+    }
+
+    /// Where the run writes what it says of itself.
+    pub fn folder(&self) -> PathBuf {
+        let checkpoints = self.checkpoints.as_ref().map(|checkpoints| &checkpoints.folder);
+        match (&self.run.folder, checkpoints) {
+            (Some(folder), _) => folder.clone(),
+            (None, Some(folder)) if !folder.contains("://") => PathBuf::from(folder),
+            _ => self.sources.path.parent().unwrap_or(Path::new("")).join("runs").join(self.name()),
+        }
+    }
+
     /// The model as Hugging Face describes it, if it does.
     pub fn config(&self) -> Option<Value> {
         self.model.config.clone().or_else(|| self.shape().ok()?.config(self.batch.positions))
@@ -193,6 +209,11 @@ impl Recipe {
             on_not_finite: match self.on_not_finite() {
                 NotFiniteRecipe::Stop => OnNotFinite::Stop,
                 NotFiniteRecipe::Skip => OnNotFinite::Skip,
+            },
+            on_outlier: match self.supervision.on_outlier {
+                OutlierRecipe::Report => OnOutlier::Report,
+                // The run goes back from where the step has stopped.
+                OutlierRecipe::Stop | OutlierRecipe::GoBack => OnOutlier::Stop,
             },
             device,
         })

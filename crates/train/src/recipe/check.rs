@@ -8,7 +8,7 @@ use shardwise_torch::tch::Device;
 
 use super::build::{MICRO_BATCHES_MAX, NEITHER, SEQUENCES_MAX, TOKENS_MAX, number, word};
 use super::source::Wrong;
-use super::{AccumulationRecipe, DeviceRecipe, FloatRecipe, NO_CUDA, Recipe, ScheduleKind};
+use super::{AccumulationRecipe, DeviceRecipe, FloatRecipe, NO_CUDA, OutlierRecipe, Recipe, ScheduleKind};
 use crate::Error;
 
 type Checked = Either<(), Wrong>;
@@ -25,6 +25,7 @@ impl Recipe {
         self.check_schedule()?;
         self.check_sharding()?;
         self.check_checkpoints()?;
+        self.check_supervision()?;
         if self.start.seed.is_some() && self.start.weights.is_some() {
             let seed = self.start.seed.unwrap_or_default().to_string();
             let weights = self.start.weights.clone().unwrap_or_default();
@@ -285,8 +286,35 @@ impl Recipe {
         Ok(())
     }
 
+    fn check_supervision(&self) -> Checked {
+        let supervision = &self.supervision;
+        // A rank gives a sign twice a second; and a century is as good as for ever.
+        let limits =
+            [("supervision.time_limit_s", supervision.time_limit_s), ("supervision.silence_s", supervision.silence_s)];
+        if let Some((key, seconds)) = limits.into_iter().find(|(_, seconds)| !(2. ..=3e9).contains(seconds)) {
+            return Err(Wrong::at(key, format!("`{key}` is {seconds}, and must be at least 2 seconds")));
+        }
+        if supervision.spot_check_every == Some(0) {
+            let key = "supervision.spot_check_every";
+            return Err(Wrong::at(key, format!("`{key}` is 0, and must be at least 1")));
+        }
+        let (key, on_outlier) = ("supervision.on_outlier", supervision.on_outlier);
+        if on_outlier != OutlierRecipe::Report && self.schedule.kind == ScheduleKind::RangeTest {
+            let keys = [(key, word(&on_outlier)), ("schedule.kind", word(&self.schedule.kind))];
+            return Err(Wrong::between(&keys, "a range test is there to see the loss rise: leave it out"));
+        }
+        if on_outlier == OutlierRecipe::GoBack && self.checkpoints.is_none() {
+            let problem = format!(
+                "`{key}` is {}, and there is nothing to go back to: give `checkpoints.folder`",
+                word(&on_outlier)
+            );
+            return Err(Wrong::at(key, problem));
+        }
+        Ok(())
+    }
+
     /// The replicas that ranks are divided into.
-    pub(crate) fn check_replicas(&self, ranks: usize) -> crate::Result<()> {
+    pub fn check_replicas(&self, ranks: usize) -> crate::Result<()> {
         let replicas = self.sharding.replicas;
         if ranks.is_multiple_of(replicas) {
             return Ok(());

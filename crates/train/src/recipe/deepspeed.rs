@@ -13,6 +13,7 @@ use std::path::Path;
 use toml::{Table, Value};
 
 use self::json::Json;
+pub use self::rules::Fates;
 use super::Source;
 use super::layers::Change;
 use crate::{Error, Result};
@@ -50,6 +51,11 @@ pub(super) fn translated(file: &Path, text: &str, recipe: &Table) -> Result<Tran
     Ok(Translated { changes, notes: notes.into_iter().map(|note| format!("{name}: {note}")).collect() })
 }
 
+/// Every key of DeepSpeed's that is known here, by what becomes of it: the guide's table.
+pub fn deepspeed_keys() -> [Fates; 4] {
+    rules::fates()
+}
+
 /// What a key of the file says.
 enum Said<T> {
     /// Nothing: it is not there.
@@ -72,6 +78,7 @@ struct Translation<'a> {
 
 impl Translation<'_> {
     fn take(&mut self, key: &str) -> Said<Json> {
+        assert!(rules::is_listed(key), "{key} is in no list of rules.rs, and so not in the guide");
         match self.leaves.remove(key) {
             None => Said::Absent,
             Some(Json::Null) => Said::Auto,
@@ -403,7 +410,7 @@ impl Translation<'_> {
                 self.refuse(&enabled, why);
             }
         }
-        for section in ["zero_optimization.offload_optimizer", "zero_optimization.offload_param"] {
+        for section in rules::OFFLOAD {
             let device = self.text(&format!("{section}.device"));
             self.leaves.retain(|key, _| !is_within(key, section));
             if let Said::Value(device) = device

@@ -59,6 +59,7 @@ const WORDS: &[(&str, Here)] = &[
     ("eval_data val_data valid_data validation", Here::Key("evaluation.corpus")),
     ("save_steps save_interval checkpoint_interval", Here::Key("checkpoints.every_steps")),
     ("save_dir output_dir out_dir save checkpoint_dir", Here::Key("checkpoints.folder")),
+    ("log_dir logging_dir tensorboard_dir", Here::Key("run.folder")),
     ("save_total_limit", Here::Key("checkpoints.keep_last")),
     ("model_name_or_path pretrained init_from", Here::Key("model.from")),
     ("hidden_size n_embd d_model dim embed_dim", Here::OfModel("width")),

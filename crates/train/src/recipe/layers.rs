@@ -76,8 +76,9 @@ impl Recipe {
         let data = &mut self.data;
         let parts = data.mixture.iter_mut().flatten().map(|part| &mut part.corpus);
         let held_out = self.evaluation.as_mut().map(|evaluation| &mut evaluation.corpus);
-        let files = [data.corpus.as_mut(), data.chat.as_mut(), data.tokenizer.as_mut(), self.schedule.plot.as_mut()];
-        for file in files.into_iter().flatten().chain(parts).chain(held_out) {
+        let files = [data.corpus.as_mut(), data.chat.as_mut(), data.tokenizer.as_mut()];
+        let written = [self.schedule.plot.as_mut(), self.run.folder.as_mut()];
+        for file in files.into_iter().chain(written).flatten().chain(parts).chain(held_out) {
             *file = folder.join(&*file);
         }
         let checkpoints = self.checkpoints.as_mut().map(|checkpoints| &mut checkpoints.folder);

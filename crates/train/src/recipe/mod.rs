@@ -23,6 +23,7 @@ use serde_json::Value;
 use shardwise_plan::Dtype;
 
 pub use build::Batch;
+pub use deepspeed::{Fates, deepspeed_keys};
 pub use schema::schema;
 pub use source::{Source, Sources};
 
@@ -62,6 +63,9 @@ pub struct Recipe {
     pub run: RunRecipe,
     /// What is saved, and gone on from.
     pub checkpoints: Option<CheckpointsRecipe>,
+    /// What is watched meanwhile.
+    #[serde(default)]
+    pub supervision: SupervisionRecipe,
     /// The recipe as it was written; or, where something was laid over it, as it came out.
     #[serde(skip)]
     pub text: String,
@@ -388,6 +392,9 @@ pub struct RunRecipe {
     pub device: DeviceRecipe,
     /// What to do when numbers are not finite; f16 skips unless told otherwise, the others stop.
     pub on_not_finite: Option<NotFiniteRecipe>,
+    /// Where the run writes what it says of itself; where its checkpoints are, if that is a folder, or else in `runs`, by the
+    /// recipe's name.
+    pub folder: Option<PathBuf>,
     /// Every how many steps a line is printed.
     #[serde(default = "one_step")]
     pub print_every: u64,
@@ -437,6 +444,58 @@ impl CheckpointsRecipe {
             background: true,
         }
     }
+}
+
+/// `[supervision]`: what is watched while a run goes on.
+#[derive(Clone, Debug, Deserialize, JsonSchema, Serialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct SupervisionRecipe {
+    /// How long a call between ranks may stand still, in seconds.
+    pub time_limit_s: f64,
+    /// How long a rank may give no sign before it is given up, in seconds. It gives one twice a second, whatever it computes.
+    pub silence_s: f64,
+    /// How many starts in a row may bring nothing before the run is given up.
+    pub restarts: u32,
+    /// Whether ranks compare every call before they send anything: what does not agree is named at once, for some latency.
+    pub checked: bool,
+    /// What to do with a step whose loss or gradient norm is far above what it was in the last steps.
+    pub on_outlier: OutlierRecipe,
+    /// Every how many steps ranks compute each other's gradients once more, and compare; never unless said.
+    pub spot_check_every: Option<u64>,
+}
+
+impl Default for SupervisionRecipe {
+    fn default() -> Self {
+        SupervisionRecipe {
+            time_limit_s: 300.,
+            silence_s: 30.,
+            restarts: 5,
+            checked: false,
+            on_outlier: OutlierRecipe::Report,
+            spot_check_every: None,
+        }
+    }
+}
+
+impl SupervisionRecipe {
+    /// How ranks call each other.
+    pub fn calls(&self) -> shardwise_comm::mpi::Options {
+        let time_limit = std::time::Duration::from_secs_f64(self.time_limit_s);
+        shardwise_comm::mpi::Options { time_limit, checked: self.checked, ..Default::default() }
+    }
+}
+
+/// `on_outlier`
+#[derive(Clone, Copy, Debug, Default, Deserialize, JsonSchema, Serialize, PartialEq, Eq)]
+#[serde(rename_all = "kebab-case")]
+pub enum OutlierRecipe {
+    /// It is taken, and reported.
+    #[default]
+    Report,
+    /// The run ends before anything is updated.
+    Stop,
+    /// The run goes back to its newest checkpoint, and passes over the step's batch when it comes to it again.
+    GoBack,
 }
 
 /// `device`

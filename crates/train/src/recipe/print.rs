@@ -109,7 +109,8 @@ fn filled(recipe: &Recipe, ranks: Option<usize>) -> Result<Recipe> {
         Optimizer::Sgd(sgd) if !matches!(options.schedule.kind, Kind::OneCycle { .. }) => {
             full.optimizer.momentum = Some(sgd.momentum);
         }
-        Optimizer::Sgd(_) => {}
+        // One's own is no recipe's.
+        _ => {}
     }
     let schedule = &mut full.schedule;
     match options.schedule.kind {
@@ -124,6 +125,7 @@ fn filled(recipe: &Recipe, ranks: Option<usize>) -> Result<Recipe> {
         }
         Kind::RangeTest { from } => schedule.from = Some(from),
     }
+    full.run.folder = Some(recipe.folder());
     full.run.on_not_finite = Some(recipe.on_not_finite());
     Ok(full)
 }

@@ -1,4 +1,45 @@
-//! Which of DeepSpeed's keys mean nothing here, which may have one value only, and why others are refused.
+//! Which of DeepSpeed's keys mean nothing here, which may have one value only, and why others are refused. The guide's table of
+//! keys is made from these lists.
+
+/// Keys that become keys of a recipe, or decide what others become; and what that is, in words for the guide.
+const TRANSLATED: &[(&str, &str)] = &[
+    ("train_batch_size", "`batch.global`"),
+    ("train_micro_batch_size_per_gpu", "`batch.sequences`"),
+    ("gradient_accumulation_steps", "`batch.micro_batches`"),
+    ("gradient_clipping", "`optimizer.clip_norm`; 0 means none"),
+    ("steps_per_print", "`run.print_every`"),
+    ("zero_optimization.stage", "`sharding.stage`"),
+    ("bf16.enabled", "`precision.parameters = \"bf16\"`"),
+    ("fp16.enabled", "`precision.parameters = \"f16\"`"),
+    ("fp16.loss_scale", "0 alone: the scale moves by itself"),
+    ("data_types.grad_accum_dtype", "`precision.gradients`"),
+    ("communication_data_type", "`precision.gradients`, and so the same as `data_types.grad_accum_dtype`"),
+    (
+        "optimizer.type",
+        "`optimizer.kind`: Adam and AdamW are `adamw`, Lamb is `lamb`, SGD is `sgd`; any other is refused",
+    ),
+    ("optimizer.params.lr", "`optimizer.rate`"),
+    ("optimizer.params.betas", "`optimizer.betas`"),
+    ("optimizer.params.eps", "`optimizer.epsilon`"),
+    ("optimizer.params.weight_decay", "`optimizer.weight_decay`"),
+    ("optimizer.params.momentum", "`optimizer.momentum`, of SGD"),
+    ("optimizer.params.torch_adam", "true: weight decay is 0.01 where it is not said"),
+    ("optimizer.params.adam_w_mode", "true alone: weight decay is AdamW's"),
+    (
+        "scheduler.type",
+        "`schedule.kind`: WarmupLR is `constant`, WarmupDecayLR `linear`, WarmupCosineLR `cosine`; any other is refused",
+    ),
+    ("scheduler.params.warmup_type", "\"linear\" alone, which is not DeepSpeed's default and has to be written"),
+    ("scheduler.params.warmup_min_lr", "0 alone: the rate rises from 0"),
+    ("scheduler.params.warmup_min_ratio", "0 alone: the rate rises from 0"),
+    ("scheduler.params.warmup_max_lr", "`optimizer.rate`"),
+    ("scheduler.params.warmup_num_steps", "`schedule.warmup_steps`, at least 2"),
+    ("scheduler.params.total_num_steps", "`run.steps`"),
+    ("scheduler.params.cos_min_ratio", "`schedule.end`"),
+];
+
+/// Sections that may be there if their `device` is `"none"`.
+pub(super) const OFFLOAD: &[&str] = &["zero_optimization.offload_optimizer", "zero_optimization.offload_param"];
 
 /// Keys about buckets, streams and DeepSpeed's own files: the numbers are the same whatever they say.
 pub(super) const IDLE: &[&str] = &[
@@ -129,14 +170,17 @@ pub(super) const ONLY: &[(&str, &str, &str)] = &[
 
 /// Sections that do nothing unless they are enabled, and why they cannot be.
 pub(super) const SWITCHED: &[(&str, &str)] = &[
-    ("tensorboard", "there is no TensorBoard here: a run prints its figures"),
-    ("wandb", "there is no Weights & Biases here: a run prints its figures"),
-    ("comet", "there is no Comet here: a run prints its figures"),
-    ("csv_monitor", "there are no CSV files here: a run prints its figures"),
-    ("flops_profiler", "there is no profiler here"),
-    ("comms_logger", "there is no such log here; bytes that were sent are in every printed line"),
+    ("tensorboard", "every run writes TensorBoard's events into run.folder: leave the section out"),
+    ("wandb", "there is no Weights & Biases here: figures are in metrics.jsonl and TensorBoard's events of run.folder"),
+    ("comet", "there is no Comet here: figures are in metrics.jsonl and TensorBoard's events of run.folder"),
+    ("csv_monitor", "there are no CSV files here: figures are in metrics.jsonl of run.folder"),
+    ("flops_profiler", "it is a command here: `shardwise profile RECIPE`"),
+    (
+        "comms_logger",
+        "what was sent is in metrics.jsonl of run.folder, by verb and beside theory: leave the section out",
+    ),
     ("autotuning", "there is no tuner here; `shardwise train --dry-run` says what fits"),
-    ("elasticity", "the number of ranks stays during a run here; a run goes on with any number"),
+    ("elasticity", "`shardwise train -n 2..8` goes on with as many ranks as there is room for: leave the section out"),
     ("curriculum_learning", "there is no curriculum here"),
     ("data_efficiency", "data is not sampled by difficulty here"),
     ("eigenvalue", "there are no eigenvalues here"),
@@ -171,22 +215,60 @@ pub(super) fn is_section(key: &str) -> bool {
     sections.contains(&key) || others.contains(&key)
 }
 
+/// Keys and sections that are refused whatever they say, and why; the first that a key is in counts.
+const REFUSED: &[(&str, &str)] = &[
+    ("optimizer.params.max_grad_norm", "it is gradient_clipping"),
+    ("optimizer.params.max_coeff", "LAMB's trust ratio is not limited here: leave it out"),
+    ("optimizer.params.min_coeff", "LAMB's trust ratio is not limited here: leave it out"),
+    ("optimizer.params", "this optimizer has no such setting here"),
+    ("scheduler.params", "this scheduler has no such setting here"),
+    ("sparse_attention", "attention is dense here: leave the section out"),
+    ("compression_training", "models are not compressed here: leave the section out"),
+    ("tensor_parallel", "models are not sliced along tensors here: leave the section out"),
+    ("pipeline", "models are not cut into pipelines here: leave the section out"),
+    ("checkpoint", "checkpoints are [checkpoints] of the recipe: leave it out"),
+    ("zero_optimization.zenflow", "offloading is not built yet: leave it out"),
+    ("data_types", "parameters' types are bf16.enabled and fp16.enabled: leave it out"),
+];
+
 /// Why a key that nobody has taken is refused.
 pub(super) fn why_not(key: &str) -> String {
-    let reasons = [
-        ("optimizer.params.max_grad_norm", "it is gradient_clipping"),
-        ("optimizer.params.max_coeff", "LAMB's trust ratio is not limited here: leave it out"),
-        ("optimizer.params.min_coeff", "LAMB's trust ratio is not limited here: leave it out"),
-        ("optimizer.params", "this optimizer has no such setting here"),
-        ("scheduler.params", "this scheduler has no such setting here"),
-        ("sparse_attention", "attention is dense here: leave the section out"),
-        ("compression_training", "models are not compressed here: leave the section out"),
-        ("tensor_parallel", "models are not sliced along tensors here: leave the section out"),
-        ("pipeline", "models are not cut into pipelines here: leave the section out"),
-        ("checkpoint", "checkpoints are [checkpoints] of the recipe: leave it out"),
-        ("zero_optimization.zenflow", "offloading is not built yet: leave it out"),
-        ("data_types", "parameters' types are bf16.enabled and fp16.enabled: leave it out"),
-    ];
-    let found = reasons.into_iter().find(|(section, _)| super::is_within(key, section));
+    let found = REFUSED.iter().find(|(section, _)| super::is_within(key, section));
     found.map_or_else(|| "it is not a key of DeepSpeed's that is known here".to_string(), |(_, why)| why.to_string())
+}
+
+/// Whether a key that is asked for stands in one of the lists.
+pub(super) fn is_listed(key: &str) -> bool {
+    let within = |section: &str| super::is_within(key, section);
+    TRANSLATED.iter().any(|(listed, _)| *listed == key)
+        || ONLY.iter().any(|(listed, ..)| *listed == key)
+        || SWITCHED.iter().any(|(section, _)| within(section))
+        || OFFLOAD.iter().any(|section| within(section))
+}
+
+/// A heading, and keys with what becomes of each, in words.
+pub type Fates = (&'static str, Vec<(&'static str, String)>);
+
+/// Every key and section that is known here, by what becomes of it.
+pub(super) fn fates() -> [Fates; 4] {
+    let translated = TRANSLATED.iter().map(|&(key, becomes)| (key, becomes.to_string()));
+    let only = ONLY.iter().map(|&(key, value, why)| (key, format!("`{value}`: {}", reason(why))));
+    let offload = OFFLOAD.iter().map(|&section| (section, "its `device` is not `\"none\"`".to_string()));
+    let switched = SWITCHED.iter().map(|&(section, why)| (section, format!("it is enabled: {why}")));
+    let refused = REFUSED.iter().map(|&(key, why)| match is_section(key) {
+        true => (key, format!("it has any other key: {why}")),
+        false => (key, format!("it is there: {why}")),
+    });
+    let idle = IDLE.iter().map(|&key| (key, String::new()));
+    [
+        ("What becomes a key of the recipe", translated.collect()),
+        ("What may have one value only", only.collect()),
+        ("What is refused, if", offload.chain(switched).chain(refused).collect()),
+        ("What tunes DeepSpeed itself, and means nothing here", idle.collect()),
+    ]
+}
+
+/// A reason without the advice to write the one value, which the table has already.
+fn reason(why: &str) -> &str {
+    why.rsplit_once(": write ").map_or(why, |(reason, _)| reason)
 }

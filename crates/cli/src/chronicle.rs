@@ -1,0 +1,88 @@
+//! What a supervisor writes down of a run, and hands on of what the first rank writes: to the run's folder, the screen, those who
+//! look on, and whoever scrapes figures.
+//!
+//! Nothing here may end a run. What cannot be written is said once.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use shardwise_journal::{EVENTS, Entry, Journal, Run, What};
+use shardwise_watch::{History, Server};
+
+use crate::figures::Figures;
+use crate::screen::Screen;
+
+/// A run as its supervisor tells it.
+pub(crate) struct Chronicle {
+    pub(crate) screen: Screen,
+    folder: PathBuf,
+    journal: Option<Journal>,
+    history: History,
+    figures: Arc<Mutex<Figures>>,
+}
+
+impl Chronicle {
+    /// Goes on with what is in the run's folder, if there is anything.
+    pub(crate) fn open(folder: &Path, screen: Screen) -> Self {
+        let (mut history, mut figures) = (History::default(), Figures::default());
+        if let Ok(run) = Run::open(folder) {
+            for entry in run.entries() {
+                history.add(entry.clone());
+                figures.add(entry);
+            }
+        }
+        let mut chronicle = Chronicle {
+            screen,
+            folder: folder.to_path_buf(),
+            journal: None,
+            history,
+            figures: Arc::new(Mutex::new(figures)),
+        };
+        match Journal::open(folder, EVENTS) {
+            Ok(journal) => chronicle.journal = Some(journal),
+            Err(error) => chronicle.give_up(&error),
+        }
+        chronicle
+    }
+
+    /// The run's folder.
+    pub(crate) fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// Its figures, as they change.
+    pub(crate) fn figures(&self) -> Arc<Mutex<Figures>> {
+        self.figures.clone()
+    }
+
+    /// What those who come later have to know.
+    pub(crate) fn history(&self) -> History {
+        self.history.clone()
+    }
+
+    /// Writes down what happens now.
+    pub(crate) fn note(&mut self, what: What, server: Option<&mut Server>) {
+        let entry = Entry::now(what);
+        if let Some(journal) = &mut self.journal
+            && let Err(error) = journal.write(&entry)
+        {
+            self.give_up(&error);
+        }
+        self.hear(entry, server);
+    }
+
+    /// Hands on what was written down.
+    pub(crate) fn hear(&mut self, entry: Entry, server: Option<&mut Server>) {
+        self.screen.hear(&entry);
+        self.figures.lock().unwrap_or_else(PoisonError::into_inner).add(&entry);
+        if let Some(server) = server {
+            server.show(entry.clone());
+        }
+        self.history.add(entry);
+    }
+
+    fn give_up(&mut self, error: &shardwise_journal::Error) {
+        self.screen.say(&format!("{error}: what the supervisor has to say of this run is not written down."));
+        self.journal = None;
+    }
+}

@@ -1,0 +1,95 @@
+//! The hosts that ranks are started on, and which of them answer.
+
+use std::fmt;
+use std::process::{Command, Stdio};
+use std::str::FromStr;
+use std::time::{Duration, Instant};
+
+use crate::launched::own_name;
+
+/// How long a host may take to answer.
+const ANSWER: Duration = Duration::from_secs(5);
+
+/// How often it is asked whether it has.
+const POLL: Duration = Duration::from_millis(20);
+
+/// A host, and how many ranks there is room for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Host {
+    pub(crate) name: String,
+    pub(crate) ranks: usize,
+}
+
+impl FromStr for Host {
+    type Err = String;
+
+    /// As `NAME:RANKS`, or `NAME` for one rank.
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (name, ranks) = text.split_once(':').unwrap_or((text, "1"));
+        // It becomes an argument of other programs.
+        let is_name = !name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric() || "._-".contains(c));
+        match ranks.parse() {
+            Ok(ranks @ 1..=1_000_000) if is_name && !name.starts_with('-') => {
+                Ok(Host { name: name.to_string(), ranks })
+            }
+            _ => Err(format!("'{text}' is not a host: write NAME:RANKS, as in node1:8")),
+        }
+    }
+}
+
+impl fmt::Display for Host {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.name, self.ranks)
+    }
+}
+
+/// Those of the hosts on which `agent` can start a program, in their order. All are asked at once.
+pub(crate) fn answering(hosts: &[Host], agent: &str) -> Vec<Host> {
+    let own = own_name();
+    let ask = |host: &Host| {
+        let mut command = Command::new(agent);
+        command.arg(&host.name).arg("true").stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        command.spawn()
+    };
+    let asked: Vec<_> = hosts.iter().map(|host| (host, (host.name != own).then(|| ask(host)))).collect();
+    let until = Instant::now() + ANSWER;
+    let answers = |(host, asked): (&Host, Option<std::io::Result<std::process::Child>>)| {
+        let Some(asked) = asked else { return Some(host.clone()) };
+        let mut child = asked.ok()?;
+        while Instant::now() < until {
+            if let Some(status) = child.try_wait().ok()? {
+                return status.success().then(|| host.clone());
+            }
+            std::thread::sleep(POLL);
+        }
+        drop(child.kill());
+        drop(child.wait());
+        None
+    };
+    asked.into_iter().filter_map(answers).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test may fail")]
+    use super::*;
+
+    #[test]
+    fn hosts_are_read_as_they_are_written() {
+        let host: Host = "node-1.site:8".parse().unwrap();
+        assert_eq!((host.name.as_str(), host.ranks, host.to_string().as_str()), ("node-1.site", 8, "node-1.site:8"));
+        assert_eq!("b".parse::<Host>().unwrap().ranks, 1);
+        for wrong in ["", ":2", "a:0", "a:x", "-oProxyCommand=x:1", "a b:1", "a;b:1"] {
+            assert!(wrong.parse::<Host>().is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn those_that_do_not_answer_are_left_out() {
+        let hosts: Vec<Host> =
+            [own_name().as_str(), "a", "b"].iter().map(|name| format!("{name}:2").parse().unwrap()).collect();
+        assert_eq!(answering(&hosts, "true"), hosts);
+        assert_eq!(answering(&hosts, "false"), hosts[..1]);
+        assert_eq!(answering(&hosts, "/nowhere/agent"), hosts[..1]);
+    }
+}

@@ -1,0 +1,276 @@
+//! The facts of a run in a few words each, and what differs between the recipes of several.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use shardwise_journal::words::{count, counted, digits, duration, large, memory};
+use shardwise_journal::{Outcome, Start};
+
+use super::figures::{extreme, letter_of};
+use super::history::{History, median};
+use super::text::{add, date, escaped, shortened};
+
+/// More keys than a recipe has.
+const KEYS_MAX: usize = 1000;
+const VALUE_CHARS_MAX: usize = 120;
+
+/// What became of a run, in a sentence or two.
+pub(crate) fn summary(run: &History) -> String {
+    let Some((first, last)) = run.story.time_s() else {
+        return "Nothing has been written by this run yet.".to_string();
+    };
+    let steps = run.points.last().map_or(0, |point| point.step);
+    let wanted = run.start().map_or(0, |start| start.steps);
+    let made = match wanted > steps {
+        true => format!("{} of {} steps", count(steps), count(wanted)),
+        false => counted(steps, "step"),
+    };
+    let took = duration(last - first);
+    let mut text = match run.story.outcome() {
+        Outcome::Finished => format!("Finished: {made} in {took}"),
+        Outcome::Saved => format!("Saved and stopped, to be started again: {made} in {took}"),
+        Outcome::Interrupted => format!("Interrupted: {made} in {took}"),
+        Outcome::Failed { code } => format!("Failed for good, with exit code {code}: {made} in {took}"),
+        Outcome::Open | Outcome::Nothing => {
+            format!("Not ended, as far as was written down: {made} in {took}, last heard of at {} UTC", date(last))
+        }
+    };
+    let worlds = worlds(run);
+    if !worlds.is_empty() {
+        text += &format!(", on {worlds}");
+    }
+    match run.story.restarts() {
+        0 => text + ".",
+        restarts => format!("{text}. {}.", cost(run, restarts)),
+    }
+}
+
+fn cost(run: &History, restarts: u64) -> String {
+    let times = if restarts == 1 { "once".to_string() } else { format!("{} times", count(restarts)) };
+    let again = run.story.steps_again().max(run.made_again.len() as u64);
+    let (lost, steps) = (duration(run.story.lost_s()), counted(again, "step"));
+    format!("Started again {times}, which cost {lost} and {steps} made again")
+}
+
+/// `4 ranks`, or `4, then 2, then 4 ranks`.
+fn worlds(run: &History) -> String {
+    let mut pieces: Vec<String> = run.worlds().iter().map(|(.., ranks)| ranks.to_string()).collect();
+    let shown = pieces.len().min(6);
+    let more = if pieces.len() > shown { " and so on" } else { "" };
+    pieces.truncate(shown);
+    match &pieces[..] {
+        [] => String::new(),
+        [only] if only == "1" => "1 rank".to_string(),
+        several => format!("{}{more} ranks", several.join(", then ")),
+    }
+}
+
+/// Each fact with its name, in the order in which they are shown. Names are the same for every run.
+fn facts(run: &History) -> Vec<(&'static str, String)> {
+    let nothing = || "–".to_string();
+    let from = |fact: &dyn Fn(&Start) -> String| run.start().map_or_else(nothing, fact);
+    let tokens = run.tokens();
+    let span = run.story.time_s();
+    let points = &run.points;
+    vec![
+        ("outcome", outcome(run.story.outcome())),
+        ("model", from(&|start| format!("{} parameters", large(start.parameters as f64)))),
+        ("ranks", ranks(run)),
+        ("sharding", from(&|start| format!("stage {}, {}", start.stage, counted(start.replicas as u64, "replica")))),
+        ("precision", from(&|start| start.precision.clone())),
+        ("steps", steps(run)),
+        ("tokens", from(&|start| format!("{}; {} a step", large(tokens as f64), count(start.tokens_per_step)))),
+        ("began", span.map_or_else(nothing, |(first, _)| format!("{} UTC", date(first)))),
+        ("time", span.map_or_else(nothing, |(first, last)| duration(last - first))),
+        (
+            "throughput",
+            median(points.iter().map(|p| p.tokens_per_s))
+                .map_or_else(nothing, |m| format!("{} tokens/s", digits(m, 3))),
+        ),
+        (
+            "utilisation",
+            median(points.iter().map(|p| p.utilisation))
+                .map_or_else(nothing, |part| format!("{:.1}% of the machine's peak", part * 100.)),
+        ),
+        ("peak memory", peak(run)),
+        ("loss", loss(run)),
+        ("held-out loss", held_out(run)),
+        ("restarts", restarts(run)),
+        ("skipped steps", count(run.skipped)),
+        ("version", from(&|start| start.version.clone())),
+        ("folder", run.folder.clone()),
+    ]
+}
+
+fn outcome(outcome: Outcome) -> String {
+    match outcome {
+        Outcome::Nothing => "nothing written yet".to_string(),
+        Outcome::Open => "not ended, or not written down".to_string(),
+        Outcome::Finished => "finished".to_string(),
+        Outcome::Saved => "saved, to be started again".to_string(),
+        Outcome::Interrupted => "interrupted".to_string(),
+        Outcome::Failed { code } => format!("failed, exit code {code}"),
+    }
+}
+
+fn ranks(run: &History) -> String {
+    let worlds = worlds(run).trim_end_matches(" ranks").trim_end_matches(" rank").to_string();
+    match run.start() {
+        Some(start) if worlds.is_empty() => start.ranks.to_string(),
+        Some(start) if start.ranks_per_host > 0 && start.ranks > start.ranks_per_host => {
+            format!("{worlds}; at most {} on a host", start.ranks_per_host)
+        }
+        _ if worlds.is_empty() => "–".to_string(),
+        _ => worlds,
+    }
+}
+
+fn steps(run: &History) -> String {
+    let made = count(run.points.last().map_or(0, |point| point.step));
+    run.start().map_or(made.clone(), |start| format!("{made} of {}", count(start.steps)))
+}
+
+fn peak(run: &History) -> String {
+    let Some((_, peak)) = extreme(&run.points, |point| point.memory_peak_bytes, |a, b| a > b) else {
+        return "–".to_string();
+    };
+    match run.start().and_then(|start| start.memory_limit_bytes).filter(|limit| *limit > 0) {
+        Some(limit) => {
+            format!("{} of {} ({:.0}%)", memory(peak), memory(limit as f64), peak / limit as f64 * 100.)
+        }
+        None => format!("{} a rank", memory(peak)),
+    }
+}
+
+fn loss(run: &History) -> String {
+    let last = run.points.iter().rev().find(|point| point.loss.is_finite());
+    match (last, extreme(&run.points, |point| point.loss, |a, b| a < b)) {
+        (Some(last), Some((step, lowest))) => {
+            format!("{}; lowest {} at step {}", digits(f64::from(last.loss), 4), digits(lowest, 4), count(step))
+        }
+        _ => "–".to_string(),
+    }
+}
+
+fn held_out(run: &History) -> String {
+    let Some(last) = run.held_out.last() else { return "–".to_string() };
+    let bits = last.bits_per_byte.map_or(String::new(), |bits| format!(", {} bits a byte", digits(bits, 3)));
+    format!("{}{bits} after step {}", digits(last.loss, 4), count(last.step))
+}
+
+fn restarts(run: &History) -> String {
+    match run.story.restarts() {
+        0 => "none".to_string(),
+        restarts => {
+            let again = run.story.steps_again().max(run.made_again.len() as u64);
+            format!("{}; {} lost, {} made again", count(restarts), duration(run.story.lost_s()), counted(again, "step"))
+        }
+    }
+}
+
+/// The facts of one run as a list, or of several as a table with a column for each.
+pub(crate) fn facts_of(runs: &[History]) -> String {
+    let mut page = String::new();
+    if let [run] = runs {
+        page.push_str("<dl class=\"facts\">\n");
+        for (name, fact) in facts(run) {
+            add(&mut page, format_args!("<div><dt>{name}</dt><dd>{}</dd></div>\n", escaped(shortened(&fact, 200))));
+        }
+        return page + "</dl>\n";
+    }
+    page.push_str("<div class=\"scrolled\"><table class=\"side\"><thead><tr><td></td>");
+    heads(runs, &mut page);
+    page.push_str("</tr></thead><tbody>\n");
+    let columns: Vec<_> = runs.iter().map(facts).collect();
+    for (row, (name, _)) in columns[0].iter().enumerate() {
+        add(&mut page, format_args!("<tr><th>{name}</th>"));
+        for column in &columns {
+            add(&mut page, format_args!("<td>{}</td>", escaped(shortened(&column[row].1, 200))));
+        }
+        page.push_str("</tr>\n");
+    }
+    page + "</tbody></table></div>\n"
+}
+
+/// The heads of columns: letter, shape and name of every run.
+fn heads(runs: &[History], page: &mut String) {
+    for (place, run) in runs.iter().enumerate() {
+        let mut shape = String::new();
+        super::chart::shape(place, 8., 8., 5., &mut shape);
+        add(
+            page,
+            format_args!(
+                "<th><svg class=\"key\" aria-hidden=\"true\">{}</svg>{} {}</th>",
+                shape.trim_end(),
+                letter_of(runs, place),
+                escaped(shortened(&run.name, 60))
+            ),
+        );
+    }
+}
+
+/// The keys in which the recipes of several runs differ.
+pub(crate) fn differences(runs: &[History]) -> String {
+    let recipes: Vec<Option<BTreeMap<String, String>>> =
+        runs.iter().map(|run| keys(&run.start().map_or(String::new(), |start| start.recipe.clone()))).collect();
+    let mut page = String::new();
+    for (place, _) in recipes.iter().enumerate().filter(|(_, recipe)| recipe.is_none()) {
+        add(&mut page, format_args!("<p class=\"note\">The recipe of {} is no TOML.</p>\n", letter_of(runs, place)));
+    }
+    let recipes: Vec<BTreeMap<String, String>> = recipes.into_iter().map(Option::unwrap_or_default).collect();
+    let all: BTreeSet<&String> = recipes.iter().flat_map(BTreeMap::keys).collect();
+    let differing: Vec<&String> =
+        all.into_iter().filter(|key| recipes.iter().any(|recipe| recipe.get(*key) != recipes[0].get(*key))).collect();
+    if differing.is_empty() {
+        return page + "<p class=\"note\">The recipes do not differ.</p>\n";
+    }
+    page.push_str("<div class=\"scrolled\"><table class=\"side\"><thead><tr><th>key</th>");
+    heads(runs, &mut page);
+    page.push_str("</tr></thead><tbody>\n");
+    for key in differing {
+        add(&mut page, format_args!("<tr><th><code>{}</code></th>", escaped(shortened(key, VALUE_CHARS_MAX))));
+        for recipe in &recipes {
+            match recipe.get(key) {
+                Some(value) => {
+                    add(
+                        &mut page,
+                        format_args!("<td><code>{}</code></td>", escaped(shortened(value, VALUE_CHARS_MAX))),
+                    );
+                }
+                None => page.push_str("<td>not set</td>"),
+            }
+        }
+        page.push_str("</tr>\n");
+    }
+    page + "</tbody></table></div>\n"
+}
+
+/// A recipe's keys, `batch.global`, with their values as they would be written.
+fn keys(recipe: &str) -> Option<BTreeMap<String, String>> {
+    let table: toml::Table = recipe.parse().ok()?;
+    let mut found = BTreeMap::new();
+    let mut open: Vec<(String, toml::Value)> = table.into_iter().collect();
+    while let Some((key, value)) = open.pop() {
+        match value {
+            toml::Value::Table(inner) => {
+                open.extend(inner.into_iter().map(|(name, value)| (format!("{key}.{name}"), value)))
+            }
+            value if found.len() < KEYS_MAX => drop(found.insert(key, value.to_string())),
+            _ => (),
+        }
+    }
+    Some(found)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test may fail")]
+    use super::*;
+
+    #[test]
+    fn keys_are_dotted() {
+        let found = keys("a = 1\n[b]\nc = 'x'\n[b.d]\ne = [1, 2]").unwrap();
+        let found: Vec<String> = found.into_iter().map(|(key, value)| format!("{key}={value}")).collect();
+        assert_eq!(found, ["a=1", "b.c=\"x\"", "b.d.e=[1, 2]"]);
+        assert!(keys("a = ").is_none());
+    }
+}

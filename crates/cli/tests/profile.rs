@@ -1,0 +1,179 @@
+//! Traces and profiles: that a trace is whole and adds up, and that what was made slow on purpose is named first.
+
+#![allow(clippy::unwrap_used, reason = "a test may fail")]
+
+mod support;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+use std::process::Output;
+
+use serde_json::Value;
+use shardwise_harness::Hosts;
+use support::{Folder, good};
+
+const RECIPE: &str = r#"
+[model.llama]
+vocabulary = 512
+width = 128
+blocks = 3
+heads = 4
+mlp_width = 344
+
+[data]
+seed = 7
+
+[batch]
+sequences = 4
+positions = 128
+micro_batches = 1
+
+[optimizer]
+rate = 1e-3
+
+[run]
+steps = 4
+"#;
+
+impl Folder {
+    /// What `shardwise profile --json` says.
+    fn profile(&self, arguments: &[&str]) -> Value {
+        let output = self.command("profile", &[&["--json"], arguments].concat()).output().unwrap();
+        json(&output)
+    }
+}
+
+fn json(output: &Output) -> Value {
+    let said = good(output);
+    serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {said}"))
+}
+
+/// A trace's complete events, by Chrome's own rules.
+fn events(path: &Path) -> Vec<Value> {
+    let trace: Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap();
+    events.iter().filter(|event| event["ph"] == "X").cloned().collect()
+}
+
+fn near(what: &str, a: f64, b: f64) {
+    assert!((a - b).abs() <= 0.03 * b.abs().max(1e-6), "{what}: {a} and {b}");
+}
+
+/// The first change, with its cause, and all of them for whoever has to mend the test.
+fn first_cause(profiled: &Value) -> (String, String) {
+    (profiled["changes"][0]["cause"].as_str().unwrap_or("none").to_string(), format!("{:#}", profiled["changes"]))
+}
+
+const TRAINING: u64 = 1;
+
+#[test]
+fn a_trace_has_every_rank_and_adds_up_to_what_is_printed() {
+    let folder = Folder::new(&RECIPE.replace("micro_batches = 1", "micro_batches = 2"));
+    let profiled = folder.profile(&["-n", "4", "--steps", "2", "--no-tries", "--keep", "kept", "--draw", "step.svg"]);
+    assert!(std::fs::read_to_string(folder.path("step.svg")).unwrap().contains(">rank 3<"));
+    let events = events(&folder.path("kept/trace-step-000003.json"));
+    let length = |event: &Value| event["dur"].as_f64().unwrap() / 1e6;
+    let is_training = |event: &&Value| event["tid"] == TRAINING;
+
+    // The sums, by hand, per step and rank.
+    let mut kinds = BTreeMap::<String, f64>::new();
+    for event in events.iter().filter(is_training) {
+        let kind = match event["cat"].as_str().unwrap() {
+            "wait" => format!("wait {}", event["args"]["for"].as_str().unwrap()),
+            kind => kind.to_string(),
+        };
+        *kinds.entry(kind).or_default() += length(event) / 2. / 4.;
+    }
+    let printed = profiled["profile"]["kinds"].as_array().unwrap();
+    assert_eq!(printed.len(), kinds.len());
+    for kind in printed {
+        let name = kind["kind"].as_str().unwrap();
+        near(name, kind["mean_s"].as_f64().unwrap(), kinds[name]);
+    }
+    // And against a clock that knows nothing of spans.
+    let of_first: f64 = events.iter().filter(is_training).filter(|event| event["pid"] == 0).map(length).sum();
+    near("a step", of_first / 2., profiled["step_s"].as_f64().unwrap());
+
+    for rank in 0..4 {
+        let own: Vec<&Value> = events.iter().filter(|event| event["pid"] == rank).collect();
+        let threads: BTreeSet<u64> = own.iter().map(|event| event["tid"].as_u64().unwrap()).collect();
+        for thread in threads {
+            let mut spans: Vec<(f64, f64)> = own
+                .iter()
+                .filter(|event| event["tid"] == thread)
+                .map(|event| (event["ts"].as_f64().unwrap(), event["dur"].as_f64().unwrap()))
+                .collect();
+            spans.sort_by(|a, b| a.0.total_cmp(&b.0));
+            for pair in spans.windows(2) {
+                assert!(pair[0].0 + pair[0].1 <= pair[1].0 + 0.002, "rank {rank}, thread {thread}: {pair:?}");
+            }
+        }
+        let has = |kind: &str, unit: &str, on_training: bool| {
+            own.iter().any(|event| {
+                event["cat"] == kind
+                    && event["args"]["unit"] == unit
+                    && (event["tid"] == TRAINING) == on_training
+                    && event["args"]["step"] == 4
+            })
+        };
+        for unit in ["embedding", "block.0", "block.1", "block.2", "head"] {
+            for (kind, on_training) in
+                [("forward", true), ("backward", true), ("optimizer", true), ("gather", false), ("reduce", false)]
+            {
+                assert!(has(kind, unit, on_training), "rank {rank} has no {kind} of {unit}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_run_traces_the_steps_that_it_is_asked_to() {
+    let recipe = format!("recomputation = \"full\"\n{RECIPE}\n[checkpoints]\nfolder = \"saved\"\n");
+    let folder = Folder::new(&recipe);
+    let output = folder.command("train", &["-n", "2", "--trace", "2..3"]).output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && text.contains("traced steps 2 to 3: "), "{text}");
+    let events = events(&folder.path("saved/trace-step-000002.json"));
+    let steps: BTreeSet<u64> = events.iter().map(|event| event["args"]["step"].as_u64().unwrap()).collect();
+    assert_eq!(steps, BTreeSet::from([2, 3]));
+    assert!(events.iter().any(|event| event["name"] == "recompute block.1"));
+    let refused = folder.command("train", &["-n", "2", "--trace", "3..2"]).output().unwrap();
+    let said = String::from_utf8_lossy(&refused.stderr);
+    assert!(refused.status.code() == Some(2) && said.contains("--trace: write the first and the last step"), "{said}");
+}
+
+#[test]
+fn a_slow_source_of_data_is_named_first() {
+    let folder = Folder::new(RECIPE);
+    let profiled = folder.profile(&["-n", "2", "--steps", "3", "--fault", "delay rank=1 step=1 phase=data"]);
+    let (cause, all) = first_cause(&profiled);
+    assert!(cause == "data" && all.contains("rank 1 reads its tokens"), "{all}");
+}
+
+#[test]
+fn a_tiny_micro_batch_is_named_first() {
+    let tiny = RECIPE.replace("sequences = 4", "sequences = 1").replace("positions = 128", "positions = 8");
+    let folder = Folder::new(&tiny.replace("micro_batches = 1", "micro_batches = 32"));
+    let profiled = folder.profile(&["-n", "2", "--steps", "3"]);
+    let (cause, all) = first_cause(&profiled);
+    assert!(cause == "micro-batch" && all.contains("batch.micro_batches = 1 "), "{all}");
+}
+
+#[test]
+fn a_slow_link_is_named_first() {
+    let folder = Folder::new(RECIPE);
+    let network = Hosts { hosts: 2, ranks_per_host: 1, rate: "50mbit".into(), delay: "0ms".into() }.start().unwrap();
+    let mut command = network.on_first_host(option_env!("MPIRUN").unwrap_or("mpirun"));
+    command.envs(network.mpi_settings()).env("OMP_NUM_THREADS", "1");
+    let hosts: Vec<String> = network.names().iter().map(|name| format!("{name}:1")).collect();
+    command.args(["-n", "2", "--allow-run-as-root", "--host", &hosts.join(","), "--mca", "pml", "ob1"]);
+    command.args(["--mca", "plm_rsh_agent"]).arg(network.agent());
+    command.arg(env!("CARGO_BIN_EXE_shardwise")).arg("profile").arg(folder.path("recipe.toml"));
+    let profiled = json(&command.args(["--steps", "2", "--json"]).output().unwrap());
+    let (cause, all) = first_cause(&profiled);
+    assert_eq!(cause, "link", "{all}");
+    assert_eq!(profiled["hosts"], 2);
+    // 50 Mbit/s are 6.25 MB/s.
+    let reached = profiled["peak_bytes_per_s"].as_f64().unwrap();
+    assert!(reached < 8e6, "{reached}");
+}

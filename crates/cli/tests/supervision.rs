@@ -1,0 +1,334 @@
+//! Runs in which things go wrong: what is said of it, and that nothing of it is left in the numbers.
+
+#![allow(clippy::unwrap_used, reason = "a test may fail")]
+
+mod support;
+
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use shardwise_harness::{Hosts, Slurm, ranks_of};
+use support::{CLOSELY, Folder, RECIPE, good, said, shardwise, wait_until};
+
+impl Folder {
+    fn train(&self, arguments: &[&str]) -> Output {
+        self.command("train", arguments).output().unwrap()
+    }
+
+    /// That the last checkpoint is the other's to the last bit, with all of the optimizer's numbers.
+    fn ends_like(&self, other: &Folder, step: u64) {
+        let step = step.to_string();
+        let mut diff = shardwise();
+        diff.args(["checkpoint", "diff"]).arg(self.path("saved")).args([&step, &step, "--other"]);
+        let same = good(&diff.arg(other.path("saved")).output().unwrap());
+        assert!(same.contains("the same to the last bit"), "{same}");
+    }
+}
+
+/// Every loss that was printed, by step: a step that was made again has several.
+fn losses(text: &str) -> BTreeMap<u64, Vec<String>> {
+    let mut losses = BTreeMap::<u64, Vec<String>>::new();
+    for line in text.lines().filter(|line| line.starts_with("step ")) {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let step = words[1].split('/').next().unwrap().parse().unwrap();
+        losses.entry(step).or_default().push(words[3].to_string());
+    }
+    losses
+}
+
+/// That every loss is that of a run in which nothing went wrong.
+fn same_losses(text: &str, expected: &str, tolerance: f64) {
+    let (found, expected) = (losses(text), losses(expected));
+    assert!(found.keys().eq(expected.keys()), "{text}");
+    for (step, losses) in found {
+        let whole: f64 = expected[&step][0].parse().unwrap();
+        for loss in losses {
+            let loss: f64 = loss.parse().unwrap();
+            assert!((loss - whole).abs() <= tolerance * whole, "step {step}: {loss} and {whole}\n{text}");
+        }
+    }
+}
+
+fn undisturbed(recipe: &str, ranks: &str) -> (Folder, String) {
+    let folder = Folder::new(recipe);
+    let text = good(&folder.train(&["-n", ranks]));
+    (folder, text)
+}
+
+/// Reads a run's standard output to a line that begins so.
+fn read_to(lines: &mut impl Iterator<Item = std::io::Result<String>>, begin: &str) -> String {
+    let mut text = String::new();
+    for line in lines {
+        let line = line.unwrap();
+        text += &(line.clone() + "\n");
+        if line.starts_with(begin) {
+            return text;
+        }
+    }
+    panic!("no line begins with '{begin}':\n{text}");
+}
+
+fn signal(child: &Child, name: &str) {
+    assert!(Command::new("kill").args([name, &child.id().to_string()]).status().unwrap().success());
+}
+
+#[test]
+fn kills_in_every_phase_leave_no_trace() {
+    let recipe = RECIPE.replace("every_steps = 2", "every_steps = 1") + "restarts = 20\n";
+    let (whole, expected) = undisturbed(&recipe, "4");
+    let folder = Folder::new(&recipe);
+    let text = good(&folder.train(&["-n", "4", "--fault", "random seed=3 kills=9"]));
+    same_losses(&text, &expected, 0.);
+    folder.ends_like(&whole, 24);
+    assert_eq!(text.matches("Starting again on 4 ranks").count(), 9, "{text}");
+    assert_eq!(text.matches(" died (signal 9").count(), 9, "{text}");
+    assert!(text.contains("It was started again 9 times"), "{text}");
+    assert!(ranks_of(&folder.path("recipe.toml")).is_empty(), "no rank is left behind");
+}
+
+#[test]
+fn a_job_that_is_killed_whole_goes_on_by_the_same_command() {
+    let (whole, expected) = undisturbed(RECIPE, "2");
+    let folder = Folder::new(RECIPE);
+    let mut text = String::new();
+    for step in ["step  4", "step 11"] {
+        let mut run =
+            folder.command("train", &["-n", "2"]).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+        let mut lines = BufReader::new(run.stdout.take().unwrap()).lines();
+        text += &read_to(&mut lines, step);
+        run.kill().unwrap();
+        run.wait().unwrap();
+        // Nobody is left to end them, so they end themselves.
+        wait_until("ranks outlive their supervisor", || ranks_of(&folder.path("recipe.toml")).is_empty());
+    }
+    text += &good(&folder.train(&["-n", "2"]));
+    same_losses(&text, &expected, 0.);
+    folder.ends_like(&whole, 24);
+}
+
+/// What goes wrong, what is changed in the recipe for it, and what is said.
+const NAMED: [(&str, &str, &[&str]); 6] = [
+    (
+        "stop rank=2 step=5 phase=forward unit=block.1",
+        "",
+        &["rank 2", "is silent for", "it was last heard in", "all-gather #", "of 'block.", "wait"],
+    ),
+    ("cut-off rank=1 step=5 phase=backward unit=block.0", "", &["rank 1"]),
+    (
+        "skip rank=3 step=31 unit=block.2",
+        "checked = true",
+        &["rank 3 came with", "block.2", "where ranks 0-2 came with", "nothing was sent"],
+    ),
+    ("shorten rank=1 step=31 unit=block.1", "checked = true", &["rank 1 came with", "block.1", "nothing was sent"]),
+    ("flip-bit rank=2 step=8 phase=backward unit=block.1", "spot_check_every = 4", &["rank 2", "block.1", "step 8"]),
+    ("skip rank=3 step=31 unit=block.2", "", &["rank 3", "block.2"]),
+];
+
+#[test]
+fn what_goes_wrong_is_named_in_time_and_survived() {
+    let started = Instant::now();
+    let (whole, expected) = undisturbed(RECIPE, "4");
+    let undisturbed = started.elapsed();
+    for (fault, keys, named) in NAMED {
+        let folder = Folder::new(&(RECIPE.to_string() + CLOSELY + keys));
+        let started = Instant::now();
+        let text = good(&folder.train(&["-n", "4", "--fault", fault]));
+        let took = started.elapsed();
+        assert!(named.iter().all(|part| text.contains(part)), "{fault}: {text}");
+        assert!(text.contains("At work again at step"), "{fault}: {text}");
+        same_losses(&text, &expected, 0.);
+        folder.ends_like(&whole, 24);
+        // The run, at most as much again for another start and steps made again; the time limit, and 5 s.
+        let most = 2 * undisturbed + Duration::from_secs(4 + 5);
+        assert!(took < most, "{fault}: {took:?} of {most:?}\n{text}");
+    }
+}
+
+#[test]
+fn memory_that_is_not_enough_is_told_by_kind_with_a_remedy() {
+    let recipe = RECIPE.replace("width = 36", "width = 360").replace("mlp_width = 53", "mlp_width = 960");
+    let recipe = recipe.replace("sequences = 1", "sequences = 4").replace("positions = 16", "positions = 512");
+    let folder = Folder::new(&recipe);
+    let output = folder.train(&["-n", "2", "--fault", "exhaust rank=1 step=1 phase=backward unit=head"]);
+    let text = said(&output);
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    for part in
+        ["rank 1", "backward pass of unit head", "parameters", "gradients", "optimizer", "activations", "should fit"]
+    {
+        assert!(text.contains(part), "'{part}' in {text}");
+    }
+    assert!(!text.contains("Starting again"), "it would be the same again: {text}");
+}
+
+#[test]
+fn a_slow_rank_raises_no_alarm() {
+    let folder = Folder::new(&(RECIPE.to_string() + CLOSELY));
+    let text = good(&folder.train(&["-n", "4", "--fault", "slow rank=1 step=1 phase=forward"]));
+    assert!(!text.contains("rank 1") && !text.contains("Starting again"), "{text}");
+}
+
+#[test]
+fn a_run_that_never_works_is_given_up() {
+    let folder = Folder::new(&(RECIPE.to_string() + "restarts = 2"));
+    let faults: Vec<&str> = std::iter::repeat_n(["--fault", "kill rank=0 step=3 phase=forward"], 5).flatten().collect();
+    let output = folder.train(&[&["-n", "2"][..], &faults].concat());
+    let text = said(&output);
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    assert!(text.contains("It is started again in 0.2 s") && text.contains("supervision.restarts"), "{text}");
+    let without = Folder::new(RECIPE.split("[checkpoints]").next().unwrap());
+    let output = without.train(&["-n", "2", "--fault", "kill rank=0 step=3 phase=forward"]);
+    assert!(said(&output).contains("There are no checkpoints to go on from"), "{}", said(&output));
+}
+
+#[test]
+fn a_signal_saves_and_the_code_says_resume_me() {
+    let (whole, expected) = undisturbed(RECIPE, "2");
+    for name in ["-TERM", "-USR1"] {
+        let folder = Folder::new(&RECIPE.replace("every_steps = 2", "every_steps = 1000"));
+        let mut run = folder.command("train", &["-n", "2"]).stdout(Stdio::piped()).spawn().unwrap();
+        let mut lines = BufReader::new(run.stdout.take().unwrap()).lines();
+        let mut text = read_to(&mut lines, "step  3");
+        signal(&run, name);
+        text += &lines.map(|line| line.unwrap() + "\n").collect::<String>();
+        assert_eq!(run.wait().unwrap().code(), Some(75), "{text}");
+        assert!(text.contains("as it was asked to"), "{text}");
+        text += &good(&folder.train(&["-n", "2"]));
+        assert!(losses(&text).values().all(|losses| losses.len() == 1), "no step is made twice: {text}");
+        same_losses(&text, &expected, 0.);
+        folder.ends_like(&whole, 24);
+    }
+}
+
+#[test]
+fn the_secret_is_in_no_command_line_and_no_log() {
+    let folder = Folder::new(&RECIPE.replace("steps = 24", "steps = 100000"));
+    let mut run = folder.command("train", &["-n", "2"]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(run.stdout.take().unwrap()).lines();
+    let text = read_to(&mut lines, "step ");
+    let rank = ranks_of(&folder.path("recipe.toml"))[0];
+    let environment = format!("/proc/{rank}/environ");
+    assert_eq!(std::fs::metadata(&environment).unwrap().permissions().mode() & 0o077, 0, "its user's alone");
+    let environment = String::from_utf8_lossy(&std::fs::read(environment).unwrap()).into_owned();
+    let variable = |name: &str| environment.split('\0').find_map(|entry| entry.strip_prefix(name)).unwrap().to_string();
+    let secret = variable("SHARDWISE_SECRET=");
+    assert_eq!(secret.len(), 64);
+    assert!(variable("SHARDWISE_SUPERVISOR=").starts_with("127.0.0.1:"), "on loopback unless told otherwise");
+    let lines_of_commands = Command::new("ps").args(["-eo", "args", "-ww"]).output().unwrap();
+    assert!(!said(&lines_of_commands).contains(&secret));
+    signal(&run, "-INT");
+    let rest: String = lines.map(|line| line.unwrap()).collect();
+    let output = run.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(130));
+    assert!(!(text + &rest + &said(&output)).contains(&secret));
+    wait_until("ranks are left behind", || ranks_of(&folder.path("recipe.toml")).is_empty());
+}
+
+#[test]
+fn ranges_and_hosts_that_make_no_sense_are_refused() {
+    let folder = Folder::new(&RECIPE.replace("global = 8", "micro_batches = 2"));
+    let refused = |arguments: &[&str], expected: &str| {
+        let text = said(&folder.train(arguments));
+        assert!(text.contains(expected), "{arguments:?}: {text}");
+    };
+    refused(&["-n", "2..4"], "a step would have 4 sequences on 2 ranks and 8 on 4; give batch.global");
+    refused(&["-n", "4..2"], "the least and the most, as in 2..8");
+    refused(&["--hosts", "a:2"], "--listen");
+    refused(&["--hosts", "a;b:2", "--listen", "127.0.0.1"], "is not a host: write NAME:RANKS");
+    refused(&["-n", "2", "--hosts", "elsewhere:2", "--listen", "127.0.0.1"], "other hosts cannot reach that");
+    refused(&["-n", "2", "--fault", "bite rank=1"], "begins with none of kill");
+}
+
+#[test]
+fn a_run_goes_on_without_a_lost_host_and_with_it_when_it_is_back() {
+    // Slow enough for the link to be cut and mended meanwhile.
+    // And slow to learn: 2 ranks add in another order than 4, and what that makes of the last bits grows with every step.
+    let recipe = RECIPE.replace("steps = 24", "steps = 400").replace("rate = 1e-2", "rate = 1e-4");
+    let (_, expected) = undisturbed(&recipe, "4");
+    let folder = Folder::new(&(recipe + CLOSELY));
+    let network = Hosts { hosts: 2, ranks_per_host: 2, rate: "1gbit".into(), delay: "0ms".into() }.start().unwrap();
+    // As ssh would, it needs the network.
+    let agent = folder.path("agent");
+    let script = format!(
+        "#!/bin/bash\n[ \"$1\" = \"$(hostname)\" ] || timeout 2 bash -c \"exec 3<>/dev/tcp/$1/9\" 2>/dev/null\n\
+         [ $? = 124 ] && exit 1\nexec {} \"$@\"\n",
+        network.agent().display()
+    );
+    std::fs::File::create(&agent).unwrap().write_all(script.as_bytes()).unwrap();
+    std::fs::set_permissions(&agent, std::fs::Permissions::from_mode(0o755)).unwrap();
+    let names = network.names();
+    let mut command = network.on_first_host(env!("CARGO_BIN_EXE_shardwise"));
+    command.envs(network.mpi_settings()).env("OMP_NUM_THREADS", "1");
+    command.arg("train").arg(folder.path("recipe.toml")).args(["-n", "2..4", "--listen", "10.90.0.1", "--agent"]);
+    command.arg(&agent).args(["--hosts", &format!("{}:2,{}:2", names[0], names[1])]);
+    let mut run = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(run.stdout.take().unwrap()).lines();
+    let mut told = BufReader::new(run.stderr.take().unwrap()).lines();
+    let mut text = read_to(&mut lines, "step  20");
+    network.cut(1);
+    let lost = read_to(&mut told, "At work again");
+    assert!(lost.contains(&format!("host {} is lost", names[1])) && lost.contains("ranks 2-3"), "{lost}");
+    assert!(lost.contains("Starting again on 2 ranks, without"), "{lost}");
+    network.mend(1);
+    text += &read_to(&mut lines, "step 100");
+    let rank = ranks_of(&folder.path("recipe.toml"))[0];
+    assert!(Command::new("kill").args(["-9", &rank.to_string()]).status().unwrap().success());
+    let back = read_to(&mut told, "At work again");
+    assert!(back.contains("Starting again on 4 ranks."), "{back}");
+    text += &lines.map(|line| line.unwrap() + "\n").collect::<String>();
+    let rest: String = told.map(|line| line.unwrap() + "\n").collect();
+    assert!(run.wait().unwrap().success(), "{rest}");
+    same_losses(&text, &expected, 1e-5);
+    // And that is the story that its report tells.
+    let mut report = shardwise();
+    good(&report.arg("report").arg(folder.path("saved")).output().unwrap());
+    let page = std::fs::read_to_string(folder.path("saved/report.html")).unwrap();
+    let order =
+        ["on 4, then 2, then 4 ranks", "Started on 4 ranks", "is lost", "without host", "At work again", "Finished"];
+    let mut rest = page.as_str();
+    for part in order {
+        rest = rest.split_once(part).unwrap_or_else(|| panic!("no '{part}' in its place in {page}")).1;
+    }
+}
+
+/// The script in the docs.
+fn batch_script() -> String {
+    let docs = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/src/clusters.md")).unwrap();
+    let (_, after) = docs.split_once("## Slurm\n").unwrap();
+    let (_, script) = after.split_once("```sh,norun\n").unwrap();
+    script.split_once("```").unwrap().0.to_string()
+}
+
+#[test]
+fn a_slurm_job_saves_before_its_time_is_over_and_goes_on_in_the_next() {
+    let recipe = RECIPE.replace("steps = 24", "steps = 100000").replace("every_steps = 2", "every_steps = 100000");
+    let folder = Folder::new(&recipe);
+    let slurm = Slurm::start(&folder.path("slurm")).unwrap();
+    // As in the docs, but for the length of the day.
+    let script = batch_script().replace("--time=24:00:00", "--time=1").replace("USR1@300", "USR1@45");
+    std::fs::write(folder.path("train.sh"), script).unwrap();
+    let programs = Path::new(env!("CARGO_BIN_EXE_shardwise")).parent().unwrap().display().to_string();
+    let mut submit = slurm.command("sbatch");
+    submit.current_dir(folder.0.path()).env("PATH", format!("{programs}:{}", std::env::var("PATH").unwrap()));
+    submit.args(["--export=ALL,RECIPE=recipe.toml,OMP_NUM_THREADS=1", "--output=log", "--parsable", "train.sh"]);
+    let job = good(&submit.output().unwrap()).trim().to_string();
+    let log = || std::fs::read_to_string(folder.path("log")).unwrap_or_default();
+    let state = || slurm.says("squeue", &["-h", "-j", &job, "-o", "%T %r"]);
+    wait_until(&format!("{}{}", state(), log()), || log().contains("as it was asked to"));
+    wait_until("it is put back into the queue", || state().contains("PENDING"));
+    let saved = log();
+    let (_, last) = saved.split_once("ends after step ").unwrap();
+    let last: u64 = last.split_once(',').unwrap().0.parse().unwrap();
+    // Slurm waits for two minutes before it starts such a job again, from when it has swept up; unless it is told not to in time.
+    let (asked, has_gone_on) = (Instant::now(), || log().contains(&format!("goes on after step {last}, from")));
+    while !has_gone_on() {
+        assert!(asked.elapsed() < Duration::from_secs(200), "it goes on: {}{}", state(), log());
+        // A node does not take a job again in the second in which it has ended it.
+        std::thread::sleep(Duration::from_secs(4));
+        slurm.says("scontrol", &["update", &format!("job={job}"), "StartTime=now"]);
+    }
+    wait_until("it makes steps", || log().contains(&format!("step {:>6}/", last + 1)));
+}

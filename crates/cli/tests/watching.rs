@@ -1,0 +1,145 @@
+//! What people see of a run: its events, the bar, the screen of `shardwise watch`, and the page for Prometheus.
+
+#![allow(clippy::unwrap_used, reason = "a test may fail")]
+
+mod support;
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use shardwise_journal::{Run, What};
+use support::{Folder, RECIPE, good, shardwise, wait_until};
+
+fn short() -> Folder {
+    Folder::new(&RECIPE.replace("steps = 24", "steps = 12"))
+}
+
+impl Folder {
+    fn run(&self) -> PathBuf {
+        self.path("saved")
+    }
+}
+
+fn watch(arguments: &[&str]) -> Command {
+    let mut command = shardwise();
+    command.arg("watch").args(arguments).stdin(Stdio::null());
+    command
+}
+
+/// What has happened, in a word each.
+fn story(folder: &Path) -> Vec<String> {
+    let run = Run::open(folder).unwrap();
+    let word = |what: &What| match what {
+        What::Launched(launch) => Some(format!("launched {} on {}", launch.attempt, launch.ranks)),
+        What::Failed { attempt, text, .. } => Some(format!("failed {attempt}: {text}")),
+        What::Again(again) => Some(format!("again at {}", again.step)),
+        What::Ended { code, restarts, .. } => Some(format!("ended {code} after {restarts}")),
+        _ => None,
+    };
+    run.entries().iter().filter_map(|entry| word(&entry.what)).collect()
+}
+
+#[test]
+fn the_supervisor_writes_down_a_death_and_what_it_cost() {
+    let folder = short();
+    good(&folder.command("train", &["-n", "2", "--fault", "kill rank=1 step=5 phase=forward"]).output().unwrap());
+    let story = story(&folder.run());
+    let [first, failed, second, again, ended] = &story[..] else { panic!("{story:?}") };
+    assert_eq!((first.as_str(), second.as_str()), ("launched 1 on 2", "launched 2 on 2"));
+    assert!(failed.starts_with("failed 1: rank 1 (host") && again == "again at 5", "{story:?}");
+    assert_eq!(ended, "ended 0 after 1");
+    assert!(!folder.run().join("supervisor.json").exists(), "the secret is gone with the supervisor");
+
+    // The same to whoever looks afterwards.
+    let said = good(&watch(&[folder.run().to_str().unwrap()]).output().unwrap());
+    assert!(said.starts_with("recipe: finished; was started again once\nstep 12/12 (100%)  loss "), "{said}");
+    assert!(said.contains("✖ attempt 1 failed at step ") && said.contains("↻ at work again at step 5"), "{said}");
+    assert!(said.trim_end().lines().last().unwrap().contains("■ finished"), "{said}");
+    let nothing = watch(&[folder.0.path().to_str().unwrap()]).output().unwrap();
+    assert!(!nothing.status.success() && String::from_utf8_lossy(&nothing.stderr).contains("no run has written here"));
+}
+
+#[test]
+fn a_run_is_looked_at_from_its_folder_over_its_channel_and_by_prometheus() {
+    let folder =
+        Folder::new(&RECIPE.replace("steps = 24", "steps = 100000").replace("every_steps = 2", "every_steps = 50000"));
+    let mut training = folder.command("train", &["-n", "2", "--metrics", "0"]);
+    let mut training = training.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut said = String::new();
+    let mut errors = std::io::BufReader::new(training.stderr.take().unwrap());
+    std::io::BufRead::read_line(&mut errors, &mut said).unwrap();
+    let address = said.split("http://").nth(1).and_then(|rest| rest.split('/').next()).expect(&said).to_string();
+    let door = folder.run().join("supervisor.json");
+    wait_until("the run makes steps", || Run::open(folder.run()).is_ok_and(|run| run.steps().len() > 3));
+    assert_eq!(std::fs::metadata(&door).unwrap().permissions().mode() & 0o777, 0o600);
+
+    let near = good(&watch(&[folder.run().to_str().unwrap()]).output().unwrap());
+    assert!(near.starts_with("recipe: running\n") && near.contains("all 2 ranks are here"), "{near}");
+
+    let written: serde_json::Value = serde_json::from_slice(&std::fs::read(&door).unwrap()).unwrap();
+    let place = written["address"].as_str().unwrap();
+    let far = good(
+        &watch(&["--connect", place]).env("SHARDWISE_SECRET", written["secret"].as_str().unwrap()).output().unwrap(),
+    );
+    assert!(far.starts_with("recipe: running\n") && far.contains("all 2 ranks are here"), "{far}");
+    assert!(far.contains("/100000 (") && far.contains("▲ started: 2 ranks"), "{far}");
+    let stranger = watch(&["--connect", place]).env("SHARDWISE_SECRET", "ab".repeat(32)).output().unwrap();
+    assert!(
+        !stranger.status.success() && String::from_utf8_lossy(&stranger.stderr).contains("does not accept this secret")
+    );
+
+    let page = page(&address);
+    let step = page.lines().find_map(|line| line.strip_prefix("shardwise_step ")).expect(&page);
+    assert!(step.parse::<f64>().unwrap() >= 1. && page.contains("\nshardwise_running 1\n"), "{page}");
+
+    rustix::process::kill_process(
+        rustix::process::Pid::from_raw(training.id() as i32).unwrap(),
+        rustix::process::Signal::TERM,
+    )
+    .unwrap();
+    let mut rest = String::new();
+    errors.read_to_string(&mut rest).unwrap();
+    assert_eq!(training.wait().unwrap().code(), Some(75), "{rest}");
+    let told = good(&watch(&[folder.run().to_str().unwrap()]).output().unwrap());
+    assert!(told.starts_with("recipe: saved, to be started again\n"), "{told}");
+}
+
+fn page(address: &str) -> String {
+    let mut stream = TcpStream::connect(address).unwrap();
+    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n").unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    answer
+}
+
+/// A command's output where it has a terminal of 120 columns.
+fn on_a_terminal(command: &Command) -> String {
+    let words = std::iter::once(command.get_program()).chain(command.get_args());
+    let words: Vec<String> = words.map(|word| format!("'{}'", word.to_str().unwrap())).collect();
+    let line = format!("stty cols 120 rows 30; OMP_NUM_THREADS=1 {}", words.join(" "));
+    // Of util-linux, which every Debian has.
+    let mut script = Command::new("script");
+    let output = script.args(["-qec", &line, "/dev/null"]).env("TERM", "xterm").stdin(Stdio::null()).output().unwrap();
+    good(&output)
+}
+
+#[test]
+fn a_terminal_has_a_bar_and_lines_if_they_are_asked_for() {
+    let folder = short();
+    let said = on_a_terminal(&folder.command("train", &["-n", "2", "--fault", "kill rank=1 step=5 phase=forward"]));
+    assert!(
+        said.contains("a rank needs about") && said.contains("died"),
+        "what is not a step is above the bar: {said}"
+    );
+    assert!(!said.contains("  norm "), "steps are in the bar: {said}");
+    let last = said.trim_end().rsplit(['\r', '\n']).next().unwrap();
+    assert!(last.contains("step 12/12") && last.contains("█") && last.contains("finished"), "{last:?} of {said}");
+    assert!(last.contains("restarts 1"), "{last:?}");
+
+    let folder = short();
+    let said = on_a_terminal(&folder.command("train", &["-n", "2", "--plain"]));
+    assert!(said.contains("step 12/12  loss") && said.contains("  norm ") && !said.contains("█"), "{said}");
+}

@@ -1,0 +1,81 @@
+//! A data source of one's own: the bytes of files that you name, cut into samples at random places.
+//!
+//! A sample is a function of its number, so the same samples are trained on by any number of ranks, and there is nothing to
+//! remember where a run goes on. Each rank reads what it needs, and no list of samples is ever made.
+//!
+//! ```sh
+//! cargo build --release --example data
+//! mpirun -n 2 target/release/examples/data README.md ARCHITECTURE.md     # or alone, without mpirun
+//! ```
+
+use std::error::Error;
+use std::ops::ControlFlow;
+
+use shardwise::model::{Batch, Llama, mixed};
+use shardwise::schedule::Kind;
+use shardwise::tch::Tensor;
+use shardwise::{
+    AdamW, Optimizer, Options, Portion, Sampling, Schedule, Sharding, Source, SourceError, Trainer, generate, start,
+};
+
+const POSITIONS: usize = 64;
+
+/// Text as bytes: a byte is a token.
+struct Files(Vec<u8>);
+
+impl Files {
+    fn read(paths: &[String]) -> Result<Self, Box<dyn Error>> {
+        let mut bytes = Vec::new();
+        for path in paths {
+            bytes.extend(std::fs::read(path).map_err(|error| format!("{path}: {error}"))?);
+        }
+        match bytes.len() > POSITIONS {
+            true => Ok(Files(bytes)),
+            false => Err(format!("give files with more than {POSITIONS} bytes, such as README.md").into()),
+        }
+    }
+}
+
+impl Source for Files {
+    fn batch(&self, numbers: &[u64]) -> Result<Batch, SourceError> {
+        let Files(bytes) = self;
+        // One byte more than positions: each one's target is the next.
+        let window = |&number: &u64| {
+            let begin = mixed(number) as usize % (bytes.len() - POSITIONS);
+            bytes[begin..=begin + POSITIONS].iter().map(|&byte| i64::from(byte))
+        };
+        let rows = Tensor::f_from_slice(&numbers.iter().flat_map(window).collect::<Vec<i64>>())?;
+        let rows = rows.f_view([numbers.len() as i64, -1])?;
+        let part = |from| rows.f_narrow(1, from, POSITIONS as i64);
+        Ok(Batch::new(part(0)?, part(1)?))
+    }
+}
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let files = Files::read(&std::env::args().skip(1).collect::<Vec<_>>())?;
+    let ranks = shardwise::ranks()?;
+    let (size, is_first) = (ranks.world.size(), ranks.world.rank() == 0);
+    if is_first {
+        println!("{} bytes to learn from, on {size} ranks", files.0.len());
+    }
+    let model = Llama::new(256, 96, 2, 4, 256).model()?;
+    let schedule = Schedule { rate: 4e-3, warmup_steps: 20, steps: 240, kind: Kind::Cosine { end: 0.1 } };
+    let options = Options::new(Sharding::stage(3)?, Optimizer::AdamW(AdamW::default()), schedule);
+    let options = Options { clip_norm: Some(1.), ..options };
+    let mut trainer = Trainer::new(model, ranks, options, &mut start::from_seed(5))?;
+    // 16 samples a step, whoever takes them.
+    let portion = Portion { samples: 16 / size, micro_batches: 1 };
+    trainer.train(&files, portion, 240, &mut |report| {
+        if is_first && (report.step == 1 || report.step % 40 == 0) {
+            println!("step {:>3}  {:.4} bits per byte", report.step, report.loss / std::f64::consts::LN_2);
+        }
+    })?;
+    let prompt: Vec<i64> = b"Shardwise ".iter().map(|&byte| i64::from(byte)).collect();
+    let sampling = Sampling { temperature: 0.6, top_k: None, top_p: None, seed: 2 };
+    let text = generate(&mut trainer, &prompt, 150, &[], &sampling, &mut |_| ControlFlow::Continue(()))?;
+    if is_first {
+        let bytes: Vec<u8> = prompt.iter().chain(&text).map(|&byte| byte as u8).collect();
+        println!("{}", String::from_utf8_lossy(&bytes));
+    }
+    Ok(())
+}

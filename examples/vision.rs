@@ -1,0 +1,137 @@
+//! A model of one's own: a small vision transformer that tells discs, squares, rings and crosses apart, sharded at stage 3.
+//!
+//! ```sh
+//! cargo build --release --example vision
+//! mpirun -n 2 target/release/examples/vision     # or alone, without mpirun
+//! ```
+
+use shardwise::model::{Activations, Batch, Init, Layer, Model, Parameter, Parameters, Result, Unit, mixed};
+use shardwise::schedule::Kind;
+use shardwise::tch::{self, Reduction, Tensor};
+use shardwise::{AdamW, Optimizer, Options, Portion, Schedule, Sharding, SourceError, Trainer, start};
+
+const CLASSES: [&str; 4] = ["disc", "square", "ring", "cross"];
+const SIDE: i64 = 16; // of an image, in pixels
+const PATCH: i64 = 4; // of a patch
+const PATCHES: i64 = (SIDE / PATCH) * (SIDE / PATCH);
+const WIDTH: usize = 48;
+const HEADS: i64 = 4;
+
+/// The first unit: patches of an image as hidden states, with their places.
+struct Patches;
+
+impl Layer for Patches {
+    fn forward(&self, p: &Parameters<'_>, _: Option<&Tensor>, batch: &Batch, _: Activations) -> Result<Tensor> {
+        let (images, rows) = (batch.inputs.size()[0], SIDE / PATCH);
+        let patches = batch.inputs.f_view([images, rows, PATCH, rows, PATCH])?.f_permute([0, 1, 3, 2, 4])?;
+        let patches = patches.f_reshape([images, PATCHES, PATCH * PATCH])?.f_to_kind(p.get("patch").kind())?;
+        Ok(patches.f_linear(p.get("patch"), None::<&Tensor>)?.f_add(p.get("place"))?)
+    }
+}
+
+/// Attention between all patches, and an MLP.
+struct Block;
+
+impl Layer for Block {
+    fn forward(&self, p: &Parameters<'_>, input: Option<&Tensor>, _: &Batch, _: Activations) -> Result<Tensor> {
+        let x = input.expect("a block has an input");
+        let images = x.size()[0];
+        let heads = norm(x)?.f_linear(p.get("qkv"), None::<&Tensor>)?.f_view([images, PATCHES, 3, HEADS, -1])?;
+        let [query, key, value] = [0, 1, 2].map(|part| heads.select(2, part).transpose(1, 2));
+        let seen =
+            Tensor::f_scaled_dot_product_attention(&query, &key, &value, None::<&Tensor>, 0., false, None, false)?;
+        let seen = seen.f_transpose(1, 2)?.f_reshape([images, PATCHES, -1])?;
+        let x = x.f_add(&seen.f_linear(p.get("out"), None::<&Tensor>)?)?;
+        let wide = norm(&x)?.f_linear(p.get("up"), Some(p.get("up_bias")))?.f_gelu("none")?;
+        Ok(x.f_add(&wide.f_linear(p.get("down"), None::<&Tensor>)?)?)
+    }
+}
+
+/// The last unit: the mean of all patches, a score for each class, and the loss, summed over images.
+struct Head;
+
+impl Layer for Head {
+    fn forward(&self, p: &Parameters<'_>, input: Option<&Tensor>, batch: &Batch, _: Activations) -> Result<Tensor> {
+        let scores = self.logits(p, input.expect("the head has an input"))?.expect("it has just been made");
+        Ok(scores.f_cross_entropy_loss(&batch.targets, None::<&Tensor>, Reduction::Sum, -100, 0.)?)
+    }
+
+    fn logits(&self, p: &Parameters<'_>, input: &Tensor) -> Result<Option<Tensor>> {
+        let mean = norm(&input.f_mean_dim(1, false, input.kind())?)?;
+        Ok(Some(mean.f_linear(p.get("classes"), None::<&Tensor>)?.f_to_kind(tch::Kind::Float)?))
+    }
+}
+
+fn norm(x: &Tensor) -> Result<Tensor> {
+    Ok(x.f_layer_norm([WIDTH as i64], None::<&Tensor>, None::<&Tensor>, 1e-5, false)?)
+}
+
+fn vision_transformer(blocks: usize) -> Result<Model> {
+    let matrix = |name: String, out: usize, into: usize| Parameter::matrix(name, [out, into], (into as f64).powf(-0.5));
+    let patch = matrix("patch".to_string(), WIDTH, (PATCH * PATCH) as usize);
+    let place = Parameter::matrix("place", [PATCHES as usize, WIDTH], 0.02);
+    let mut units = vec![Unit::new("patches", vec![patch, place], Patches)];
+    for index in 0..blocks {
+        let name = |ending: &str| format!("block.{index}.{ending}");
+        let parameters = vec![
+            matrix(name("qkv"), 3 * WIDTH, WIDTH),
+            matrix(name("out"), WIDTH, WIDTH),
+            matrix(name("up"), 4 * WIDTH, WIDTH),
+            Parameter::vector(name("up_bias"), 4 * WIDTH, Init::Zeros),
+            matrix(name("down"), WIDTH, 4 * WIDTH),
+        ];
+        units.push(Unit::new(format!("block.{index}"), parameters, Block));
+    }
+    units.push(Unit::new("head", vec![matrix("classes".to_string(), CLASSES.len(), WIDTH)], Head));
+    Model::new(units)
+}
+
+/// Image `number`: its pixels, and its class.
+fn image(number: u64) -> (Vec<f32>, i64) {
+    // A number between 0 and 1 that looks random, for each image and each use.
+    let chance = |of: u64| (mixed(number ^ mixed(of)) >> 40) as f32 / (1 << 24) as f32;
+    let class = (4. * chance(0)) as i64;
+    let (x, y, radius) = (5. + 5. * chance(1), 5. + 5. * chance(2), 3.5 + 2. * chance(3));
+    let pixel = |place: i64| {
+        let (dx, dy) = ((place % SIDE) as f32 - x, (place / SIDE) as f32 - y);
+        let (round, square) = (dx.hypot(dy), dx.abs().max(dy.abs()));
+        let inside = match class {
+            0 => round < radius,
+            1 => square < 0.85 * radius,
+            2 => round < radius && round > 0.6 * radius,
+            _ => square < radius && dx.abs().min(dy.abs()) < 0.3 * radius,
+        };
+        f32::from(inside) + 0.6 * (chance(4 + place as u64) - 0.5)
+    };
+    ((0..SIDE * SIDE).map(pixel).collect(), class)
+}
+
+fn images(numbers: &[u64]) -> std::result::Result<Batch, SourceError> {
+    let (pixels, classes): (Vec<Vec<f32>>, Vec<i64>) = numbers.iter().map(|&number| image(number)).unzip();
+    Ok(Batch::new(Tensor::f_from_slice(&pixels.concat())?.f_view([-1, SIDE, SIDE])?, Tensor::f_from_slice(&classes)?))
+}
+
+fn main() -> std::result::Result<(), SourceError> {
+    let ranks = shardwise::ranks()?;
+    let (world, is_first) = (ranks.world.clone(), ranks.world.rank() == 0);
+    let model = vision_transformer(2)?;
+    if is_first {
+        println!("{} parameters at stage 3 on {} ranks; chance is 25.0%", model.elements(), world.size());
+    }
+    let schedule = Schedule { rate: 3e-3, warmup_steps: 20, steps: 300, kind: Kind::Cosine { end: 0.1 } };
+    let options = Options::new(Sharding::stage(3)?, Optimizer::AdamW(AdamW::default()), schedule);
+    let mut trainer = Trainer::new(model, ranks, options, &mut start::from_seed(7))?;
+    let portion = Portion { samples: 64 / world.size(), micro_batches: 1 };
+    let unseen = images(&(1 << 40..(1 << 40) + 256).collect::<Vec<u64>>())?;
+    for steps in (0..=300).step_by(60) {
+        trainer.train(&images, portion, steps, &mut |_report| ())?;
+        let evaluation = trainer.evaluate(std::slice::from_ref(&unseen))?;
+        let guesses = trainer.logits(&unseen.inputs)?.argmax(1, false);
+        let right = guesses.eq_tensor(&unseen.targets).sum(tch::Kind::Double).double_value(&[]) / 2.56;
+        if is_first {
+            let loss = evaluation.loss_sum / evaluation.tokens as f64;
+            println!("step {steps:>3}  loss {loss:.3}  {right:5.1}% of unseen images are right");
+        }
+    }
+    Ok(())
+}
