@@ -93,8 +93,11 @@ fn main() -> Result<()> {
     world.meter().reset();
     let calls_before = world.record().read().len();
     let (started, cpu_started) = (Instant::now(), cpu());
-    for _ in warm_up..steps {
+    for step in warm_up..steps {
         losses.push(side.step(&micro_batches)?);
+        if world.rank() == 0 {
+            println!("step {}/{steps}", step + 1);
+        }
     }
     world.barrier("end").wait()?;
     let per_step = 1. / (steps - warm_up) as f64;

@@ -18,6 +18,7 @@ mod sight;
 mod steps;
 mod supervision;
 mod text;
+mod turns;
 mod workspace;
 mod zero;
 

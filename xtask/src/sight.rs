@@ -1,17 +1,20 @@
 //! The claims of what a person sees.
 
 use std::io::{Read, Write};
-use std::net::{TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use serde_json::Value;
 use shardwise_harness::launcher;
 
 use crate::claims::{Claim, Verdict};
-use crate::workspace::{Scratch, built, median, output_of, spread};
+use crate::turns::{Side, TURNS, more_of};
+use crate::workspace::{Scratch, built, median, output_of};
 
 pub(crate) const CLAIMS: &[Claim] = &[Claim {
     group: "sight",
@@ -20,11 +23,6 @@ pub(crate) const CLAIMS: &[Claim] = &[Claim {
     heavy: true,
     measure: cost,
 }];
-
-const ROUNDS: usize = 5;
-const STEPS: u64 = 12;
-/// Steps before the first that counts, on both sides.
-const WARM_UP: u64 = 2;
 
 fn cost() -> Result<Verdict> {
     let bare = built("bench-train", &["build", "--release", "--workspace", "--bins"])?;
@@ -39,80 +37,87 @@ fn cost() -> Result<Verdict> {
                 "[model.llama]\nvocabulary = 32000\nwidth = 512\nblocks = 8\nheads = 8\nmlp_width = 1408\ntied = true\n\
                  [start]\nweights = \"weights.safetensors\"\n[data]\nseed = 7\n[batch]\nsequences = 4\npositions = 256\n\
                  [sharding]\nstage = 2\n[precision]\nparameters = \"{precision}\"\n[optimizer]\nrate = 1e-4\n\
-                 [run]\nsteps = {STEPS}\nfolder = \"run\"\n"
+                 [run]\nsteps = 100000\nfolder = \"run\"\n[supervision]\nsilence_s = 300\n"
             ),
         )?;
         output_of(Command::new(&bare).arg("weights").arg(&recipe))?;
-        let (mut ratios, mut shares) = (Vec::new(), Vec::new());
-        for round in 1..=ROUNDS {
-            let mut times = [0.; 2];
-            for side in [round % 2, 1 - round % 2] {
-                times[side] = match side {
-                    0 => bare_loop(&bare, &recipe)?,
-                    _ => {
-                        let (step_s, share) = all_on(&program, &recipe)?;
-                        shares.push(100. * share);
-                        step_s
-                    }
-                };
-            }
-            println!("{precision}, round {round}: {:.3} s a step bare, {:.3} s with all of it on", times[0], times[1]);
-            ratios.push(times[1] / times[0]);
-        }
-        let percent = |ratio: f64| 100. * (ratio - 1.);
-        let (least, most) = spread(&ratios);
-        let middle = percent(median(&ratios));
-        figures.push(format!(
-            "{precision} {middle:+.2}% ({:+.2} to {:+.2}), of which {:.2}% is counted between steps",
-            percent(least),
-            percent(most),
-            median(&shares)
-        ));
-        holds &= middle < 1.;
+        let mut without = Side::start(&mut bare_loop(&bare, &recipe))?;
+        // Free now, and nobody else starts anything.
+        let address = TcpListener::bind("127.0.0.1:0")?.local_addr()?;
+        let mut with = Side::start(&mut all_on(&program, &recipe, address))?;
+        let scraper = Scraper::start(address);
+        let more = more_of(precision, &mut without, &mut with)?;
+        ensure!(scraper.pages() > TURNS, "{} pages of figures were read in {TURNS} turns", scraper.pages());
+        let between = 100. * between_steps(&recipe.with_file_name("run"))?;
+        figures.push(format!("{precision} {more}, of which {between:.2}% is counted between steps"));
+        holds &= more.percent() < 1.;
     }
     Ok(Verdict { figure: figures.join(", "), bar: "1%".to_string(), holds })
 }
 
-/// Seconds of a step, of a loop that only trains.
-fn bare_loop(program: &Path, recipe: &Path) -> Result<f64> {
-    let mut command = launcher(None, 2, Duration::from_secs(600));
-    command.args(["OMP_NUM_THREADS=1", "SHARDWISE_LAUNCHED=0", &format!("SHARDWISE_WARM_UP={WARM_UP}")]);
-    let printed = output_of(command.arg(program).arg("stage-2").arg(recipe))?;
-    let last = printed.lines().rev().find(|line| line.starts_with('{')).context("no figures were printed")?;
-    serde_json::from_str::<Value>(last)?["step_seconds"].as_f64().context("step_seconds")
+/// A loop that only trains.
+fn bare_loop(program: &Path, recipe: &Path) -> Command {
+    let mut command = launcher(None, 2, Duration::from_secs(3600));
+    command.args(["OMP_NUM_THREADS=1", "SHARDWISE_LAUNCHED=0", "SHARDWISE_WARM_UP=0"]);
+    command.arg(program).arg("stage-2").arg(recipe);
+    command
 }
 
-/// Seconds of a step, of a run as people have it, whose figures are asked for every second; and the part of them that lies between
-/// steps, which a noisy machine repeats better. By the times of the journal's lines, so that what is done between two steps counts.
-fn all_on(program: &Path, recipe: &Path) -> Result<(f64, f64)> {
-    let run = recipe.with_file_name("run");
-    drop(std::fs::remove_dir_all(&run));
-    // Free now, and nobody else starts anything.
-    let address = TcpListener::bind("127.0.0.1:0")?.local_addr()?;
+/// A run as people have it.
+fn all_on(program: &Path, recipe: &Path, metrics: SocketAddr) -> Command {
     let mut command = Command::new(program);
-    command.arg("train").arg(recipe).args(["-n", "2", "--metrics", &address.to_string()]).env("OMP_NUM_THREADS", "1");
-    let mut child = command.stdout(Stdio::null()).spawn()?;
-    let mut pages = 0;
-    let status = loop {
-        if let Some(status) = child.try_wait()? {
-            break status;
-        }
-        let mut page = String::new();
-        if let Ok(mut stream) = TcpStream::connect(address) {
+    command.arg("train").arg(recipe).args(["-n", "2", "--metrics", &metrics.to_string()]).env("OMP_NUM_THREADS", "1");
+    command
+}
+
+/// Asks for a run's figures every second, as Prometheus does more seldom.
+struct Scraper {
+    pages: Arc<AtomicUsize>,
+    ended: Arc<AtomicBool>,
+}
+
+impl Scraper {
+    fn start(address: SocketAddr) -> Self {
+        let (pages, ended) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicBool::new(false)));
+        let scraper = Scraper { pages: pages.clone(), ended: ended.clone() };
+        let page = move || -> std::io::Result<String> {
+            let mut stream = TcpStream::connect(address)?;
             stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")?;
-            drop(stream.read_to_string(&mut page));
-        }
-        pages += usize::from(page.contains("shardwise_loss"));
-        std::thread::sleep(Duration::from_secs(1));
-    };
-    ensure!(status.success() && pages > 0, "{status}, and {pages} pages of figures");
+            let mut page = String::new();
+            stream.read_to_string(&mut page)?;
+            Ok(page)
+        };
+        std::thread::spawn(move || {
+            while !ended.load(Ordering::Relaxed) {
+                let has_figures = page().is_ok_and(|page| page.contains("shardwise_loss"));
+                pages.fetch_add(usize::from(has_figures), Ordering::Relaxed);
+                std::thread::sleep(Duration::from_secs(1));
+            }
+        });
+        scraper
+    }
+
+    fn pages(&self) -> usize {
+        self.pages.load(Ordering::Relaxed)
+    }
+}
+
+impl Drop for Scraper {
+    fn drop(&mut self) {
+        self.ended.store(true, Ordering::Relaxed);
+    }
+}
+
+/// The part of a run's time that lies between its steps, by its journal: where the lines of a step are written and sent.
+fn between_steps(run: &Path) -> Result<f64> {
     let lines = std::fs::read_to_string(run.join("metrics.jsonl"))?;
-    let lines = lines.lines().map(serde_json::from_str).collect::<Result<Vec<Value>, _>>()?;
-    let figures = |line: &Value| Some((line["time_s"].as_f64()?, line["step_s"].as_f64()?));
-    let steps: Vec<(f64, f64)> = lines.iter().filter(|line| line["kind"] == "step").filter_map(figures).collect();
-    ensure!(steps.len() as u64 == STEPS, "{} steps are in the journal", steps.len());
-    let counted = &steps[WARM_UP as usize..];
-    let whole = steps[STEPS as usize - 1].0 - steps[WARM_UP as usize - 1].0;
-    let inside: f64 = counted.iter().map(|(_, step_s)| step_s).sum();
-    Ok((whole / counted.len() as f64, 1. - inside / whole))
+    // The last may be cut off: its writer was killed.
+    let lines = lines.lines().filter_map(|line| serde_json::from_str(line).ok());
+    let figures = |line: Value| Some((line["time_s"].as_f64()?, line["step_s"].as_f64()?));
+    let steps: Vec<(f64, f64)> = lines.filter(|line: &Value| line["kind"] == "step").filter_map(figures).collect();
+    ensure!(steps.len() > TURNS, "{} steps are in the journal", steps.len());
+    // A job is stopped within a step, so what is between them is not disturbed, and the middle step was not stopped at all.
+    let between: Vec<f64> = steps.windows(2).map(|pair| pair[1].0 - pair[0].0 - pair[1].1).collect();
+    let inside: Vec<f64> = steps.iter().map(|(_, step_s)| *step_s).collect();
+    Ok(median(&between) / (median(&between) + median(&inside)))
 }

@@ -3,11 +3,12 @@
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 
 use crate::claims::{Claim, Verdict};
+use crate::turns::{Side, more_of};
 use crate::workspace::{Scratch, built, median, output_of, spread};
 
 pub(crate) const CLAIMS: &[Claim] = &[
@@ -251,71 +252,33 @@ fn lost() -> Result<Verdict> {
 
 // ---- watching ---------------------------------------------------------------------------------------------------------
 
-const ROUNDS: usize = 5;
-
 /// Beside the time, which a machine with other guests does not repeat, the processor time of the supervisor is counted.
 fn watching() -> Result<Verdict> {
     let program = shardwise()?;
     let scratch = Scratch::new("watching")?;
     let batch = "sequences = 4\npositions = 256";
-    let run = Run::new(&program, scratch.path().to_path_buf(), MIDDLE, batch, 12, "")?;
-    let recipe = run.folder.join("recipe.toml");
-    let plain = || {
-        let mut command = shardwise_harness::launcher(None, 2, Duration::from_secs(600));
-        command.arg(&program).arg("train").arg(&recipe).env("OMP_NUM_THREADS", "1");
-        command
-    };
-    let (mut ratios, mut shares) = (Vec::new(), Vec::new());
-    for round in 1..=ROUNDS {
-        let mut times = [0.; 2];
-        for side in [round % 2, 1 - round % 2] {
-            let mut command = if side == 0 { plain() } else { run.command(&["-n", "2"]) };
-            let started = Instant::now();
-            let printed = output_of(&mut command)?;
-            let whole = started.elapsed().as_secs_f64();
-            let rates: Vec<f64> = printed.lines().filter_map(rate).collect();
-            ensure!(rates.len() == 12, "{printed}");
-            times[side] = 2048. / median(&rates[2..]);
-            if side == 1 {
-                shares.push(supervisor_seconds(&run)? / whole);
-            }
-        }
-        println!("round {round}: {:.3} s a step alone, {:.3} s watched", times[0], times[1]);
-        ratios.push(times[1] / times[0]);
-    }
-    let (least, most) = spread(&ratios);
-    let share = 100. * median(&shares);
+    let patient = "[supervision]\nsilence_s = 300\n";
+    let run = |name: &str| Run::new(&program, scratch.path().join(name), MIDDLE, batch, 100_000, patient);
+    let mut launched = shardwise_harness::launcher(None, 2, Duration::from_secs(3600));
+    launched.arg(&program).arg("train").arg(run("alone")?.folder.join("recipe.toml")).env("OMP_NUM_THREADS", "1");
+    let mut alone = Side::start(&mut launched)?;
+    let mut watched = Side::start(&mut run("watched")?.command(&["-n", "2"]))?;
+    let before = processor_seconds(watched.id())?;
+    let more = more_of("watching", &mut alone, &mut watched)?;
+    let share = (processor_seconds(watched.id())? - before) / watched.at_work().as_secs_f64();
     Ok(Verdict {
-        figure: format!(
-            "{:+.2}% ({:+.2} to {:+.2}); the supervisor takes {share:.3}% of a core",
-            100. * (median(&ratios) - 1.),
-            100. * (least - 1.),
-            100. * (most - 1.)
-        ),
+        figure: format!("{more}; the supervisor takes {:.3}% of a core", 100. * share),
         bar: "0.5%".to_string(),
-        holds: median(&ratios) < 1.005,
+        holds: more.percent() < 0.5,
     })
 }
 
-/// Of `… 1234 tokens/s …`.
-fn rate(line: &str) -> Option<f64> {
-    line.strip_prefix("step ")?.split(" tokens/s").next()?.split_whitespace().last()?.parse().ok()
-}
-
-/// The processor time of a supervisor over one run, with that of none of the programs that it has started.
-fn supervisor_seconds(run: &Run<'_>) -> Result<f64> {
-    let mut child = run.command(&["-n", "2"]).stdout(Stdio::null()).stderr(Stdio::null()).spawn()?;
-    let mut ticks = 0.;
-    while child.try_wait()?.is_none() {
-        let stat = std::fs::read_to_string(format!("/proc/{}/stat", child.id())).unwrap_or_default();
-        let fields: Vec<&str> = stat.rsplit(')').next().unwrap_or_default().split_whitespace().collect();
-        let number = |index: usize| fields.get(index).and_then(|field| field.parse::<f64>().ok());
-        if let (Some(user), Some(system)) = (number(11), number(12)) {
-            ticks = f64::max(ticks, user + system);
-        }
-        std::thread::sleep(Duration::from_millis(50));
-    }
-    Ok(ticks / 100.)
+/// What a process has had of the processor so far, without the programs that it has started.
+fn processor_seconds(id: u32) -> Result<f64> {
+    let stat = std::fs::read_to_string(format!("/proc/{id}/stat"))?;
+    let mut fields = stat.rsplit(')').next().unwrap_or_default().split_whitespace().skip(11).map(str::parse::<f64>);
+    let (Some(Ok(user)), Some(Ok(system))) = (fields.next(), fields.next()) else { bail!("/proc/{id}/stat: {stat}") };
+    Ok((user + system) / 100.)
 }
 
 // ---- ranks ------------------------------------------------------------------------------------------------------------

@@ -193,6 +193,7 @@ impl Attempt<'_> {
                 if !self.saves {
                     return Ok(None);
                 }
+                chronicle.screen.say("It was asked to end, and saves first; asked once more, it ends at once.");
                 server.order(Order::Save);
             }
             if seen.codes.iter().all(Option::is_some)
@@ -291,7 +292,7 @@ impl Attempt<'_> {
         }
         if self.signals.save() && !self.saves {
             screen.say("Nothing is saved: the recipe has no checkpoints.folder.");
-            return Outcome::Ended { code: 1, lost: seen.lost };
+            return Outcome::Ended { code: if self.signals.interrupted() { INTERRUPTED } else { 1 }, lost: seen.lost };
         }
         let (cause, stopped) = first_cause(seen.failure, ranks, outcry, noticed);
         // What has not worked once, and not for want of a rank, will not the next time.

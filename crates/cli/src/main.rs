@@ -157,8 +157,20 @@ fn manual() -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn main() -> Result<ExitCode> {
-    match Arguments::parse().command {
+fn main() -> ExitCode {
+    run(Arguments::parse().command).unwrap_or_else(|error| {
+        eprintln!("Error: {error}");
+        // What people can do something about, and so without the stack that RUST_BACKTRACE would add.
+        for (number, cause) in error.chain().skip(1).enumerate() {
+            eprint!("{}", if number == 0 { "\nCaused by:\n" } else { "" });
+            eprintln!("    {}", cause.to_string().replace('\n', "\n    "));
+        }
+        ExitCode::FAILURE
+    })
+}
+
+fn run(command: Command) -> Result<ExitCode> {
+    match command {
         Command::Doctor => doctor::run(),
         Command::Train(options) => train::run(&options),
         Command::Watch(options) => dashboard::run(&options),

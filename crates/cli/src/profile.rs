@@ -6,7 +6,10 @@ use std::process::ExitCode;
 use anyhow::Result;
 
 use crate::launch::{Work, absolute};
+use crate::launched::launched;
 use crate::layers::Layers;
+use crate::rank_count::RankCount;
+use crate::train::check;
 
 #[derive(clap::Args)]
 pub(crate) struct Options {
@@ -26,6 +29,12 @@ pub(crate) struct Options {
 
 pub(crate) fn run(options: &Options) -> Result<ExitCode> {
     let Options { recipe, ranks, layers, profiling, width } = options;
+    if launched().is_none() {
+        let ranks = ranks.unwrap_or(1) as usize;
+        if let Err(code) = check(recipe, RankCount { least: ranks, most: ranks }, layers, &[])? {
+            return Ok(code);
+        }
+    }
     let mut rest = profiling.arguments(absolute);
     let columns = width.or_else(|| std::env::var("COLUMNS").ok()?.parse().ok()).or_else(terminal_width);
     rest.extend(columns.map(|columns| format!("--width={columns}")));

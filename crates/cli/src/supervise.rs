@@ -15,7 +15,7 @@ use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 use shardwise_journal::{Launch, What};
 use shardwise_watch::Secret;
-use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 
 use crate::attempt::{Attempt, Failure, Outcome};
 use crate::chronicle::Chronicle;
@@ -66,9 +66,12 @@ pub(crate) struct Places {
 /// What people ask of a supervisor by signals.
 #[derive(Clone, Default)]
 pub(crate) struct Signals {
-    /// To save and end (SIGTERM, SIGUSR1).
+    /// To save and end (SIGTERM, SIGUSR1, and SIGHUP, when a terminal goes).
     save: Arc<AtomicBool>,
-    /// To end (SIGINT).
+    /// To save and end, or to end where that was asked for before (SIGINT); not yet heard.
+    interrupt: Arc<AtomicBool>,
+    interrupted: Arc<AtomicBool>,
+    /// To end.
     end: Arc<AtomicBool>,
 }
 
@@ -77,14 +80,34 @@ impl Signals {
         let signals = Signals::default();
         // Who asks a second time does not want to wait: the ranks see their supervisor go, and go.
         signal_hook::flag::register_conditional_default(SIGTERM, signals.save.clone()).context("a signal's handler")?;
-        for (signal, flag) in [(SIGTERM, &signals.save), (SIGUSR1, &signals.save), (SIGINT, &signals.end)] {
+        let mut flags = vec![(SIGTERM, &signals.save), (SIGUSR1, &signals.save), (SIGINT, &signals.interrupt)];
+        if !hangups_are_ignored() {
+            flags.push((SIGHUP, &signals.save));
+        }
+        for (signal, flag) in flags {
             signal_hook::flag::register(signal, flag.clone()).context("a signal's handler")?;
         }
         Ok(signals)
     }
 
     pub(crate) fn save(&self) -> bool {
+        self.hear();
         self.save.load(Ordering::Relaxed)
+    }
+
+    /// Takes a key that was pressed for what it means: to save and end at first, then to end.
+    fn hear(&self) {
+        if self.interrupt.swap(false, Ordering::Relaxed) {
+            self.interrupted.store(true, Ordering::Relaxed);
+            if self.save.swap(true, Ordering::Relaxed) {
+                self.end.store(true, Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// Whether it was a key that asked.
+    pub(crate) fn interrupted(&self) -> bool {
+        self.interrupted.load(Ordering::Relaxed)
     }
 
     /// With which code the run ends between two attempts, if it was asked to.
@@ -97,8 +120,16 @@ impl Signals {
     }
 
     pub(crate) fn end(&self) -> bool {
+        self.hear();
         self.end.load(Ordering::Relaxed)
     }
+}
+
+/// Whether it was started so that it outlives its terminal, by `nohup` for one.
+fn hangups_are_ignored() -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let ignored = status.lines().find_map(|line| u64::from_str_radix(line.strip_prefix("SigIgn:")?.trim(), 16).ok());
+    ignored.is_some_and(|ignored| ignored & (1 << (SIGHUP - 1)) != 0)
 }
 
 /// Runs `work` to its end, however many attempts that takes, and writes down what becomes of it. Each attempt but the last is given

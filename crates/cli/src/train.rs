@@ -2,7 +2,7 @@
 
 use std::io::Write;
 use std::net::{IpAddr, Ipv4Addr};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 
 use anyhow::{Context, Result, bail};
@@ -64,11 +64,30 @@ pub(crate) struct Options {
 
 /// What `shardwise-rank check` says of a recipe.
 #[derive(Deserialize)]
-struct Checked {
+pub(crate) struct Checked {
     /// For people.
     text: String,
     #[serde(flatten)]
     settings: Settings,
+}
+
+/// Whether a recipe can be run at all, asked before ranks are started: it is then said once and without the launcher's words. The
+/// code to end with if it cannot.
+pub(crate) fn check(
+    recipe: &Path,
+    ranks: RankCount,
+    layers: &Layers,
+    rest: &[String],
+) -> Result<Result<Checked, ExitCode>> {
+    let program = rank_program()?;
+    let mut check = Command::new(&program);
+    check.arg("check").arg(absolute(recipe)).args(["--ranks", &ranks.to_string()]);
+    laid(&mut check, layers);
+    let checked = check.args(rest).stderr(Stdio::inherit()).output().with_context(|| program.display().to_string())?;
+    if !checked.status.success() {
+        return Ok(Err(as_it_ended(checked.status)));
+    }
+    serde_json::from_slice(&checked.stdout).with_context(|| format!("what {} says", program.display())).map(Ok)
 }
 
 pub(crate) fn run(options: &Options) -> Result<ExitCode> {
@@ -96,23 +115,17 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode> {
         }
         return work.start();
     }
-    let program = rank_program()?;
-    let mut check = Command::new(&program);
-    check.arg("check").arg(absolute(&options.recipe)).args(["--ranks", &asked.to_string()]);
-    laid(&mut check, &options.layers);
+    let mut rest = options.trace.arguments();
     if !options.hosts.is_empty() {
         let here = options.hosts.iter().find(|host| host.name == own_name()).map_or(0, |host| host.ranks);
-        check.args(["--ranks-here", &here.to_string()]);
+        rest.push(format!("--ranks-here={here}"));
     }
     let faults = planned(&options.fault, asked.most)?;
-    check.args(options.trace.arguments());
-    check.args(faults.iter().map(|fault| format!("--fault={fault}")));
-    let checked = check.stderr(Stdio::inherit()).output().with_context(|| program.display().to_string())?;
-    if !checked.status.success() {
-        return Ok(as_it_ended(checked.status));
-    }
-    let Checked { text, settings } =
-        serde_json::from_slice(&checked.stdout).with_context(|| format!("what {} says", program.display()))?;
+    rest.extend(faults.iter().map(|fault| format!("--fault={fault}")));
+    let Checked { text, settings } = match check(&options.recipe, asked, &options.layers, &rest)? {
+        Ok(checked) => checked,
+        Err(code) => return Ok(code),
+    };
     // Whoever reads it may be gone; the run goes on.
     drop(writeln!(std::io::stdout(), "{text}"));
     if options.dry_run {

@@ -10,7 +10,7 @@ use std::process::Output;
 
 use serde_json::Value;
 use shardwise_harness::Hosts;
-use support::{Folder, good};
+use support::{Folder, good, said};
 
 const RECIPE: &str = r#"
 [model.llama]
@@ -176,4 +176,13 @@ fn a_slow_link_is_named_first() {
     // 50 Mbit/s are 6.25 MB/s.
     let reached = profiled["peak_bytes_per_s"].as_f64().unwrap();
     assert!(reached < 8e6, "{reached}");
+}
+
+#[test]
+fn a_wrong_recipe_is_refused_once_and_before_ranks_are_started() {
+    let folder = Folder::new(RECIPE);
+    let output = folder.command("profile", &["-n", "2", "--set", "optimizer.lr=1"]).output().unwrap();
+    let text = said(&output);
+    assert_eq!(output.status.code(), Some(2), "{text}");
+    assert!(text.matches("did you mean `optimizer.rate`").count() == 1 && !text.contains("mpirun"), "{text}");
 }

@@ -187,7 +187,7 @@ fn a_run_that_never_works_is_given_up() {
 #[test]
 fn a_signal_saves_and_the_code_says_resume_me() {
     let (whole, expected) = undisturbed(RECIPE, "2");
-    for name in ["-TERM", "-USR1"] {
+    for name in ["-TERM", "-USR1", "-INT", "-HUP"] {
         let folder = Folder::new(&RECIPE.replace("every_steps = 2", "every_steps = 1000"));
         let mut run = folder.command("train", &["-n", "2"]).stdout(Stdio::piped()).spawn().unwrap();
         let mut lines = BufReader::new(run.stdout.take().unwrap()).lines();
@@ -201,6 +201,15 @@ fn a_signal_saves_and_the_code_says_resume_me() {
         same_losses(&text, &expected, 0.);
         folder.ends_like(&whole, 24);
     }
+    let (without, _) = RECIPE.split_once("[checkpoints]").unwrap();
+    let folder = Folder::new(&without.replace("steps = 24", "steps = 100000"));
+    let mut run = folder.command("train", &["-n", "2"]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(run.stdout.take().unwrap()).lines();
+    read_to(&mut lines, "step ");
+    signal(&run, "-INT");
+    let output = run.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(130));
+    assert!(said(&output).contains("Nothing is saved: the recipe has no checkpoints.folder."), "{}", said(&output));
 }
 
 #[test]
@@ -219,10 +228,10 @@ fn the_secret_is_in_no_command_line_and_no_log() {
     assert!(variable("SHARDWISE_SUPERVISOR=").starts_with("127.0.0.1:"), "on loopback unless told otherwise");
     let lines_of_commands = Command::new("ps").args(["-eo", "args", "-ww"]).output().unwrap();
     assert!(!said(&lines_of_commands).contains(&secret));
-    signal(&run, "-INT");
+    signal(&run, "-TERM");
     let rest: String = lines.map(|line| line.unwrap()).collect();
     let output = run.wait_with_output().unwrap();
-    assert_eq!(output.status.code(), Some(130));
+    assert_eq!(output.status.code(), Some(75));
     assert!(!(text + &rest + &said(&output)).contains(&secret));
     wait_until("ranks are left behind", || ranks_of(&folder.path("recipe.toml")).is_empty());
 }
