@@ -26,7 +26,7 @@ use bare::{Bare, cpu};
 mod process;
 use process::kernel_bytes;
 
-const USAGE: &str = "usage: mpirun -n RANKS bench-train bare|stage-0|stage-1|stage-2|stage-3|weights RECIPE";
+const USAGE: &str = "usage: mpirun -n RANKS bench-train bare|stage-0|stage-1|stage-2|stage-3|weights RECIPE [each]";
 
 /// One of the sides.
 enum Side {
@@ -71,7 +71,11 @@ impl Side {
 
 fn main() -> Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let [name, path] = &arguments[..] else { bail!(USAGE) };
+    let (name, path, is_each_its_own) = match &arguments[..] {
+        [name, path] => (name, path, false),
+        [name, path, each] if each == "each" => (name, path, true),
+        _ => bail!(USAGE),
+    };
     let mut recipe = Recipe::read(Path::new(path))?;
     if name == "weights" {
         return write_weights(&recipe);
@@ -83,8 +87,9 @@ fn main() -> Result<()> {
     let ready_s = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs_f64() - launched;
     let data = Data::open(&recipe, world.size())?;
     let (steps, warm_up) = (recipe.run.steps as usize, variable::<usize>("SHARDWISE_WARM_UP")?);
-    // Always the same one: the loss then moves by so much that sides which train differently are found out.
-    let micro_batches = data.step(1, world.rank(), world.size())?;
+    // Always the same one: the loss then moves by so much that sides which train differently are found out. Or each step its own,
+    // as a run has it, for as many steps as one likes: a batch that is known by heart has other numbers, and other speed.
+    let mut micro_batches = data.step(1, world.rank(), world.size())?;
     // The peak that is measured is that of training.
     std::fs::write("/proc/self/clear_refs", "5").context("/proc/self/clear_refs")?;
 
@@ -94,6 +99,9 @@ fn main() -> Result<()> {
     let calls_before = world.record().read().len();
     let (started, cpu_started) = (Instant::now(), cpu());
     for step in warm_up..steps {
+        if is_each_its_own {
+            micro_batches = data.step(step as u64 + 1, world.rank(), world.size())?;
+        }
         losses.push(side.step(&micro_batches)?);
         if world.rank() == 0 {
             println!("step {}/{steps}", step + 1);

@@ -4,6 +4,7 @@
 
 #![forbid(unsafe_code)]
 
+mod abreast;
 mod bench_comm;
 mod checkpoints;
 mod claims;
@@ -18,7 +19,6 @@ mod sight;
 mod steps;
 mod supervision;
 mod text;
-mod turns;
 mod workspace;
 mod zero;
 

@@ -5,10 +5,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 
+use crate::abreast::{Side, more_of};
 use crate::claims::{Claim, Verdict};
-use crate::turns::{Side, more_of};
 use crate::workspace::{Scratch, built, median, output_of, spread};
 
 pub(crate) const CLAIMS: &[Claim] = &[
@@ -252,33 +252,21 @@ fn lost() -> Result<Verdict> {
 
 // ---- watching ---------------------------------------------------------------------------------------------------------
 
-/// Beside the time, which a machine with other guests does not repeat, the processor time of the supervisor is counted.
 fn watching() -> Result<Verdict> {
     let program = shardwise()?;
     let scratch = Scratch::new("watching")?;
     let batch = "sequences = 4\npositions = 256";
-    let patient = "[supervision]\nsilence_s = 300\n";
-    let run = |name: &str| Run::new(&program, scratch.path().join(name), MIDDLE, batch, 100_000, patient);
+    let run = |name: &str| Run::new(&program, scratch.path().join(name), MIDDLE, batch, 100_000, "");
     let mut launched = shardwise_harness::launcher(None, 2, Duration::from_secs(3600));
     launched.arg(&program).arg("train").arg(run("alone")?.folder.join("recipe.toml")).env("OMP_NUM_THREADS", "1");
     let mut alone = Side::start(&mut launched)?;
     let mut watched = Side::start(&mut run("watched")?.command(&["-n", "2"]))?;
-    let before = processor_seconds(watched.id())?;
     let more = more_of("watching", &mut alone, &mut watched)?;
-    let share = (processor_seconds(watched.id())? - before) / watched.at_work().as_secs_f64();
     Ok(Verdict {
-        figure: format!("{more}; the supervisor takes {:.3}% of a core", 100. * share),
+        figure: format!("{more}; counted, watching takes {:.3}% of a core", 100. * watched.beside()),
         bar: "0.5%".to_string(),
         holds: more.percent() < 0.5,
     })
-}
-
-/// What a process has had of the processor so far, without the programs that it has started.
-fn processor_seconds(id: u32) -> Result<f64> {
-    let stat = std::fs::read_to_string(format!("/proc/{id}/stat"))?;
-    let mut fields = stat.rsplit(')').next().unwrap_or_default().split_whitespace().skip(11).map(str::parse::<f64>);
-    let (Some(Ok(user)), Some(Ok(system))) = (fields.next(), fields.next()) else { bail!("/proc/{id}/stat: {stat}") };
-    Ok((user + system) / 100.)
 }
 
 // ---- ranks ------------------------------------------------------------------------------------------------------------

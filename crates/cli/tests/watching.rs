@@ -56,8 +56,8 @@ fn the_supervisor_writes_down_a_death_and_what_it_cost() {
     // The same to whoever looks afterwards.
     let said = good(&watch(&[folder.run().to_str().unwrap()]).output().unwrap());
     assert!(said.starts_with("recipe: finished; was started again once\nstep 12/12 (100%)  loss "), "{said}");
-    assert!(said.contains("✖ attempt 1 failed at step ") && said.contains("↻ at work again at step 5"), "{said}");
-    assert!(said.trim_end().lines().last().unwrap().contains("■ finished"), "{said}");
+    assert!(said.contains("✕ step ") && said.contains("↻ step 5: At work again at step 5"), "{said}");
+    assert!(said.trim_end().lines().last().unwrap().contains("■ step 12: Finished "), "{said}");
     let nothing = watch(&[folder.0.path().to_str().unwrap()]).output().unwrap();
     assert!(!nothing.status.success() && String::from_utf8_lossy(&nothing.stderr).contains("no run has written here"));
 }
@@ -85,7 +85,7 @@ fn a_run_is_looked_at_from_its_folder_over_its_channel_and_by_prometheus() {
         &watch(&["--connect", place]).env("SHARDWISE_SECRET", written["secret"].as_str().unwrap()).output().unwrap(),
     );
     assert!(far.starts_with("recipe: running\n") && far.contains("all 2 ranks are here"), "{far}");
-    assert!(far.contains("/100000 (") && far.contains("▲ started: 2 ranks"), "{far}");
+    assert!(far.contains("/100000 (") && far.contains("▶ step 1: Started on 2 ranks"), "{far}");
     let stranger = watch(&["--connect", place]).env("SHARDWISE_SECRET", "ab".repeat(32)).output().unwrap();
     assert!(
         !stranger.status.success() && String::from_utf8_lossy(&stranger.stderr).contains("does not accept this secret")

@@ -135,6 +135,20 @@ impl Kind {
         }
     }
 
+    /// One sign for it.
+    pub fn sign(self) -> &'static str {
+        match self {
+            Kind::Started => "▶",
+            Kind::Failed => "✕",
+            Kind::Again => "↻",
+            Kind::Saved => "●",
+            Kind::HeldOut => "○",
+            Kind::Skipped | Kind::Outlier | Kind::Note => "!",
+            Kind::Traced => "◆",
+            Kind::Ended => "■",
+        }
+    }
+
     /// What comes often, and does not part what comes before it from what comes after it.
     fn is_routine(self) -> bool {
         matches!(self, Kind::Saved | Kind::HeldOut | Kind::Skipped | Kind::Outlier)
@@ -158,6 +172,17 @@ pub struct Event {
     pub text: String,
     /// How long training stood still, all times together.
     stood_still_s: f64,
+}
+
+impl Event {
+    /// The step or steps that it was at, in words that fit a column: `812`, `400–800`, nothing before the first.
+    pub fn steps(&self) -> String {
+        match (self.step, self.last_step) {
+            (0, 0) => String::new(),
+            (first, last) if first < last => format!("{}–{}", count(first), count(last)),
+            (step, _) => count(step),
+        }
+    }
 }
 
 impl Story {

@@ -180,7 +180,7 @@ fn draw_pane(frame: &mut Frame, area: Rect, pane: Pane, scene: &Scene<'_>) {
             draw_lines(frame, area, "who waits for whom", pane, ranks::lines(scene.snapshot), keys);
         }
         Pane::Events => {
-            let mut lines = events::lines(&story.happened, story.began_s, width);
+            let mut lines = events::lines(story.told.events(), story.began_s, width);
             if lines.is_empty() {
                 lines.push(Line::styled("nothing has happened yet", Style::new().dim()));
             }
@@ -337,8 +337,8 @@ pub(crate) fn facts(story: &Story) -> Vec<String> {
         parts.push(format!("{ranks}, stage {}, {}", start.stage, start.precision));
         parts.push(format!("{} parameters", thousands(start.parameters as f64)));
     }
-    if story.lost_s > 0. {
-        parts.push(format!("lost {} to restarts", lasting(story.lost_s)));
+    if story.told.lost_s() > 0. {
+        parts.push(format!("lost {} to restarts", lasting(story.told.lost_s())));
     }
     parts
 }

@@ -1,106 +1,47 @@
-//! What has happened in a run: a dated sentence each, with a symbol that says of what kind it is.
+//! What has happened in a run, as lines: when, a sign that says of what kind it is, at which step, and the sentence of the journal.
 
 use ratatui::style::{Color, Style};
 use ratatui::text::{Line, Span};
-use shardwise_journal::{Entry, What};
+use shardwise_journal::{Event, Kind};
 
 use super::draw::{BLUE, GREEN, ORANGE, PURPLE, VERMILLION};
-use crate::bar::{lasting, memory};
 
 /// How many of the newest are drawn: more nobody scrolls through.
 const DRAWN_MAX: usize = 500;
 
-/// Something that has happened.
-#[derive(Clone, Debug)]
-pub(crate) struct Happened {
-    pub(crate) time_s: f64,
-    pub(crate) symbol: &'static str,
-    pub(crate) colour: Color,
-    pub(crate) text: String,
+fn colour(kind: Kind) -> Color {
+    match kind {
+        Kind::Started | Kind::Ended => BLUE,
+        Kind::Failed => VERMILLION,
+        Kind::Again | Kind::Skipped | Kind::Outlier | Kind::Note => ORANGE,
+        Kind::Saved | Kind::HeldOut => GREEN,
+        Kind::Traced => PURPLE,
+    }
 }
 
-/// The sentence of a line of the journal, if it has one.
-pub(crate) fn happened(entry: &Entry) -> Option<Happened> {
-    let ranks = |ranks: usize| if ranks == 1 { "1 rank".to_string() } else { format!("{ranks} ranks") };
-    let (symbol, colour, text) = match &entry.what {
-        What::Launched(launch) => {
-            let hosts =
-                if launch.hosts.is_empty() { String::new() } else { format!(" on {}", launch.hosts.join(", ")) };
-            let missing = match launch.missing.is_empty() {
-                true => String::new(),
-                false => format!(", without {}, which does not answer", launch.missing.join(" and ")),
-            };
-            let again = if launch.attempt > 1 { " again" } else { "" };
-            ("▲", BLUE, format!("started{again}: {}{hosts}{missing}", ranks(launch.ranks)))
-        }
-        What::Start(start) => {
-            let from = match &start.resumed_from {
-                Some(from) => format!(", going on from {from}"),
-                None => String::new(),
-            };
-            (
-                "▲",
-                BLUE,
-                format!("{} at stage {} begin at step {}{from}", ranks(start.ranks), start.stage, start.first_step),
-            )
-        }
-        What::Saved(saved) => {
-            let times = format!("{:.1} s ({:.1} s still)", saved.took_s, saved.stood_still_s);
-            ("●", GREEN, format!("saved step {}: {} in {times}", saved.step, memory(saved.bytes, None)))
-        }
-        What::Failed { attempt, step, text } => {
-            ("✖", VERMILLION, format!("attempt {attempt} failed at step {step}: {text}"))
-        }
-        What::Again(again) => {
-            let steps = match again.steps_again {
-                1 => "1 step is".to_string(),
-                steps => format!("{steps} steps are"),
-            };
-            (
-                "↻",
-                ORANGE,
-                format!("at work again at step {} after {:.1} s; {steps} made again", again.step, again.lost_s),
-            )
-        }
-        What::Note { step, text } => ("!", ORANGE, format!("step {step}: {text}")),
-        What::Step(step) => {
-            let said = step.skipped.as_ref().or(step.outlier.as_ref())?;
-            ("!", ORANGE, format!("step {}: {said}", step.step))
-        }
-        What::Trace { first_step, steps, path } => {
-            ("◆", PURPLE, format!("traced {steps} steps from step {first_step}: {path}"))
-        }
-        What::Ended { code, restarts, lost_s } => {
-            let how = match code {
-                0 => "finished".to_string(),
-                75 => "saved and ended, to be started again".to_string(),
-                130 => "interrupted".to_string(),
-                code => format!("failed, with code {code}"),
-            };
-            let cost = match restarts {
-                0 => String::new(),
-                _ => format!("; restarts cost {} beside steps made again", lasting(*lost_s)),
-            };
-            ("■", BLUE, format!("{how}{cost}"))
-        }
-        What::Memory { .. } | What::Traffic(_) | What::HeldOut(_) => return None,
+/// What happened at which step, in one line.
+pub(crate) fn told(event: &Event) -> String {
+    let steps = match (event.steps(), event.step < event.last_step) {
+        (none, _) if none.is_empty() => none,
+        (step, false) => format!("step {step}: "),
+        (steps, true) => format!("steps {steps}: "),
     };
-    let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
-    Some(Happened { time_s: entry.time_s, symbol, colour, text })
+    let text = steps + &event.text;
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
 /// The newest, as lines of that many columns, the oldest of them first.
-pub(crate) fn lines(happened: &[Happened], began_s: f64, width: usize) -> Vec<Line<'static>> {
-    let newest = &happened[happened.len().saturating_sub(DRAWN_MAX)..];
+pub(crate) fn lines(events: &[Event], began_s: f64, width: usize) -> Vec<Line<'static>> {
+    let newest = &events[events.len().saturating_sub(DRAWN_MAX)..];
     let mut lines = Vec::new();
-    for Happened { time_s, symbol, colour, text } in newest {
-        let head = format!("{:>9} ", clock(time_s - began_s));
+    for event in newest {
+        let head = format!("{:>9} ", clock(event.time_s - began_s));
         let indent = head.chars().count() + 2;
-        for (index, piece) in wrapped(text, width.saturating_sub(indent).max(10)).into_iter().enumerate() {
+        for (index, piece) in wrapped(&told(event), width.saturating_sub(indent).max(10)).into_iter().enumerate() {
             lines.push(match index {
                 0 => Line::from(vec![
                     Span::styled(head.clone(), Style::new().dim()),
-                    Span::styled(format!("{symbol} "), Style::new().fg(*colour).bold()),
+                    Span::styled(format!("{} ", event.kind.sign()), Style::new().fg(colour(event.kind)).bold()),
                     Span::raw(piece),
                 ]),
                 _ => Line::from(format!("{}{piece}", " ".repeat(indent))),

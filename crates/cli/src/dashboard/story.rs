@@ -1,8 +1,6 @@
 //! What is shown of a run, taken from its lines once, and not with every drawing.
 
-use shardwise_journal::{Entry, HeldOut, RankMemory, Run, Start, Step, What};
-
-use super::events::{Happened, happened};
+use shardwise_journal::{self as journal, Entry, HeldOut, Outcome, RankMemory, Run, Start, Step, What};
 
 /// A run that nobody supervises is thought to be at work for so long after its last line.
 const QUIET_S: f64 = 120.;
@@ -25,15 +23,10 @@ pub(crate) struct Story {
     /// How long is left, at the pace of the last steps.
     pub(crate) left_s: Option<f64>,
     pub(crate) memory: Vec<RankMemory>,
-    pub(crate) happened: Vec<Happened>,
-    pub(crate) restarts: u64,
-    pub(crate) lost_s: f64,
-    /// The code that it ended with.
-    pub(crate) code: Option<u8>,
+    /// What happened to it.
+    pub(crate) told: journal::Story,
     /// Whether its supervisor is there.
     pub(crate) is_live: bool,
-    /// Whether it ever had one.
-    pub(crate) is_supervised: bool,
 }
 
 /// How a run is.
@@ -71,7 +64,6 @@ impl Story {
         match &entry.what {
             What::Start(start) => {
                 self.start = Start { recipe: String::new(), ..(**start).clone() };
-                self.code = None;
                 let before = |(step, _): &(f64, f64)| *step < start.first_step as f64;
                 self.held_out.retain(before);
             }
@@ -80,28 +72,22 @@ impl Story {
                 self.held_out.push((held_out.step as f64, held_out.loss));
                 self.last_held_out = Some(held_out.clone());
             }
-            What::Launched(launch) => {
-                self.code = None;
-                self.is_supervised = true;
-                self.restarts += u64::from(launch.attempt > 1);
-            }
-            What::Again(setback) => self.lost_s += setback.lost_s,
-            What::Ended { code, .. } => self.code = Some(*code),
             _ => (),
         }
-        self.happened.extend(happened(entry));
+        self.told.hear(entry);
     }
 
     /// How the run is, at that time in seconds since 1970.
     pub(crate) fn status(&self, now_s: f64) -> Status {
-        match self.code {
+        let is_supervised = self.told.attempts().iter().any(|attempt| attempt.launch.is_some());
+        match self.told.outcome() {
             _ if self.is_live => Status::Running,
-            Some(0) => Status::Finished,
-            Some(75) => Status::Saved,
-            Some(130) => Status::Interrupted,
-            Some(_) => Status::Failed,
-            None if !self.is_supervised && now_s - self.last_s < QUIET_S => Status::Running,
-            None => Status::Quiet,
+            Outcome::Finished => Status::Finished,
+            Outcome::Saved => Status::Saved,
+            Outcome::Interrupted => Status::Interrupted,
+            Outcome::Failed { .. } => Status::Failed,
+            Outcome::Open | Outcome::Nothing if !is_supervised && now_s - self.last_s < QUIET_S => Status::Running,
+            Outcome::Open | Outcome::Nothing => Status::Quiet,
         }
     }
 
@@ -115,7 +101,7 @@ impl Story {
             Status::Failed => "failed",
             Status::Quiet => "gone without a word",
         };
-        match self.restarts {
+        match self.told.restarts() {
             0 => text.to_string(),
             1 => format!("{text}; was started again once"),
             times => format!("{text}; was started again {times} times"),

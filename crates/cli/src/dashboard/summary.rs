@@ -4,7 +4,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use shardwise_watch::Snapshot;
 
-use super::events::clock;
+use super::events::{clock, told};
 use super::story::Story;
 use super::{draw, ranks};
 
@@ -27,8 +27,9 @@ pub(crate) fn text(story: &Story, snapshot: Option<&Snapshot>) -> String {
             line(&told.to_string());
         }
     }
-    for happened in &story.happened[story.happened.len().saturating_sub(EVENTS_MAX)..] {
-        line(&format!("{:>9} {} {}", clock(happened.time_s - story.began_s), happened.symbol, happened.text));
+    let events = story.told.events();
+    for event in &events[events.len().saturating_sub(EVENTS_MAX)..] {
+        line(&format!("{:>9} {} {}", clock(event.time_s - story.began_s), event.kind.sign(), told(event)));
     }
     // What came from files and ranks ends up on people's terminals, which obey control characters.
     text.replace(|letter: char| letter.is_control() && letter != '\n', " ")

@@ -1,7 +1,7 @@
 //! The page: its parts in their order, in one file that needs nothing else. No script, and nothing from a network: the page's
 //! own policy forbids both.
 
-use shardwise_journal::words::{count, counted, duration};
+use shardwise_journal::words::{counted, duration};
 use shardwise_journal::{Event, Kind};
 
 use super::bars::{hatchings, memory_by_rank, traffic_by_verb};
@@ -108,27 +108,22 @@ fn story(run: &History) -> String {
 }
 
 fn row(event: &Event, first_s: f64, page: &mut String) {
-    let step = match (event.step, event.last_step) {
-        (0, 0) => String::new(),
-        (first, last) if first < last => format!("{}–{}", count(first), count(last)),
-        (step, _) => count(step),
-    };
-    let (sign, class) = match event.kind {
-        Kind::Started => ("▶", "started"),
-        Kind::Failed => ("✕", "failed"),
-        Kind::Again => ("↻", "again"),
-        Kind::Ended => ("■", "ended"),
-        Kind::Saved => ("▾", "quiet"),
-        Kind::HeldOut => ("◆", "quiet"),
-        Kind::Skipped | Kind::Outlier => ("!", "odd"),
-        Kind::Note | Kind::Traced => ("·", "quiet"),
+    let class = match event.kind {
+        Kind::Started => "started",
+        Kind::Failed => "failed",
+        Kind::Again => "again",
+        Kind::Ended => "ended",
+        Kind::Skipped | Kind::Outlier | Kind::Note => "odd",
+        Kind::Saved | Kind::HeldOut | Kind::Traced => "quiet",
     };
     add(
         page,
         format_args!(
-            "<tr class=\"{class}\"><td title=\"{} UTC\">{}</td><td>{step}</td><td><span aria-hidden=\"true\">{sign}</span> {}</td><td class=\"what\">{}</td></tr>\n",
+            "<tr class=\"{class}\"><td title=\"{} UTC\">{}</td><td>{}</td><td><span aria-hidden=\"true\">{}</span> {}</td><td class=\"what\">{}</td></tr>\n",
             date(event.time_s),
             duration(event.time_s - first_s),
+            event.steps(),
+            event.kind.sign(),
             event.kind.word(),
             escaped(shortened(&event.text, TEXT_CHARS_MAX))
         ),

@@ -13,7 +13,7 @@ use toml::{Spanned, Table, Value};
 
 use super::faults::{faults, unknown};
 use super::schema::{Node, Shape};
-use super::{Recipe, Source, Sources, deepspeed, print, schema};
+use super::{Recipe, Source, Sources, deepspeed, schema};
 use crate::{Error, Result};
 
 /// The longest recipe, and the longest DeepSpeed configuration, that is read.
@@ -27,6 +27,15 @@ pub(super) struct Change {
     pub(super) key: String,
     pub(super) value: Option<Value>,
     pub(super) source: Source,
+}
+
+/// A recipe with what was laid over it, and no more: beside another one it then differs in what people have changed.
+fn laid_over(table: &Table, notes: &[String], sets: &[String]) -> Result<String> {
+    let plain = toml::to_string(table).map_err(|error| Error::Options(format!("the recipe as TOML: {error}")))?;
+    let sets = sets.iter().map(|set| format!("--set {set}"));
+    let comments: String =
+        notes.iter().cloned().chain(sets).map(|line| format!("# {}\n", line.replace(['\n', '\r'], " "))).collect();
+    Ok(comments + &plain)
 }
 
 impl Recipe {
@@ -60,14 +69,15 @@ impl Recipe {
         if !found.is_empty() {
             return Err(together(found.into_iter().map(|fault| sources.error(fault)).collect()));
         }
+        let text = match deepspeed.is_none() && sets.is_empty() {
+            true => text,
+            false => laid_over(&table, &notes, sets)?,
+        };
         let mut recipe: Recipe = Value::Table(table).try_into().map_err(|error| at(path, error.message()))?;
         (recipe.sources, recipe.notes) = (sources, notes);
         recipe.find_files(path.parent().unwrap_or(Path::new("")))?;
         recipe.check().map_err(|wrong| recipe.sources.error(wrong))?;
-        recipe.text = match deepspeed.is_none() && sets.is_empty() {
-            true => text,
-            false => print::resolved(&recipe, None)?,
-        };
+        recipe.text = text;
         Ok(recipe)
     }
 
