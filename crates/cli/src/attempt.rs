@@ -300,10 +300,8 @@ impl Attempt<'_> {
         let (mut text, is_final) = match &cause {
             Some(Cause::Failed { kind: FailureKind::Final, text, .. }) => (text.clone(), true),
             // Another attempt would need as much.
-            Some(Cause::Failed { rank, kind: FailureKind::Memory, text }) => (format!("rank {rank}: {text}"), true),
-            Some(Cause::Failed { rank, kind: FailureKind::Error, text }) => {
-                (format!("rank {rank}: {text}"), never_worked)
-            }
+            Some(Cause::Failed { rank, kind: FailureKind::Memory, text }) => (of_rank(*rank, text), true),
+            Some(Cause::Failed { rank, kind: FailureKind::Error, text }) => (of_rank(*rank, text), never_worked),
             Some(cause) => (explain(ranks, cause, noticed), false),
             None if is_refused_now => {
                 ("The ranks have refused to start again; what they miss is above.".to_string(), false)
@@ -325,6 +323,13 @@ impl Attempt<'_> {
             lost_before: seen.lost,
         })
     }
+}
+
+/// What a rank said, which may be what it heard from another one: then that one is named already.
+fn of_rank(rank: usize, text: &str) -> String {
+    let names_one =
+        text.strip_prefix("rank ").is_some_and(|rest| rest.starts_with(|letter: char| letter.is_ascii_digit()));
+    if names_one { text.to_string() } else { format!("rank {rank}: {text}") }
 }
 
 /// What came first, and when the ranks stopped working for it: as they have told, and as the launcher has.

@@ -123,7 +123,7 @@ impl Lines {
     fn die_and_go_on(&mut self, step: u64, steps_max: u64) {
         self.now_s += 0.4;
         let text = format!(
-            "rank 2 (host vm, process 1389) died (signal 9 (Killed)) at step {step} in forward of block.1, while ranks 0, 1 and 3 waited for it \
+            "rank 2 (host vm, process 1389) died (signal 9 (Killed)), last heard at step {step} in forward of block.1, while ranks 0, 1 and 3 waited for it \
              in all-gather #88 of 'block.2' (38.7 kB, shard 0-3)."
         );
         self.add(What::Failed { attempt: 1, step, text });

@@ -11,7 +11,7 @@ use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use crate::ranks::{listed, named};
-use crate::wording::{DESCRIBED_MAX, at, capital, described, few, is, last_heard, lasting, lost, shown};
+use crate::wording::{DESCRIBED_MAX, at, capital, described, few, is, last_heard, lasting, lost, shown, until};
 use crate::{CallStanding, CallState, FailureKind, Presence, Ranks, Seen, Standing};
 
 /// Beats are this late at most on a busy host; a rank that was not heard for longer is worth a word.
@@ -127,7 +127,7 @@ impl<'a> Scene<'a> {
             let first = format!("{}: {}, all that ran there, died {manner}.", lost(&hosts), named(&of_hosts));
             return [Some(first), self.waited_for(&of_hosts), self.disagreement()].into_iter().flatten().collect();
         }
-        let mut first = format!("{} died {manner} {}", self.who(rank), at(&seen.standing));
+        let mut first = format!("{} died {manner}{}", self.who(rank), until(&seen.standing));
         if let Some(stall) = self.stall_for(&[rank]) {
             first += &format!(", while {} waited for it in {}", named(&stall.waiting), described(stall.call));
         } else if let Some(call) = own_call(&seen.standing) {
@@ -264,7 +264,7 @@ impl<'a> Scene<'a> {
         let late = if since > LATE { format!(", and was last heard {} ago", lasting(since)) } else { String::new() };
         match (presence, own_call(standing)) {
             (Presence::Awaited, _) => "never joined the run".to_string(),
-            (Presence::Left { code: None }, _) => format!("died {}", at(standing)),
+            (Presence::Left { code: None }, _) => format!("died{}", until(standing)),
             (Presence::Left { code: Some(code) }, _) => format!("has ended with exit code {code}, {}", at(standing)),
             (Presence::Here, Some(call)) => {
                 format!("waits itself in {}, {} so far{late}", described(call), lasting(millis(call.for_ms) + since))
@@ -644,14 +644,14 @@ mod tests {
         let how = Some("signal 9, killed".to_string());
         assert_eq!(
             explain(&ranks, &Cause::Died { rank: 2, how }, now),
-            "rank 2 (host b, process 4710) died (signal 9, killed) at step 41 in forward of block.2, while ranks 0, 1 and 3 \
-             waited for it in reduce-scatter #412 of 'block.7' (12.6 MB, shard 0-3)."
+            "rank 2 (host b, process 4710) died (signal 9, killed), last heard at step 41 in forward of block.2, while \
+             ranks 0, 1 and 3 waited for it in reduce-scatter #412 of 'block.7' (12.6 MB, shard 0-3)."
         );
         let (ranks, now) = scene(4);
         assert_eq!(
             explain(&ranks, &Cause::Died { rank: 2, how: None }, now),
-            "rank 2 (host b, process 4710) died without a word at step 41 in backward of block.7, in reduce-scatter #412 of \
-             'block.7' (12.6 MB, shard 0-3)."
+            "rank 2 (host b, process 4710) died without a word, last heard at step 41 in backward of block.7, in \
+             reduce-scatter #412 of 'block.7' (12.6 MB, shard 0-3)."
         );
         let awaited = Seen {
             host: String::new(),

@@ -35,6 +35,14 @@ pub(crate) fn at(standing: &Standing) -> String {
     }
 }
 
+/// `, last heard at step 41 in forward of block.2`, of a rank that died: it reports twice a second, and may have come further.
+pub(crate) fn until(standing: &Standing) -> String {
+    match activity(standing) {
+        None => format!(" {BEFORE}"),
+        Some(_) => format!(", last heard {}", at(standing)),
+    }
+}
+
 fn activity(Standing { step, phase, unit, .. }: &Standing) -> Option<String> {
     match (*step == 0 || phase.is_empty(), unit.is_empty()) {
         (true, _) => None,
