@@ -6,6 +6,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use anyhow::{Result, bail};
 use shardwise_journal::{EVENTS, Entry, Journal, Run, What};
 use shardwise_watch::{History, Server};
 
@@ -22,8 +23,8 @@ pub(crate) struct Chronicle {
 }
 
 impl Chronicle {
-    /// Goes on with what is in the run's folder, if there is anything.
-    pub(crate) fn open(folder: &Path, screen: Screen) -> Self {
+    /// Goes on with what is in the run's folder, if there is anything. Two at once would train over each other: the second is refused.
+    pub(crate) fn open(folder: &Path, screen: Screen) -> Result<Self> {
         let (mut history, mut figures) = (History::default(), Figures::default());
         if let Ok(run) = Run::open(folder) {
             for entry in run.entries() {
@@ -39,10 +40,17 @@ impl Chronicle {
             figures: Arc::new(Mutex::new(figures)),
         };
         match Journal::open(folder, EVENTS) {
-            Ok(journal) => chronicle.journal = Some(journal),
+            Ok(journal) if journal.keep() => chronicle.journal = Some(journal),
+            Ok(_) => {
+                let folder = folder.display();
+                bail!(
+                    "{folder}: another `shardwise train` is at work on this run; `shardwise watch {folder}` shows it. To end it, press \
+                     Ctrl-C where it was started"
+                );
+            }
             Err(error) => chronicle.give_up(&error),
         }
-        chronicle
+        Ok(chronicle)
     }
 
     /// The run's folder.

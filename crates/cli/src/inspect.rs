@@ -83,7 +83,8 @@ fn checkpoints(folder: &Path) -> Result<()> {
     };
     let checkpoint = Checkpoint::open(&store, newest)?;
     let manifest = checkpoint.manifest();
-    println!("{} checkpoints; the newest, of step {newest}, by {}:", steps.len(), manifest.written_by);
+    let noun = if steps.len() == 1 { "checkpoint" } else { "checkpoints" };
+    println!("{} {noun}; the newest, of step {newest}, by {}:", steps.len(), manifest.written_by);
     let model = &manifest.training["model"];
     for key in
         ["model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "n_embd", "n_layer"]

@@ -142,7 +142,7 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode> {
             places.listen
         );
     }
-    let mut chronicle = Chronicle::open(&settings.folder, Screen::new(options.plain));
+    let mut chronicle = Chronicle::open(&settings.folder, Screen::new(options.plain))?;
     let endpoint = options.metrics.map(|address| Endpoint::serve(address, chronicle.figures())).transpose()?;
     if let Some(endpoint) = endpoint {
         chronicle.screen.say(&format!("Figures for Prometheus are at http://{}/metrics.", endpoint.address()));

@@ -137,6 +137,8 @@ fn a_run_traces_the_steps_that_it_is_asked_to() {
     let steps: BTreeSet<u64> = events.iter().map(|event| event["args"]["step"].as_u64().unwrap()).collect();
     assert_eq!(steps, BTreeSet::from([2, 3]));
     assert!(events.iter().any(|event| event["name"] == "recompute block.1"));
+    let again = good(&folder.command("train", &["-n", "2", "--trace", "2..3"]).output().unwrap());
+    assert!(again.contains("steps 2 to 3 are past, and are not traced now"), "{again}");
     let refused = folder.command("train", &["-n", "2", "--trace", "3..2"]).output().unwrap();
     let said = String::from_utf8_lossy(&refused.stderr);
     assert!(refused.status.code() == Some(2) && said.contains("--trace: write the first and the last step"), "{said}");

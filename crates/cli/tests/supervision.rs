@@ -132,7 +132,7 @@ const NAMED: [(&str, &str, &[&str]); 6] = [
 fn what_goes_wrong_is_named_in_time_and_survived() {
     let started = Instant::now();
     let (whole, expected) = undisturbed(RECIPE, "4");
-    let undisturbed = started.elapsed();
+    let mut pace = started.elapsed();
     for (fault, keys, named) in NAMED {
         let folder = Folder::new(&(RECIPE.to_string() + CLOSELY + keys));
         let started = Instant::now();
@@ -142,9 +142,18 @@ fn what_goes_wrong_is_named_in_time_and_survived() {
         assert!(text.contains("At work again at step"), "{fault}: {text}");
         same_losses(&text, &expected, 0.);
         folder.ends_like(&whole, 24);
-        // The run, at most as much again for another start and steps made again; the time limit, and 5 s.
-        let most = 2 * undisturbed + Duration::from_secs(4 + 5);
-        assert!(took < most, "{fault}: {took:?} of {most:?}\n{text}");
+        // By its own account, within the time limit and 5 s.
+        let noticed = text.split_once(": noticed after ").and_then(|(_, rest)| rest.split_once(" s,")).unwrap().0;
+        assert!(noticed.parse::<f64>().unwrap() < 4. + 5., "{fault}: {text}");
+        // And by the clock: the run, at most as much again for another start and steps made again, and the same. At the pace that
+        // the machine has at this moment, should it be slower than at first.
+        let most = |pace| 2 * pace + Duration::from_secs(4 + 5);
+        if took >= most(pace) {
+            let started = Instant::now();
+            undisturbed(RECIPE, "4");
+            pace = pace.max(started.elapsed());
+        }
+        assert!(took < most(pace), "{fault}: {took:?} of {:?}\n{text}", most(pace));
     }
 }
 

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use shardwise_journal::{Run, What};
-use support::{Folder, RECIPE, good, shardwise, wait_until};
+use support::{Folder, RECIPE, good, said as said_by, shardwise, wait_until};
 
 fn short() -> Folder {
     Folder::new(&RECIPE.replace("steps = 24", "steps = 12"))
@@ -75,6 +75,15 @@ fn a_run_is_looked_at_from_its_folder_over_its_channel_and_by_prometheus() {
     let door = folder.run().join("supervisor.json");
     wait_until("the run makes steps", || Run::open(folder.run()).is_ok_and(|run| run.steps().len() > 3));
     assert_eq!(std::fs::metadata(&door).unwrap().permissions().mode() & 0o777, 0o600);
+
+    // Two at once would train over each other.
+    let second = folder.command("train", &["-n", "2"]).output().unwrap();
+    assert!(
+        !second.status.success()
+            && String::from_utf8_lossy(&second.stderr).contains("another `shardwise train` is at work on this run"),
+        "{}",
+        said_by(&second)
+    );
 
     let near = good(&watch(&[folder.run().to_str().unwrap()]).output().unwrap());
     assert!(near.starts_with("recipe: running\n") && near.contains("all 2 ranks are here"), "{near}");

@@ -1,6 +1,6 @@
 //! Writing a journal: lines at the end of a file.
 
-use std::fs::{File, OpenOptions, create_dir_all};
+use std::fs::{File, OpenOptions, TryLockError, create_dir_all};
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -24,6 +24,12 @@ impl Journal {
             file.write_all(b"\n").map_err(fail)?;
         }
         Ok(Journal { file, path: path.display().to_string() })
+    }
+
+    /// Keeps the file to itself for as long as it is open. False if another process does that already; where the file system knows
+    /// no locks, nobody does.
+    pub fn keep(&self) -> bool {
+        !matches!(self.file.try_lock(), Err(TryLockError::WouldBlock))
     }
 
     /// Adds a line of what happens now, and returns it.

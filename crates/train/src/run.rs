@@ -196,6 +196,9 @@ impl<'a> Session<'a> {
         if first_step > recipe.run.steps {
             diary.say(&format!("there is nothing left to do: run.steps is {}", recipe.run.steps));
         }
+        if let Some(why) = asked.planned.why_not(first_step, recipe.run.steps) {
+            diary.say(&why);
+        }
         let theory = Theory::of(&trainer, recipe.batch(world.size())?.micro_batches);
         let session = Session {
             recipe,

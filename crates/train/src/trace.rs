@@ -47,6 +47,19 @@ pub struct PlannedTrace {
     pub ranks: Vec<usize>,
 }
 
+impl PlannedTrace {
+    /// What there is to say if a run that makes these steps makes none of those.
+    pub(crate) fn why_not(&self, first_step: u64, last_step: u64) -> Option<String> {
+        let TracedSteps(steps) = self.steps.as_ref()?;
+        let (first, last) = (steps.start(), steps.end());
+        match (*last < first_step, *first > last_step) {
+            (true, _) => Some(format!("steps {first} to {last} are past, and are not traced now")),
+            (false, true) => Some(format!("steps {first} to {last} are not traced: run.steps is {last_step}")),
+            (false, false) => None,
+        }
+    }
+}
+
 /// The first and the last step: `10..12`, or `10` for one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TracedSteps(pub RangeInclusive<u64>);
