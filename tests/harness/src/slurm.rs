@@ -74,6 +74,13 @@ impl Drop for Slurm {
             let id = std::fs::read_to_string(self.folder.join(format!("{name}.pid"))).unwrap_or_default();
             drop(Command::new("kill").arg(id.trim()).stderr(Stdio::null()).status());
         }
+        // Jobs that the daemons have not come to end, which would be at work for hours beside all other tests.
+        let Some(home) = self.folder.parent() else { return };
+        for entry in std::fs::read_dir("/proc").into_iter().flatten().flatten() {
+            if std::fs::read_link(entry.path().join("cwd")).is_ok_and(|folder| folder.starts_with(home)) {
+                drop(Command::new("kill").arg("-KILL").arg(entry.file_name()).stderr(Stdio::null()).status());
+            }
+        }
     }
 }
 
