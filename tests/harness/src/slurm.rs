@@ -74,10 +74,12 @@ impl Drop for Slurm {
             let id = std::fs::read_to_string(self.folder.join(format!("{name}.pid"))).unwrap_or_default();
             drop(Command::new("kill").arg(id.trim()).stderr(Stdio::null()).status());
         }
-        // Jobs that the daemons have not come to end, which would be at work for hours beside all other tests.
-        let Some(home) = self.folder.parent() else { return };
+        // Jobs that the daemons have not come to end, which would be at work for hours beside all other tests. They have this in
+        // their environment from whoever submitted them, and nobody else has.
+        let own = format!("SLURM_CONF={}", self.folder.join("slurm.conf").display());
         for entry in std::fs::read_dir("/proc").into_iter().flatten().flatten() {
-            if std::fs::read_link(entry.path().join("cwd")).is_ok_and(|folder| folder.starts_with(home)) {
+            let environment = std::fs::read(entry.path().join("environ")).unwrap_or_default();
+            if environment.split(|byte| *byte == 0).any(|variable| variable == own.as_bytes()) {
                 drop(Command::new("kill").arg("-KILL").arg(entry.file_name()).stderr(Stdio::null()).status());
             }
         }

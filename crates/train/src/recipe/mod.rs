@@ -66,7 +66,7 @@ pub struct Recipe {
     /// What is watched meanwhile.
     #[serde(default)]
     pub supervision: SupervisionRecipe,
-    /// The recipe as it was written; or, where something was laid over it, as it came out.
+    /// The recipe as it was written; or, where something was laid over it, with that and without comments.
     #[serde(skip)]
     pub text: String,
     /// Where each value comes from.
