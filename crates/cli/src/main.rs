@@ -61,7 +61,8 @@ enum Command {
     ///
     /// Starts the ranks itself, on this host; or is started on every rank by mpirun or srun. Says beforehand what a rank needs
     /// of memory, and does not start what cannot fit. On a terminal it shows a bar, elsewhere lines; `shardwise watch` shows more. The
-    /// exit code is 2 if the recipe is wrong or does not fit, and 75 if it has saved and is to be started again.
+    /// exit code is 2 if the recipe is wrong or does not fit, and 75 if it has saved and is to be started again: Ctrl-C asks for that,
+    /// and a second Ctrl-C ends it at once.
     #[command(
         after_help = "Examples:\n  shardwise train recipes/small.toml -n 2\n  shardwise train recipes/small.toml -n 4 --dry-run\n  shardwise train recipes/small.toml -n 2 --set optimizer.rate=1e-3 --set run.steps=100\n  shardwise train recipes/small.toml -n 2 --deepspeed ds_config.json\n  shardwise train recipes/small.toml -n 2 --metrics 9464 --trace 10..12\n  mpirun -n 4 shardwise train recipes/small.toml"
     )]
