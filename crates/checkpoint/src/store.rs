@@ -267,6 +267,8 @@ fn place(address: &str) -> Result<Place> {
 const RETRIED_FOR: Duration = Duration::from_secs(30);
 
 fn bucket(url: &Url) -> std::result::Result<(Arc<dyn ObjectStore>, Path), object_store::Error> {
+    // An error means that a provider is installed already, which is as good.
+    let _ = rustls::crypto::ring::default_provider().install_default();
     let retry = RetryConfig { retry_timeout: RETRIED_FOR, ..RetryConfig::default() };
     let (scheme, prefix) = ObjectStoreScheme::parse(url)?;
     let objects: Arc<dyn ObjectStore> = match scheme {

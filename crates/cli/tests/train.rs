@@ -5,9 +5,9 @@
 use std::io::Read;
 use std::path::PathBuf;
 use std::process::{Command, Output};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use shardwise_harness::ranks_of;
+use shardwise_harness::{Stopwatch, ranks_of};
 
 const RECIPE: &str = r#"
 [model.llama]
@@ -187,7 +187,7 @@ fn a_fault_of_one_rank_is_told_at_once() {
     let mut tokens = std::fs::read(folder.0.join("tokens.bin")).unwrap();
     tokens[6000..6002].copy_from_slice(&999u16.to_le_bytes());
     std::fs::write(folder.0.join("tokens.bin"), tokens).unwrap();
-    let started = Instant::now();
+    let started = Stopwatch::start();
     let output = folder.train(&["-n", "2"]);
     let said = stderr(&output);
     assert!(!output.status.success());
@@ -299,7 +299,7 @@ fn a_rank_that_is_killed_ends_the_run() {
     let mut command = shardwise();
     command.arg("train").arg(folder.recipe()).args(["-n", "3"]).stdout(std::process::Stdio::null());
     let mut run = command.stderr(std::process::Stdio::piped()).spawn().unwrap();
-    let started = Instant::now();
+    let started = Stopwatch::start();
     while ranks_of(&folder.recipe()).len() < 3 {
         assert!(started.elapsed() < Duration::from_secs(60), "the ranks start");
         std::thread::sleep(Duration::from_millis(100));
@@ -307,7 +307,7 @@ fn a_rank_that_is_killed_ends_the_run() {
     std::thread::sleep(Duration::from_secs(2));
     let victim = ranks_of(&folder.recipe())[1];
     assert!(Command::new("kill").args(["-9", &victim.to_string()]).status().unwrap().success());
-    let killed = Instant::now();
+    let killed = Stopwatch::start();
     let status = loop {
         if let Some(status) = run.try_wait().unwrap() {
             break status;

@@ -6,10 +6,10 @@
 mod support;
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use shardwise_comm::{CallFault, Error, Fault, Group, Part, Payload, Reduce, Verb, mpi};
-use shardwise_harness::{Rank, ranks, try_ranks};
+use shardwise_harness::{Rank, Stopwatch, ranks, try_ranks};
 use shardwise_plan::{Axis, Dtype, Mesh};
 use support::{checked_world, launched_rank, let_the_others_speak, run_in_mixed_order, run_random_calls, world_with};
 
@@ -69,7 +69,7 @@ fn a_skipped_call_is_named_at_once() {
     let outcome = try_ranks!(4, || {
         let skip = CallFault { verb: Some(Verb::AllGather), label: "block.6".to_string(), nth: 2, what: Fault::Skip };
         let world = checked_world(|rank| (rank == 3).then_some(skip));
-        let started = Instant::now();
+        let started = Stopwatch::start();
         let error = rounds(&world).unwrap_err();
         assert!(started.elapsed() < Duration::from_secs(10), "{:?}", started.elapsed());
         println!("{error}");
@@ -93,7 +93,7 @@ fn a_short_call_is_named_at_once() {
     let outcome = try_ranks!(4, || {
         let short = CallFault { verb: None, label: "block.7".to_string(), nth: 2, what: Fault::Short };
         let world = checked_world(|rank| (rank == 1).then_some(short));
-        let started = Instant::now();
+        let started = Stopwatch::start();
         println!("{}", rounds(&world).unwrap_err());
         assert!(started.elapsed() < Duration::from_secs(10), "{:?}", started.elapsed());
         let_the_others_speak();
@@ -127,7 +127,7 @@ fn every_way_to_disagree_is_named() {
         // A group of its own for each, for a group is out of step after the first.
         let group = || world.along(&mesh, &[Axis::Shard]).unwrap();
         let odd = world.rank() == 2;
-        let started = Instant::now();
+        let started = Stopwatch::start();
 
         let verb = group();
         let error = match odd {
@@ -214,7 +214,7 @@ fn out_of_step(calls: impl FnOnce(&Group) -> Result<(), Error>) {
     let skip = CallFault { verb: None, label: "skipped".to_string(), nth: 1, what: Fault::Skip };
     let fault = (launched_rank() == 3).then_some(skip);
     let world = world_with(mpi::Options { time_limit: limit, checked: false, fault });
-    let started = Instant::now();
+    let started = Stopwatch::start();
     let error = calls(&world).unwrap_err();
     println!("after {:?}: {error}", started.elapsed());
     assert!(matches!(error, Error::TimedOut { .. } | Error::Transport { .. }), "{error}");

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use half::bf16;
 use shardwise_comm::{Error, Group, Outcome, Reduce, Standing};
-use shardwise_harness::{Exit, Hosts, Launch, ranks, try_ranks};
+use shardwise_harness::{Exit, Hosts, Launch, Stopwatch, ranks, try_ranks};
 use shardwise_plan::{Axis, Mesh, RankSet};
 use support::{
     Value, assert_same, checked_world, input, let_the_others_speak, run_random_calls, world, world_with_limit,
@@ -115,7 +115,7 @@ fn a_rank_that_is_killed_is_named() {
 
 #[test]
 fn a_rank_that_panics_ends_the_run_at_once_and_is_named() {
-    let started = Instant::now();
+    let started = Stopwatch::start();
     let failure = try_ranks!(2, || {
         let world = world();
         if world.rank() == 1 {
@@ -157,7 +157,7 @@ fn a_rank_that_never_comes_is_named_by_those_who_wait() {
             std::thread::sleep(6 * limit);
             std::process::exit(0);
         }
-        let started = Instant::now();
+        let started = Stopwatch::start();
         let whole = vec![1f32; 400_000];
         let error = world.reduce_scatter("block.7", Reduce::Sum, whole, vec![0f32; 100_000]).wait().unwrap_err();
         println!("after {:?}: {error}", started.elapsed());
@@ -229,7 +229,7 @@ fn a_rank_that_does_not_ask_for_a_group_is_named_and_nothing_hangs() {
             std::thread::sleep(6 * limit);
             std::process::exit(0);
         }
-        let started = Instant::now();
+        let started = Stopwatch::start();
         let mesh = Mesh::new(&[(Axis::Shard, 4)]).unwrap();
         println!("{}", world.along(&mesh, &[Axis::Shard]).err().unwrap());
         println!("then: {}", world.barrier("next").wait().unwrap_err());
@@ -343,7 +343,7 @@ fn random_calls_between_two_hosts() {
         run_random_calls(&world, 2000..2125);
         // The link is what it says it is: 25 MB each way at 1 Gbit/s take 0.2 s.
         world.barrier("start").wait().unwrap();
-        let started = Instant::now();
+        let started = Stopwatch::start();
         let part = vec![0u8; 25_000_000];
         drop(world.all_gather("rate", part, vec![0u8; 50_000_000]).wait().unwrap());
         let seconds = started.elapsed().as_secs_f64();
@@ -373,7 +373,7 @@ fn a_link_cut_during_a_collective_is_an_error_on_both_sides() {
             let cut = std::process::Command::new("ip").args(["link", "set", "data", "down"]).status().unwrap();
             assert!(cut.success());
         }
-        let started = Instant::now();
+        let started = Stopwatch::start();
         let error = pending.wait().unwrap_err();
         println!("{error}");
         assert!(started.elapsed() < limit + Duration::from_secs(2), "{:?}", started.elapsed());

@@ -10,6 +10,7 @@ use std::net::{SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use shardwise_harness::Stopwatch;
 use shardwise_watch::{Cause, Client, Event, FailureKind, Place, Secret, Server, explain};
 
 /// Strangers, each with nonsense of its own; `STRANGERS=1000000` in the environment for more.
@@ -30,7 +31,7 @@ fn a_million_messages_of_nonsense_change_nothing() {
     let port = server.address().port();
     // All messages, and those of them that can be read and are more than a beat.
     let (sent, spoken) = (AtomicU64::new(0), AtomicU64::new(0));
-    let started = Instant::now();
+    let started = Stopwatch::start();
     std::thread::scope(|scope| {
         let nonsense = scope.spawn(|| {
             let (mut chance, mut idle) = (Chance(0x5eed), VecDeque::new());

@@ -5,10 +5,12 @@ use std::fmt;
 use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
-use std::time::{Duration, Instant, SystemTime};
+use std::process::{Command, Output, Stdio};
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::{Duration, SystemTime};
 
 use crate::hosts::{Hosts, Network};
+use crate::pace::Stopwatch;
 
 /// Set on the ranks: where the closure stands that they run.
 const SITE_VARIABLE: &str = "SHARDWISE_RANKS_SITE";
@@ -46,7 +48,8 @@ impl Launch {
         Launch { hosts: Some(hosts.clone()), ..Launch::ranks(hosts.hosts * hosts.ranks_per_host) }
     }
 
-    /// The time after which ranks that are not done are stopped; two minutes unless said otherwise.
+    /// The time after which ranks that are not done are stopped; two minutes unless said otherwise. It is counted by a
+    /// [`Stopwatch`], so a machine that is busy with others does not use it up.
     pub fn limit(self, limit: Duration) -> Self {
         Launch { limit, ..self }
     }
@@ -164,7 +167,7 @@ impl Launch {
         let _turn = turn().unwrap_or_else(|error| panic!("no lock file for test runs: {error}"));
         let network = self.hosts.as_ref().map(|hosts| hosts.start().unwrap_or_else(|error| panic!("{error}")));
 
-        let mut command = launcher(network.as_ref(), self.ranks, self.limit);
+        let mut command = launcher(network.as_ref(), self.ranks, SLOWEST * self.limit);
         for (name, value) in [
             (SITE_VARIABLE, site),
             (OUTPUT_VARIABLE, &folder.0.to_string_lossy()),
@@ -178,10 +181,7 @@ impl Launch {
             command.arg(format!("{name}={value}"));
         }
         command.args(["sh", "-c", KEEP_APART, "rank"]).arg(program).args(arguments);
-        let started = Instant::now();
-        let output = command
-            .stdin(Stdio::null())
-            .output()
+        let (output, overdue) = run_within(self.limit, &mut command)
             .unwrap_or_else(|error| panic!("mpirun could not be started ({error}); install it with scripts/setup"));
 
         let report = Report { ranks: (0..self.ranks).map(|rank| folder.rank(rank)).collect() };
@@ -200,7 +200,7 @@ impl Launch {
             .filter(|&rank| matches!(report.ranks[rank].exit, Exit::Code(code) if code != 0))
             .min_by_key(|&rank| folder.ended(rank));
         let reason = match (first, output.status.code()) {
-            (None, _) if started.elapsed() >= self.limit => {
+            (None, _) if overdue => {
                 let left: Vec<String> = (0..self.ranks)
                     .filter(|&rank| report.ranks[rank].exit == Exit::Stopped)
                     .map(|rank| rank.to_string())
@@ -213,6 +213,33 @@ impl Launch {
         let launcher_said = String::from_utf8_lossy(&output.stderr).into_owned();
         Err(Failure { reason, rank: first, report, launcher_said })
     }
+}
+
+/// How many times longer than its limit a run may take, however slow the machine is.
+const SLOWEST: u32 = 20;
+
+/// Runs a command, and asks it to end once the limit has passed. Returns whether that was necessary.
+fn run_within(limit: Duration, command: &mut Command) -> io::Result<(Output, bool)> {
+    let child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
+    let (process, watch) = (child.id().to_string(), Stopwatch::start());
+    let (done, is_done) = channel::<()>();
+    std::thread::scope(|scope| {
+        let guard = scope.spawn(move || {
+            loop {
+                match is_done.recv_timeout(Duration::from_millis(200)) {
+                    Err(RecvTimeoutError::Timeout) if watch.elapsed() < limit => (),
+                    Err(RecvTimeoutError::Timeout) => break,
+                    _ => return false,
+                }
+            }
+            // If it cannot be asked to, it has just ended.
+            drop(Command::new("kill").arg(process).status());
+            true
+        });
+        let output = child.wait_with_output()?;
+        drop(done);
+        Ok((output, guard.join().expect("a thread that only waits does not panic")))
+    })
 }
 
 /// A command that runs what is appended to it on `ranks` ranks, through `env`, for at most `limit`.

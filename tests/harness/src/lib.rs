@@ -21,6 +21,7 @@
 
 mod hosts;
 mod launch;
+mod pace;
 mod processes;
 mod python;
 mod readme;
@@ -28,6 +29,7 @@ mod slurm;
 
 pub use hosts::{Hosts, Network};
 pub use launch::{Exit, Failure, Launch, Rank, Report, launcher, run};
+pub use pace::{Stopwatch, patience, slowness};
 pub use processes::ranks_of;
 pub use python::{python, tensorboard, transformers};
 pub use readme::readme_commands;

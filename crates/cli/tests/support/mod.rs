@@ -4,7 +4,9 @@
 
 use std::path::PathBuf;
 use std::process::{Command, Output};
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use shardwise_harness::{Stopwatch, patience};
 
 /// A small run.
 pub(crate) const RECIPE: &str = r#"
@@ -38,9 +40,12 @@ background = false
 [supervision]
 "#;
 
-/// What is added to it where a test is about being watched closely. On a busy machine ranks are late by seconds, which is
-/// then an alarm, and rightly so.
-pub(crate) const CLOSELY: &str = "time_limit_s = 4\nsilence_s = 4\n";
+/// Keys for a test that is about limits, and the limit in seconds: 4 on a quiet machine. On a busy one ranks are late by more,
+/// which would be an alarm, and rightly so.
+pub(crate) fn watched_closely() -> (u64, String) {
+    let limit_s = patience(Duration::from_secs(4)).as_secs_f64().ceil() as u64;
+    (limit_s, format!("time_limit_s = {limit_s}\nsilence_s = {limit_s}\n"))
+}
 
 /// A folder with a recipe.
 pub(crate) struct Folder(pub(crate) tempfile::TempDir);
@@ -81,7 +86,7 @@ pub(crate) fn good(output: &Output) -> String {
 }
 
 pub(crate) fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
-    let started = Instant::now();
+    let started = Stopwatch::start();
     while !is_so() {
         assert!(started.elapsed() < Duration::from_secs(60), "{what}");
         std::thread::sleep(Duration::from_millis(20));

@@ -546,7 +546,7 @@ impl Machine for Staged {
         if progress == Progress::Done
             && let Some(Sum { dtype, how, buffer, len }) = self.sum.take()
         {
-            debug_assert!(self.staging.len() * size_of::<u64>() >= len * dtype.bytes() * self.contributions.len());
+            assert!(self.staging.len() * size_of::<u64>() >= len * dtype.bytes() * self.contributions.len());
             // SAFETY: the contributions are in the staging memory, one run of `len` elements per rank, received whole.
             unsafe { reduce(dtype, how, &self.contributions, buffer, len) };
         }
