@@ -9,6 +9,7 @@
 #include "shim.h"
 
 #include <algorithm>
+#include <cstring>
 #include <malloc.h>
 #include <map>
 #include <mutex>
@@ -76,10 +77,16 @@ public:
       }
       give_back(bytes);
     }
-    void *data = fresh(bytes);
-    std::lock_guard<std::mutex> guard(mutex);
-    use(data, bytes);
-    return data;
+    return allocate_fresh(bytes);
+  }
+
+  // Zeros that no page has been touched for yet.
+  void *allocate_zeros(size_t bytes) {
+    {
+      std::lock_guard<std::mutex> guard(mutex);
+      give_back(bytes);
+    }
+    return allocate_fresh(bytes);
   }
 
   size_t bytes_in_use() {
@@ -116,6 +123,13 @@ private:
     used_bytes += bytes;
     used_bytes_peak = std::max(used_bytes_peak, used_bytes);
     used_bytes_peak_lately = std::max(used_bytes_peak_lately, used_bytes);
+  }
+
+  void *allocate_fresh(size_t bytes) {
+    void *data = fresh(bytes);
+    std::lock_guard<std::mutex> guard(mutex);
+    use(data, bytes);
+    return data;
   }
 
   // From the system. Where it has no more, what is kept goes back first.
@@ -180,7 +194,20 @@ struct KeepingAllocator final : c10::Allocator {
   }
 };
 
+bool is_keeping() { return dynamic_cast<KeepingAllocator *>(c10::GetCPUAllocator()) != nullptr; }
+
 } // namespace
+
+c10::DataPtr sw_cpu_zeros(size_t bytes) {
+  if (bytes >= LARGE_BYTES && is_keeping()) {
+    void *data = kept().allocate_zeros(bytes);
+    return {data, data, &release, c10::Device(c10::DeviceType::CPU)};
+  }
+  c10::DataPtr data = c10::GetCPUAllocator()->allocate(bytes);
+  if (bytes > 0)
+    std::memset(data.get(), 0, bytes);
+  return data;
+}
 
 extern "C" {
 

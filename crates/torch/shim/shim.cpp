@@ -125,6 +125,9 @@ struct RustFunction : torch::autograd::Function<RustFunction> {
 
 } // namespace
 
+// In memory.cpp.
+c10::DataPtr sw_cpu_zeros(size_t bytes);
+
 extern "C" {
 
 Message sw_message_new(const char *text, size_t length) {
@@ -147,6 +150,10 @@ Message sw_block_new(int8_t device_type, int8_t device_index, size_t bytes, Bloc
     c10::Allocator *allocator = c10::GetAllocator(device.type());
     *out = new Block{allocator->allocate(bytes), allocator, bytes};
   });
+}
+
+Message sw_block_zeros(size_t bytes, Block **out) {
+  return guarded([&] { *out = new Block{sw_cpu_zeros(bytes), c10::GetAllocator(c10::DeviceType::CPU), bytes}; });
 }
 
 void sw_block_free(Block *block) { delete block; }

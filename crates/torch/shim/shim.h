@@ -23,6 +23,7 @@ void sw_memory_keep();
 
 // ---- memory -----------------------------------------------------------------------------------------------------
 Message sw_block_new(int8_t device_type, int8_t device_index, size_t bytes, Block **out);
+Message sw_block_zeros(size_t bytes, Block **out);
 void sw_block_free(Block *block);
 void *sw_block_data(Block *block);
 size_t sw_block_bytes(const Block *block);

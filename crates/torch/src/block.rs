@@ -34,12 +34,19 @@ impl Block {
             Device::Cuda(index) => (1, i8::try_from(index).map_err(|_| Error::UnsupportedDevice(device))?),
             other => return Err(Error::UnsupportedDevice(other)),
         };
-        let bytes = len.checked_mul(dtype.bytes()).filter(|&bytes| isize::try_from(bytes).is_ok());
-        let bytes = bytes.ok_or(Error::TooLarge { len, dtype })?;
         let mut raw = std::ptr::null_mut();
         // SAFETY: `raw` is written where the call succeeds.
-        check(unsafe { ffi::sw_block_new(device_type, device_index, bytes, &mut raw) })?;
+        check(unsafe { ffi::sw_block_new(device_type, device_index, bytes_of(dtype, len)?, &mut raw) })?;
         Ok(Block { raw: NonNull::new(raw).expect("the shim made a block"), dtype, len })
+    }
+
+    /// `len` zeros on the CPU. Where the process keeps freed memory ([`crate::keep_freed_memory`]) a large block is fresh from
+    /// the system, which has it zeroed already: no page of it is resident before it is first used.
+    pub fn zeros(dtype: Dtype, len: usize) -> Result<Self> {
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: `raw` is written where the call succeeds.
+        check(unsafe { ffi::sw_block_zeros(bytes_of(dtype, len)?, &mut raw) })?;
+        Ok(Block::from_raw(raw, dtype, len))
     }
 
     /// A copy of `elements` on the CPU.
@@ -165,6 +172,12 @@ impl Drop for Block {
         // SAFETY: a live block of the shim's, which nobody else owns.
         unsafe { ffi::sw_block_free(self.raw.as_ptr()) }
     }
+}
+
+/// The size of `len` elements, where there can be as many.
+fn bytes_of(dtype: Dtype, len: usize) -> Result<usize> {
+    let bytes = len.checked_mul(dtype.bytes()).filter(|&bytes| isize::try_from(bytes).is_ok());
+    bytes.ok_or(Error::TooLarge { len, dtype })
 }
 
 impl fmt::Debug for Block {

@@ -41,6 +41,7 @@ unsafe extern "C" {
     pub(crate) fn sw_memory_keep();
 
     pub(crate) fn sw_block_new(device_type: i8, device_index: i8, bytes: usize, out: *mut *mut Block) -> Message;
+    pub(crate) fn sw_block_zeros(bytes: usize, out: *mut *mut Block) -> Message;
     pub(crate) fn sw_block_free(block: *mut Block);
     pub(crate) fn sw_block_data(block: *mut Block) -> *mut c_void;
     pub(crate) fn sw_block_bytes(block: *const Block) -> usize;

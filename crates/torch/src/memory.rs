@@ -40,7 +40,7 @@ pub fn exclusive<T: Element>(tensor: &mut Tensor) -> Result<&mut [T]> {
     if access.tensor_owners > 1 || access.storage_owners > 1 {
         return Err(Error::Shared { tensors: access.tensor_owners, storages: access.storage_owners });
     }
-    debug_assert_eq!(tensor.device(), Device::Cpu);
+    assert_eq!(tensor.device(), Device::Cpu);
     let data = std::ptr::NonNull::new(access.data.cast::<T>()).unwrap_or(std::ptr::NonNull::dangling());
     // SAFETY: contiguous CPU memory of `numel` elements of type T, with one tensor on the storage and one handle to the
     // tensor, which is mutably borrowed for as long as the slice lives.

@@ -2,8 +2,9 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
-use shardwise_torch::keep_freed_memory;
+use shardwise_plan::Dtype;
 use shardwise_torch::tch::{Device, Kind, Tensor};
+use shardwise_torch::{Block, keep_freed_memory};
 
 fn megabytes(count: i64) -> Tensor {
     Tensor::ones([count << 18], (Kind::Float, Device::Cpu))
@@ -53,6 +54,15 @@ fn what_is_freed_is_used_again_and_never_more_than_the_peak_is_kept() {
     drop(megabytes(30));
     assert_eq!(shardwise_torch::take_peak_bytes() >> 20, 30);
     assert_eq!(shardwise_torch::take_peak_bytes(), 0);
+
+    // Zeros are zero although what was freed was not, and take no memory until they are written.
+    drop(megabytes(64));
+    let before = resident_megabytes();
+    let zeros = Block::zeros(Dtype::F32, 64 << 18).unwrap().into_tensor().unwrap();
+    assert!(resident_megabytes() <= before + 2, "{before} MB became {}", resident_megabytes());
+    assert_eq!(zeros.abs().max().double_value(&[]), 0.);
+    drop(zeros);
+    assert_eq!(Block::zeros(Dtype::Bf16, 3).unwrap().into_tensor().unwrap().abs().max().double_value(&[]), 0.);
 
     // From several threads at once.
     std::thread::scope(|scope| {

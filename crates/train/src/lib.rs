@@ -173,6 +173,14 @@ pub enum Error {
     /// Memory that there was not, in a step or for a checkpoint: who asked for it, and what would fit.
     #[error("{0}")]
     OutOfMemory(Box<Shortage>),
+    /// A trainer that was interrupted in the middle of a step or a pass.
+    #[error(
+        "an earlier call failed halfway ({error}), so this trainer can no longer be used; make a new one from the newest checkpoint"
+    )]
+    Broken {
+        /// The error of that call.
+        error: String,
+    },
     /// Nothing to train.
     #[error("every parameter is frozen, so there is nothing to train; leave some out of 'frozen'")]
     AllFrozen,
@@ -237,7 +245,19 @@ impl Error {
             Error::Model { .. } | Error::Backward { .. } | Error::Zero(_) | Error::Comm(_) => false,
             Error::MicroBatches { .. } | Error::Data { .. } | Error::Text(_) | Error::Copy(_) => false,
             Error::Source { .. } => false,
-            Error::OutOfMemory(_) => false,
+            Error::OutOfMemory(_) | Error::Broken { .. } => false,
+        }
+    }
+
+    /// Whether a trainer whose call returned this is as it was before that call.
+    fn leaves_trainer_as_it_was(&self) -> bool {
+        match self {
+            // Found before anything is done.
+            Error::MicroBatches { .. } | Error::NothingToLearn { .. } | Error::Options(_) => true,
+            // Found before anything is updated, with the gradients discarded.
+            Error::NotFinite { .. } | Error::ScaleTooSmall { .. } => true,
+            Error::Outlier { .. } | Error::SpotCheck { .. } => true,
+            _ => false,
         }
     }
 

@@ -233,6 +233,9 @@ impl<'a> Session<'a> {
         let is_printed = is_due || report.skipped.is_some() || report.outlier.is_some();
         let counted = self.meter.end_step(trainer, &report, is_printed, steps)?;
         self.tell(counted);
+        if !report.without_gradient.is_empty() {
+            self.diary.note(report.step, &no_gradient(&report.without_gradient));
+        }
         Ok(())
     }
 
@@ -358,6 +361,20 @@ impl<'a> Session<'a> {
         }
         Ok(())
     }
+}
+
+/// How many parameters a note names.
+const NAMED_MAX: usize = 8;
+
+/// The note about parameters that the backward pass does not reach.
+fn no_gradient(parameters: &[String]) -> String {
+    let (named, rest) = parameters.split_at(parameters.len().min(NAMED_MAX));
+    let more = if rest.is_empty() { String::new() } else { format!(" and {} more", rest.len()) };
+    format!(
+        "no gradient reaches {}{more}: the loss does not depend on them, and only weight decay changes them; freeze them with \
+         model.frozen if that is intended",
+        named.join(", "),
+    )
 }
 
 /// Sees to what is to go wrong on purpose, where the trainer has a part in it.

@@ -24,6 +24,7 @@ impl LossScale {
 const SMALLEST: f64 = 1. / 1024.;
 
 /// The scale in use.
+#[derive(Clone, Copy)]
 pub(crate) struct Scale {
     how: LossScale,
     value: f64,

@@ -43,6 +43,9 @@ pub struct Report {
     pub skipped_so_far: u64,
     /// What is far outside what it usually is, if something is.
     pub outlier: Option<Outlier>,
+    /// Trainable parameters whose gradient was zero because no rank's backward pass reached them. Looked for in a trainer's
+    /// first step only.
+    pub without_gradient: Vec<String>,
 }
 
 /// What an evaluation found, of all ranks and micro-batches together.
@@ -78,6 +81,10 @@ pub struct Trainer {
     pub(crate) spot: Spot,
     /// What a save may not have copied yet.
     pub(crate) snapshot: Weak<Vec<OwnFile>>,
+    /// Whether a step has been completed, so that the report on missing gradients has been made.
+    has_stepped: bool,
+    /// The error that interrupted a call halfway. From then on every call is refused.
+    broken_by: Option<String>,
 }
 
 /// What a unit's forward pass leaves for its backward pass. Each unit has a graph of its own: its input is a leaf.
@@ -96,6 +103,17 @@ pub(crate) enum Then {
     Reduce,
     /// They were for looking at.
     Forget,
+}
+
+/// What all ranks know after the backward pass.
+struct Agreed {
+    loss_sum: f64,
+    /// Of all gradients together, before clipping.
+    gradient_norm: f64,
+    /// Of each unit's.
+    unit_norms: Vec<f64>,
+    /// Whether some rank has a trainable parameter that has not received a gradient there yet.
+    any_without_gradient: bool,
 }
 
 /// The unit, the place in it, and the gradient.
@@ -142,6 +160,8 @@ impl Trainer {
             guard: Guard::default(),
             spot: Spot::default(),
             snapshot: Weak::new(),
+            has_stepped: false,
+            broken_by: None,
         })
     }
 
@@ -167,14 +187,26 @@ impl Trainer {
     }
 
     /// One step on this rank's micro-batches.
+    ///
+    /// Where it fails, the trainer is either as it was before the step, or refuses all further calls with
+    /// [`Error::Broken`].
     pub fn step(&mut self, micro_batches: &[Batch]) -> Result<Report> {
         self.stepped(micro_batches, None)
     }
 
     // ---- the step -----------------------------------------------------------------------------------------------------
 
-    /// One step, which is checked against other ranks' arithmetic where their micro-batches are given.
+    /// One step, all of it or nothing. It is checked against other ranks' arithmetic where their micro-batches are given.
     pub(crate) fn stepped(&mut self, micro_batches: &[Batch], checked: Option<&MicroBatchesOf<'_>>) -> Result<Report> {
+        let before = (self.steps, self.skipped, self.scale);
+        let report = self.unbroken(|trainer| trainer.take_step(micro_batches, checked));
+        if report.is_err() {
+            (self.steps, self.skipped, self.scale) = before;
+        }
+        report
+    }
+
+    fn take_step(&mut self, micro_batches: &[Batch], checked: Option<&MicroBatchesOf<'_>>) -> Result<Report> {
         self.steps += 1;
         self.position.begin_step(self.steps);
 
@@ -196,8 +228,13 @@ impl Trainer {
             self.backward(&batch, passed, &weight, if reduce { Then::Reduce } else { Then::Add })?;
         }
         let squares = self.finish_reduce()?;
-        let (loss_sum, gradient_norm, unit_norms) = self.agree(loss, &squares, loss_scale)?;
+        let Agreed { loss_sum, gradient_norm, unit_norms, any_without_gradient } =
+            self.agree(loss, &squares, loss_scale)?;
         let loss = loss_sum / tokens as f64;
+        let without_gradient = match any_without_gradient && !self.has_stepped {
+            true => self.without_gradient()?,
+            false => Vec::new(),
+        };
         if let Some(of_rank) = checked {
             self.spot_check(of_rank, &weight)?;
         }
@@ -215,6 +252,7 @@ impl Trainer {
             skipped = Some(self.skip(fault)?);
         }
         self.position.enter(Phase::Between);
+        self.has_stepped = true;
         Ok(Report {
             step: self.steps,
             loss,
@@ -226,6 +264,7 @@ impl Trainer {
             skipped,
             skipped_so_far: self.skipped,
             outlier,
+            without_gradient,
         })
     }
 
@@ -243,8 +282,8 @@ impl Trainer {
                 true => no_grad(|| self.compute(index, input.as_ref(), batch, Activations::Kept))?,
                 false => self.compute(index, input.as_ref(), batch, self.options.recomputation.activations())?,
             };
-            // The last unit's backward pass is next.
-            if index + 1 < self.shards.len() {
+            // The last unit's backward pass is next. What that reads stays.
+            if index + 1 < self.shards.len() || !self.model.units()[index].backward_reads_parameters() {
                 self.release(index)?;
             }
             passed.push(Passed { input, output });
@@ -281,7 +320,9 @@ impl Trainer {
                     self.shards[unit].add_gradient(parameter, &grad)?;
                 }
             }
-            output_grad = input_grad.unwrap_or(output_grad);
+            if let Some(input_grad) = input_grad {
+                output_grad = input_grad;
+            }
             if then == Then::Reduce {
                 self.begin_reduce(index)?;
             }
@@ -290,6 +331,27 @@ impl Trainer {
             self.shards.iter_mut().try_for_each(ShardedUnit::finish_reduce)?;
         }
         Ok(())
+    }
+
+    /// Does `work`, unless something was interrupted before: then units may be gathered, gradients half added up, or
+    /// parameters half updated, and what is computed with them would be silently wrong.
+    pub(crate) fn unbroken<T>(&mut self, work: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
+        self.check_unbroken()?;
+        let done = work(self);
+        if let Err(error) = &done
+            && !error.leaves_trainer_as_it_was()
+        {
+            self.broken_by = Some(error.to_string());
+        }
+        done
+    }
+
+    /// Refuses a trainer that was interrupted halfway.
+    pub(crate) fn check_unbroken(&self) -> Result<()> {
+        match &self.broken_by {
+            Some(error) => Err(Error::Broken { error: error.clone() }),
+            None => Ok(()),
+        }
     }
 
     // ---- its parts ----------------------------------------------------------------------------------------------------
@@ -342,7 +404,8 @@ impl Trainer {
             && self.model.units()[index].backward_reads_parameters()
     }
 
-    /// A unit's backward pass: the gradients of parameters, with unit and place, and that of its input.
+    /// A unit's backward pass: the gradients of parameters, with unit and place, and that of its input, if it has one to
+    /// learn from. It is zero where the output does not depend on the input.
     pub(crate) fn gradients(
         &self,
         index: usize,
@@ -353,13 +416,18 @@ impl Trainer {
         self.position.enter_unit(Phase::Backward, index);
         let trained = self.trained(index);
         let tensors = trained.iter().map(|&(unit, parameter)| &self.shards[unit].parameters()[parameter]);
-        let inputs: Vec<&Tensor> = tensors.chain(input).filter(|tensor| tensor.requires_grad()).collect();
-        let mut grads = autograd::grad(&[output], &[Some(output_grad)], &inputs, Graph::Free)
-            .map_err(|error| Error::Backward { unit: self.shards[index].name().to_string(), error })?
-            .into_iter();
+        let input = input.filter(|input| input.requires_grad());
+        let inputs: Vec<&Tensor> = tensors.chain(input).collect();
+        let mut grads = match output.requires_grad() {
+            true => autograd::grad(&[output], &[Some(output_grad)], &inputs, Graph::Free)
+                .map_err(|error| Error::Backward { unit: self.shards[index].name().to_string(), error })?,
+            false => inputs.iter().map(|_| None).collect(),
+        }
+        .into_iter();
         let named = trained.into_iter().zip(grads.by_ref());
         let named = named.filter_map(|((unit, parameter), grad)| Some((unit, parameter, grad?))).collect();
-        Ok((named, grads.next().flatten()))
+        let input_grad = input.map(|input| grads.next().flatten().unwrap_or_else(|| input.zeros_like()));
+        Ok((named, input_grad))
     }
 
     /// The parameters that a unit's backward pass has gradients for: its own, and the one that it uses of another unit.
@@ -454,15 +522,34 @@ impl Trainer {
         Ok((all.chunks_exact(3).map(|rank| rank[0]).sum(), asked.max(0) as u64))
     }
 
-    /// The sum of all ranks' losses, the norm of all gradients and that of each unit's, from every rank's sums of squares per
-    /// unit, of gradients that are `loss_scale` times as large as they should be. All are added in f64, in rank order.
-    fn agree(&self, loss: f64, squares: &[f64], loss_scale: f64) -> Result<(f64, f64, Vec<f64>)> {
-        let own: Vec<f64> = std::iter::once(loss).chain(squares.iter().copied()).collect();
+    /// What ranks have to agree on before the update, from every rank's loss and its sums of squares per unit, of gradients
+    /// that are `loss_scale` times as large as they should be. All are added in f64, in rank order.
+    fn agree(&self, loss: f64, squares: &[f64], loss_scale: f64) -> Result<Agreed> {
+        let missing: usize = self.shards.iter().map(|shard| shard.without_gradient().count()).sum();
+        let own: Vec<f64> = [loss, missing as f64].into_iter().chain(squares.iter().copied()).collect();
         let all = self.ranks.world.all_reduce("loss and norm", Reduce::Sum, own).wait()?;
+        let (loss_sum, missing, squares) = (all[0], all[1], &all[2..]);
         // Every replica has counted the same gradients.
         let replicas = self.ranks.groups.replicate.size() as f64;
         let norm = |squares: f64| (squares / replicas).sqrt() / loss_scale;
-        Ok((all[0], norm(all[1..].iter().sum()), all[1..].iter().map(|&squares| norm(squares)).collect()))
+        Ok(Agreed {
+            loss_sum,
+            gradient_norm: norm(squares.iter().sum()),
+            unit_norms: squares.iter().map(|&squares| norm(squares)).collect(),
+            any_without_gradient: missing > 0.,
+        })
+    }
+
+    /// The trainable parameters that have not received a gradient on any rank. All ranks call it together.
+    fn without_gradient(&self) -> Result<Vec<String>> {
+        let mut received: Vec<Vec<i64>> = self.shards.iter().map(|shard| vec![1; shard.parameters().len()]).collect();
+        for (shard, received) in self.shards.iter().zip(&mut received) {
+            shard.without_gradient().for_each(|parameter| received[parameter] = 0);
+        }
+        let anywhere = self.ranks.world.all_reduce("gradients received", Reduce::Max, received.concat()).wait()?;
+        let parameters = self.model.units().iter().flat_map(Unit::parameters);
+        let missing = parameters.zip(anywhere).filter(|(_, received)| *received == 0);
+        Ok(missing.map(|(parameter, _)| parameter.name.clone()).collect())
     }
 
     // ---- without learning ---------------------------------------------------------------------------------------------
@@ -500,16 +587,18 @@ impl Trainer {
         &mut self,
         mut compute: impl FnMut(&Trainer, usize, Option<&Tensor>) -> Result<Tensor>,
     ) -> Result<Tensor> {
-        let mut x: Option<Tensor> = None;
-        for index in 0..self.shards.len() {
-            self.gather(index)?;
-            for next in index + 1..=index + self.options.units_in_flight {
-                self.begin_gather(next)?;
+        self.unbroken(|trainer| {
+            let mut x: Option<Tensor> = None;
+            for index in 0..trainer.shards.len() {
+                trainer.gather(index)?;
+                for next in index + 1..=index + trainer.options.units_in_flight {
+                    trainer.begin_gather(next)?;
+                }
+                x = Some(no_grad(|| compute(trainer, index, x.as_ref()))?);
+                trainer.release(index)?;
             }
-            x = Some(no_grad(|| compute(self, index, x.as_ref()))?);
-            self.release(index)?;
-        }
-        Ok(x.expect("a model has units"))
+            Ok(x.expect("a model has units"))
+        })
     }
 
     fn head_logits(&self, input: &Tensor) -> Result<Tensor> {

@@ -74,9 +74,13 @@ impl Flat {
     }
 
     /// What a rank of the group may write to between uses, among the elements that this rank keeps.
+    ///
+    /// # Panics
+    /// While parameters that are sliced between uses are whole: what is written to the slice would not be in the whole, and
+    /// the next pass would compute with stale parameters.
     pub(crate) fn slice(&self, owner: usize) -> Tensor {
         match &self.state {
-            State::Sliced { slice } | State::Whole { slice } => {
+            State::Sliced { slice } => {
                 assert_eq!(owner, self.group.rank(), "{}: a rank keeps its own slice", self.faults.unit());
                 slice.shallow_clone()
             }
@@ -84,8 +88,8 @@ impl Flat {
                 let range = self.partition.range(owner);
                 self.whole.narrow(0, range.start as i64, range.len() as i64)
             }
-            State::Updating(_) | State::Gathering { .. } | State::Moving => {
-                panic!("{}: parameters are written while nobody moves them", self.faults.unit())
+            State::Updating(_) | State::Gathering { .. } | State::Whole { .. } | State::Moving => {
+                panic!("{}: its slice is in use; release the parameters before they are updated", self.faults.unit())
             }
         }
     }

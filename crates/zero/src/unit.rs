@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use shardwise_comm::{Part, Pending, Reduce};
 use shardwise_plan::{Dtype, Partition};
-use shardwise_torch::tch::{Kind, TchError, Tensor, no_grad};
+use shardwise_torch::tch::{Device, Kind, TchError, Tensor, no_grad};
 use shardwise_torch::{Block, storage};
 
 use crate::error::{Faults, StartError};
@@ -74,6 +74,8 @@ pub struct ShardedUnit {
     views: Vec<Tensor>,
     /// Where a parameter stands in the trainable buffer, if it does.
     places: Vec<Option<Range<usize>>>,
+    /// Which parameters have ever received a gradient on this rank.
+    received: Vec<bool>,
     own: Own,
     sums: Sums,
     /// What this rank updates.
@@ -171,7 +173,7 @@ impl ShardedUnit {
         let slices = owners
             .map(|owner| {
                 let range = trainable.partition().range(owner);
-                let zeros = || faults.tch(Tensor::f_zeros([range.len() as i64], (Kind::Float, layout.pool.device())));
+                let zeros = || zeros(&faults, range.len(), layout.pool.device());
                 let master = (layout.precision.parameters != Dtype::F32).then(zeros).transpose()?;
                 let state = (0..layout.states).map(|_| zeros()).collect::<Result<_>>()?;
                 let runs = places.iter().zip(shapes).enumerate().filter_map(|(parameter, (place, shape))| {
@@ -188,6 +190,7 @@ impl ShardedUnit {
             trainable,
             frozen,
             views,
+            received: vec![false; places.len()],
             places,
             own: Own::None,
             sums: Sums::None(None),
@@ -286,9 +289,7 @@ impl ShardedUnit {
     pub fn add_gradient(&mut self, parameter: usize, grad: &Tensor) -> Result<()> {
         let place = self.places[parameter].clone().expect("a gradient is of a parameter that is trained");
         if let Own::None = self.own {
-            let memory = self.memory_for_own()?;
-            let whole = self.faults.torch(memory.into_tensor())?;
-            self.own = Own::Adding { whole, begun: vec![false; self.places.len()] };
+            self.begin_adding()?;
         }
         let Own::Adding { whole, begun } = &mut self.own else {
             panic!("{}: gradients are added before they are reduced, and after they were used", self.faults.unit());
@@ -303,6 +304,24 @@ impl ShardedUnit {
             }
         });
         self.faults.tch(added)
+    }
+
+    fn begin_adding(&mut self) -> Result<()> {
+        let memory = self.memory_for_own()?;
+        let whole = self.faults.torch(memory.into_tensor())?;
+        self.own = Own::Adding { whole, begun: vec![false; self.places.len()] };
+        Ok(())
+    }
+
+    /// The trainable parameters that have never received a gradient on this rank.
+    pub fn without_gradient(&self) -> impl Iterator<Item = usize> + '_ {
+        let missing = |(place, received): (&Option<Range<usize>>, &bool)| place.is_some() && !received;
+        self.places
+            .iter()
+            .zip(&self.received)
+            .enumerate()
+            .filter(move |(_, pair)| missing(*pair))
+            .map(|(index, _)| index)
     }
 
     /// Where the whole's gradients are added up: in the pool's memory until they are sliced, otherwise in that of the sums.
@@ -337,15 +356,20 @@ impl ShardedUnit {
         }
     }
 
-    /// Starts to sum the gradients over all ranks, and adds the result to what was reduced since the last update.
+    /// Starts to sum the gradients over all ranks, and adds the result to what was reduced since the last update. A
+    /// parameter without a gradient on this rank counts as zero: on other ranks it may have one.
     pub fn begin_reduce(&mut self) -> Result<()> {
         if !self.is_trainable() {
             return Ok(());
         }
+        if let Own::None = self.own {
+            self.begin_adding()?;
+        }
         let Own::Adding { whole, begun } = std::mem::replace(&mut self.own, Own::None) else {
-            panic!("{}: there are no gradients to reduce", self.name());
+            panic!("{}: its gradients are being reduced already", self.name());
         };
-        for (place, begun) in self.places.iter().zip(begun) {
+        for ((place, received), begun) in self.places.iter().zip(&mut self.received).zip(begun) {
+            *received |= begun;
             if let (Some(place), false) = (place, begun) {
                 let mut unused = whole.narrow(0, place.start as i64, place.len() as i64);
                 self.faults.tch(unused.f_zero_().map(drop))?;
@@ -614,6 +638,14 @@ impl ShardedUnit {
             }
             Sums::None(_) => panic!("{}: the gradients are not reduced", self.name()),
         }
+    }
+}
+
+/// f32 zeros. On the CPU no page is touched for them: moments become resident in the first update, not at the start.
+fn zeros(faults: &Faults, len: usize, device: Device) -> Result<Tensor> {
+    match device {
+        Device::Cpu => faults.torch(Block::zeros(Dtype::F32, len).and_then(Block::into_tensor)),
+        device => faults.tch(Tensor::f_zeros([len as i64], (Kind::Float, device))),
     }
 }
 
