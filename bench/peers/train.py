@@ -1,7 +1,8 @@
 """One PyTorch side of the comparison, under mpirun: train.py SIDE RECIPE PORT
 
 SIDE is bare, ddp, zero1 (DDP with ZeroRedundancyOptimizer), fsdp2-keep and fsdp2 (fully_shard without and with resharding
-after the forward pass), or deepspeed-1, -2, -3. RECIPE is the recipe that `bench-train` trains, PORT one of loopback's that is
+after the forward pass), or deepspeed-1, -2, -3. With -compiled at the end of ddp, fsdp2-keep and fsdp2, Inductor compiles each block.
+RECIPE is the recipe that `bench-train` trains, PORT one of loopback's that is
 free, by which ranks find each other. Prints the lines that `bench-train` prints: one of JSON for each step, and one at the end.
 
 Settings are those that people use: one unit per block for FSDP2, DeepSpeed's buckets as Hugging Face's "auto" sizes them and its
@@ -63,6 +64,10 @@ def optimizer_of(model, recipe, make=torch.optim.AdamW):
 
 def torch_side(side, model, recipe):
     """A function that makes one step and returns this rank's loss."""
+    if side.endswith("-compiled"):
+        side = side.removesuffix("-compiled")
+        for block in model.model.layers:
+            block.compile()
     bf16 = recipe["precision"]["parameters"] == "bf16"
     cast = lambda: torch.autocast("cpu", torch.bfloat16, enabled=bf16)  # noqa: E731
     make = torch.optim.AdamW
@@ -188,7 +193,10 @@ def main(side, recipe_path, port):
     ready_s = most(time.time() - float(os.environ["SHARDWISE_LAUNCHED"]))
     tokens, targets = batch(recipe)
     forget_peak()
-    losses = [step(tokens, targets) for _ in range(warm_up)]
+    first = time.perf_counter()
+    losses = [step(tokens, targets)]
+    first_s = time.perf_counter() - first
+    losses += [step(tokens, targets) for _ in range(1, warm_up)]
     dist.barrier()
     started, cpu_started, sent_before = time.perf_counter(), time.process_time(), loopback_bytes()
     # One after the other, as people train: what a step leaves under way, the next one waits for.
@@ -202,6 +210,7 @@ def main(side, recipe_path, port):
     end = {
         "ready_seconds": ready_s,
         "step_seconds": most(seconds),
+        "compile_seconds": max(0.0, most(first_s) - most(seconds)) if side.endswith("-compiled") else 0.0,
         "cpu_seconds": mean(cpu_s),
         "optimizer_cpu_seconds": mean(optimizer_cpu_s / steps),
         "sent_bytes": sent,

@@ -41,8 +41,8 @@ pub(crate) const CLAIMS: &[Claim] = &[
 
 fn doctor() -> Result<Verdict> {
     // The rank program beside it is what it examines.
-    built("shardwise-rank", &["build", "--workspace", "--bins"])?;
-    let program = built("shardwise", &["build", "--workspace", "--bins"])?;
+    built("shardwise-rank", &["build", "--release", "--workspace", "--bins"])?;
+    let program = built("shardwise", &["build", "--release", "--workspace", "--bins"])?;
     let output = Command::new(program).arg("doctor").env_remove("LD_LIBRARY_PATH").output()?;
     let text = String::from_utf8_lossy(&output.stdout);
     println!("{text}");
@@ -88,7 +88,7 @@ fn leaks() -> Result<Verdict> {
         Command::new("valgrind").arg("--version").output().is_ok_and(|output| output.status.success()),
         "valgrind is not installed: apt-get install valgrind"
     );
-    let tests = built("shim", &["test", "--no-run", "--workspace", "--test", "shim"])?;
+    let tests = built("shim", &["test", "--release", "--no-run", "--workspace", "--test", "shim"])?;
     let log = std::env::temp_dir().join(format!("shardwise-leaks-{}", std::process::id()));
     let mut valgrind = Command::new("valgrind");
     valgrind

@@ -13,6 +13,8 @@ mod foundation;
 mod fuzz;
 mod growth;
 mod hosts;
+mod licenses;
+mod mutants;
 mod peers;
 mod sides;
 mod sight;
@@ -74,6 +76,8 @@ enum Command {
     /// What reaches new code is kept in fuzz/corpus, and tried again by the tests. Installs cargo-fuzz if it is not there.
     #[command(after_help = "Example:\n  cargo xtask fuzz manifest --minutes 10")]
     Fuzz(fuzz::Options),
+    /// Check the licenses and origins of all dependencies against deny.toml
+    Licenses,
     /// Draw the guide's pictures of a step at each stage
     #[command(after_help = "Example:\n  cargo xtask draw-steps && mdbook build docs")]
     DrawSteps,
@@ -93,6 +97,7 @@ fn main() -> Result<ExitCode> {
         Command::Peers(options) => peers::run(&options).map(|()| ExitCode::SUCCESS),
         Command::Fuzz(options) => fuzz::run(&options).map(|()| ExitCode::SUCCESS),
         Command::Growth(options) => growth::run(&options).map(|()| ExitCode::SUCCESS),
+        Command::Licenses => licenses::run(),
         Command::DrawSteps => steps::run().map(|()| ExitCode::SUCCESS),
         Command::Hosts(options) => hosts::run(&options),
     }

@@ -101,22 +101,29 @@ pub(crate) enum Side {
     Fsdp2Keep,
     Fsdp2,
     DeepSpeed(u8),
+    /// DDP and FSDP2 with each block compiled by Inductor.
+    DdpCompiled,
+    Fsdp2KeepCompiled,
+    Fsdp2Compiled,
 }
 
 /// All of them, by stage.
-pub(crate) const SIDES: [Side; 13] = [
+pub(crate) const SIDES: [Side; 16] = [
     Side::Bare,
     Side::PyTorch,
     Side::Shardwise(0),
     Side::Ddp,
+    Side::DdpCompiled,
     Side::Shardwise(1),
     Side::Zero1,
     Side::DeepSpeed(1),
     Side::Shardwise(2),
     Side::Fsdp2Keep,
+    Side::Fsdp2KeepCompiled,
     Side::DeepSpeed(2),
     Side::Shardwise(3),
     Side::Fsdp2,
+    Side::Fsdp2Compiled,
     Side::DeepSpeed(3),
 ];
 
@@ -124,6 +131,11 @@ impl Side {
     /// Whether it is one of the others.
     pub(crate) fn is_peer(self) -> bool {
         !matches!(self, Side::Bare | Side::Shardwise(_))
+    }
+
+    /// Whether Inductor compiles its blocks.
+    pub(crate) fn is_compiled(self) -> bool {
+        matches!(self, Side::DdpCompiled | Side::Fsdp2KeepCompiled | Side::Fsdp2Compiled)
     }
 
     /// Whether its ranks train together.
@@ -139,10 +151,10 @@ impl Side {
     /// The stage that does what a peer does.
     pub(crate) fn stage(self) -> u8 {
         match self {
-            Side::Bare | Side::PyTorch | Side::Ddp => 0,
+            Side::Bare | Side::PyTorch | Side::Ddp | Side::DdpCompiled => 0,
             Side::Zero1 => 1,
-            Side::Fsdp2Keep => 2,
-            Side::Fsdp2 => 3,
+            Side::Fsdp2Keep | Side::Fsdp2KeepCompiled => 2,
+            Side::Fsdp2 | Side::Fsdp2Compiled => 3,
             Side::Shardwise(stage) | Side::DeepSpeed(stage) => stage,
         }
     }
@@ -156,6 +168,9 @@ impl Side {
             Side::Zero1 => "zero1".to_string(),
             Side::Fsdp2Keep => "fsdp2-keep".to_string(),
             Side::Fsdp2 => "fsdp2".to_string(),
+            Side::DdpCompiled => "ddp-compiled".to_string(),
+            Side::Fsdp2KeepCompiled => "fsdp2-keep-compiled".to_string(),
+            Side::Fsdp2Compiled => "fsdp2-compiled".to_string(),
             Side::DeepSpeed(stage) => format!("deepspeed-{stage}"),
         }
     }
@@ -171,6 +186,9 @@ impl fmt::Display for Side {
             Side::Zero1 => f.write_str("DDP + ZeRO optimizer"),
             Side::Fsdp2Keep => f.write_str("FSDP2, no reshard"),
             Side::Fsdp2 => f.write_str("FSDP2"),
+            Side::DdpCompiled => f.write_str("DDP, compiled"),
+            Side::Fsdp2KeepCompiled => f.write_str("FSDP2, no reshard, compiled"),
+            Side::Fsdp2Compiled => f.write_str("FSDP2, compiled"),
             Side::DeepSpeed(stage) => write!(f, "DeepSpeed {stage}"),
         }
     }
@@ -214,6 +232,9 @@ pub(crate) struct Run {
     pub(crate) talked_s: f64,
     #[serde(rename = "waited_seconds", default)]
     pub(crate) waited_s: f64,
+    /// What the first step took longer than the others; of sides that are compiled in it.
+    #[serde(rename = "compile_seconds", default)]
+    pub(crate) compile_s: f64,
     /// From the launch to the first step.
     #[serde(rename = "ready_seconds")]
     pub(crate) ready_s: f64,

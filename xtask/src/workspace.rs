@@ -78,6 +78,9 @@ struct CargoTarget {
     name: String,
 }
 
+/// What .cargo/local.toml has set for this program. Another cargo would take it for a change, and build libtorch's bindings anew.
+pub(crate) const LOCAL_VARIABLES: [&str; 4] = ["LIBTORCH", "LIBTORCH_CXX11_ABI", "MPICC", "MPIRUN"];
+
 /// Builds with cargo (`arguments` say what), and returns the program of the target `name`. Build the whole workspace: cargo
 /// would build libtorch's bindings anew for every other choice of packages, because their features differ.
 pub(crate) fn built(name: &str, arguments: &[&str]) -> Result<PathBuf> {
@@ -85,8 +88,7 @@ pub(crate) fn built(name: &str, arguments: &[&str]) -> Result<PathBuf> {
     let mut cargo = Command::new(env!("CARGO"));
     cargo.current_dir(root()).arg(verb).args(["--message-format", "json-render-diagnostics"]).args(rest);
     cargo.stderr(std::process::Stdio::inherit());
-    // What .cargo/local.toml has set for this program, cargo would take for a change, and build libtorch's bindings anew.
-    for variable in ["LIBTORCH", "LIBTORCH_CXX11_ABI", "MPICC", "MPIRUN"] {
+    for variable in LOCAL_VARIABLES {
         cargo.env_remove(variable);
     }
     let messages = output_of(&mut cargo)?;

@@ -37,6 +37,13 @@ pub(crate) const CLAIMS: &[Claim] = &[
     },
     Claim {
         group: "zero",
+        name: "mutants",
+        what: "bugs that this project or its peers have shipped are caught by the suite when they are put back",
+        heavy: true,
+        measure: crate::mutants::measure,
+    },
+    Claim {
+        group: "zero",
         name: "peak",
         what: "the peak of a process falls from stage to stage with 213M parameters on 4 ranks, and memory is flat from step 3 to 200",
         heavy: true,
