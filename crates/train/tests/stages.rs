@@ -286,12 +286,13 @@ fn numbers_that_are_not_finite_are_named_and_follow_the_policy() {
             let name = "model.layers.1.mlp.up_proj.weight";
             let mut trainer =
                 Trainer::new(llama(), ranks.clone(), options.clone(), &mut spoiled(name, f32::NAN)).unwrap();
-            for step in 1..3 {
+            // A step that is refused is not counted: the next one is the first again.
+            for _ in 0..2 {
                 let error = trainer.step(&[own()]).unwrap_err().to_string();
                 assert_eq!(
                     error,
                     format!(
-                        "step {step}: the output of unit block.1 on rank 0 is not finite, as is its parameter {name}; nothing \
+                        "step 1: the output of unit block.1 on rank 0 is not finite, as is its parameter {name}; nothing \
                          was updated"
                     )
                 );
@@ -365,6 +366,6 @@ fn ranks_with_different_numbers_of_micro_batches_are_told() {
         trainer.step(&[batch(0, rank as i64)]).unwrap();
         let nothing = Batch::new(batch(0, 0).inputs, batch(0, 0).targets.fill_(IGNORED));
         let error = trainer.step(&[nothing]).unwrap_err().to_string();
-        assert!(error.contains("step 3: no rank has a token that counts"), "{error}");
+        assert!(error.contains("step 2: no rank has a token that counts"), "{error}");
     });
 }

@@ -29,7 +29,7 @@ mod slurm;
 
 pub use hosts::{Hosts, Network};
 pub use launch::{Exit, Failure, Launch, Rank, Report, launcher, run};
-pub use pace::{Stopwatch, patience, slowness};
+pub use pace::{Stopwatch, check_speed, patience, slowness};
 pub use processes::ranks_of;
 pub use python::{python, tensorboard, transformers};
 pub use readme::readme_commands;

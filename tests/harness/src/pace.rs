@@ -27,6 +27,23 @@ pub fn patience(quiet: Duration) -> Duration {
     quiet.mul_f64(slowness())
 }
 
+/// Checks something about speed, which others on the machine can spoil: up to five times, until it holds.
+///
+/// `check` is given the [`slowness`] to reckon with, which doubles from one attempt to the next. It fails if the last attempt
+/// does, unless the machine gave us less than two thirds of the time we wanted in every one: then nothing can be said about
+/// speed, and that is printed.
+pub fn check_speed(mut check: impl FnMut(f64) -> Result<(), String>) {
+    let mut shares = Vec::new();
+    for attempt in 1..=5 {
+        let watch = Stopwatch::start();
+        let Err(why) = check(slowness() * f64::from(1 << (attempt - 1))) else { return };
+        shares.push(watch.share());
+        eprintln!("attempt {attempt}, with {:.0}% of the processor time: {why}", 100. * watch.share());
+    }
+    assert!(shares.iter().all(|&share| share < 0.67), "it failed five times, see above");
+    eprintln!("NOT CHECKED: others took more than a third of the machine in every attempt");
+}
+
 /// A chain of operations, each of which needs the result of the one before.
 fn work(steps: u64) -> u64 {
     (0..steps).fold(1, |mut x: u64, _| {
