@@ -1,10 +1,11 @@
 //! What the stages hold and send, beside the theory: `bench-zero` under `mpirun`.
 //!
 //! For each stage, and for gradients in bf16 and in f32, it trains a bf16 model for two steps and prints a line of JSON: the
-//! bytes that the C library has lent out after the step, less those before there was a trainer; the trainer's own books; and
-//! what a step sent.
+//! bytes that the allocator has lent out when the update begins, less those before there was a trainer; the pool's share of
+//! them; and what a step sent.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use anyhow::Result;
 use serde_json::json;
@@ -14,7 +15,25 @@ use shardwise_plan::Dtype;
 use shardwise_torch::allocated_bytes;
 use shardwise_torch::tch::{Device, Kind, Tensor};
 use shardwise_train::{Accumulation, Options, Ranks, Schedule, Trainer, start};
-use shardwise_zero::{AdamW, Optimizer, Precision, Sharding};
+use shardwise_zero::{Elements, Elementwise, Optimizer, Precision, Sharding};
+
+/// Adam's state, and an update that notes what is allocated: gradients are reduced then, and not given up yet.
+#[derive(Debug)]
+struct Noting {
+    first_bytes: Arc<AtomicUsize>,
+}
+
+impl Elementwise for Noting {
+    fn state_names(&self) -> &[&str] {
+        &["first_moment", "second_moment"]
+    }
+
+    fn update(&self, _: Elements) -> shardwise_torch::Result<()> {
+        // The first call of a step finds the most.
+        self.first_bytes.fetch_max(allocated_bytes(), Ordering::Relaxed);
+        Ok(())
+    }
+}
 
 /// Divides by little; the head is the embedding's, so that every unit is gathered as often as theory says.
 fn llama() -> Llama {
@@ -38,11 +57,12 @@ fn main() -> Result<()> {
 
 fn measured(world: &Arc<shardwise_comm::Group>, stage: u8, gradients: Dtype) -> Result<serde_json::Value> {
     let sharding = Sharding::stage(stage)?;
-    let adamw = AdamW { rate: 0., beta1: 0.9, beta2: 0.95, weight_decay: 0.1, epsilon: 1e-8 };
+    let first_bytes = Arc::new(AtomicUsize::new(0));
+    let optimizer = Optimizer::own(Noting { first_bytes: first_bytes.clone() });
     let options = Options {
         precision: Precision { parameters: Dtype::Bf16, gradients },
         accumulation: if sharding.gradients { Accumulation::Sharded } else { Accumulation::Whole },
-        ..Options::new(sharding, Optimizer::AdamW(adamw), Schedule::constant(1e-4))
+        ..Options::new(sharding, optimizer, Schedule::constant(1e-4))
     };
     let model = llama().model()?;
     let elements = model.elements();
@@ -55,19 +75,20 @@ fn measured(world: &Arc<shardwise_comm::Group>, stage: u8, gradients: Dtype) -> 
     trainer.step(&batch)?;
     trainer.shards_mut().iter_mut().filter(|_| stage < 3).try_for_each(|shard| shard.gather())?;
     world.meter().reset();
+    first_bytes.store(0, Ordering::Relaxed);
     trainer.step(&batch)?;
+    let live = first_bytes.load(Ordering::Relaxed) - before;
     // The last gathers of stages 1 and 2 are under way until the next use.
     trainer.shards_mut().iter_mut().filter(|_| stage < 3).try_for_each(|shard| shard.gather())?;
     let units = |verb: Verb| {
         world.meter().total(|tally| tally.verb == verb && !["tokens", "loss and norm"].contains(&&*tally.label))
     };
     let (gathered, reduced, both) = (units(Verb::AllGather), units(Verb::ReduceScatter), units(Verb::AllReduce));
-    let live = allocated_bytes() - before;
     let (held, pool) = trainer.bytes();
     Ok(json!({
         "ranks": world.size(), "stage": stage, "gradients": gradients.to_string(), "elements": elements,
         "live_bytes": live, "pool_bytes": pool,
-        "parameter_bytes": held.parameters, "gradient_bytes": held.gradients, "optimizer_bytes": held.optimizer,
+        "parameter_bytes": held.parameters, "optimizer_bytes": held.optimizer,
         "sent_elements": gathered.elements + reduced.elements + both.elements,
         "sent_bytes": gathered.bytes + reduced.bytes + both.bytes,
         "gathered_elements": gathered.elements, "gathered_bytes": gathered.bytes,

@@ -18,12 +18,15 @@ use crate::{Accumulation, Options, Recomputation, Result};
 /// What a process has with libtorch and MPI before it holds a model.
 const PROCESS_BYTES: usize = 300 << 20;
 
-/// Bytes that the rank with the most needs, by what for.
+/// Bytes that the rank with the most needs at the moment when it needs the most, by what for.
+///
+/// That moment is in the backward pass of some unit: the activations of the units after it are gone by then, and their gradients
+/// are there; in the last unit's it is the other way round.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Need {
     /// Parameters, in the type in which units compute.
     pub parameters: usize,
-    /// Gradients, once reduced.
+    /// Gradients, once reduced, of the units whose backward pass has begun.
     pub gradients: usize,
     /// f32 masters and optimizer state.
     pub optimizer: usize,
@@ -71,10 +74,10 @@ impl Need {
         let mut need = Need { process: PROCESS_BYTES, ..Need::default() };
         let units = model.units();
         let mut wholes = Vec::new();
+        let mut passes = Vec::new();
         for (index, unit) in units.iter().enumerate() {
             let trained = unit.parameters().iter().filter(|p| p.trainable).map(|p| p.elements()).sum::<usize>();
             need.parameters += kept(unit.elements(), parameters) * parameter_bytes;
-            need.gradients += kept(trained, gradients) * gradient_bytes;
             need.optimizer += kept(trained, optimizer) * state_bytes;
             let tied = unit.tied().map_or(0, |tied| units[tied.unit].elements());
             wholes.push((unit.elements() + tied, trained));
@@ -84,9 +87,15 @@ impl Need {
                 unit.footprint(tokens, positions, parameter_bytes, options.recomputation.activations());
             // What is computed again is all there for as long as the unit's backward pass takes.
             let (activations, computed) = if again { (output_bytes, kept_bytes) } else { (kept_bytes, 0) };
-            need.activations += activations;
-            need.passing = need.passing.max(passing_bytes + computed + trained * parameter_bytes);
+            passes.push(Pass {
+                activations,
+                passing: passing_bytes + computed + trained * parameter_bytes,
+                gradients: kept(trained, gradients) * gradient_bytes,
+            });
         }
+        let accumulates = micro_batches > 1;
+        let worst = worst(&passes, accumulates);
+        (need.activations, need.passing, need.gradients) = (worst.activations, worst.passing, worst.gradients);
         // Units that follow each other share buffers of the largest inner unit's size, and the first and the last one more.
         let flying = |size: &dyn Fn(&(usize, usize)) -> usize| {
             let ends = wholes.first().into_iter().chain(wholes.last()).map(size).max().unwrap_or(0);
@@ -98,7 +107,7 @@ impl Need {
             need.in_flight += flying(&|&(all, _)| all) * parameter_bytes;
         }
         if gradients {
-            let whole = micro_batches > 1 && options.accumulation == Accumulation::Whole;
+            let whole = accumulates && options.accumulation == Accumulation::Whole;
             let trained: usize = wholes.iter().map(|&(_, trained)| trained).sum();
             need.in_flight += if whole { trained } else { flying(&|&(_, trained)| trained) } * gradient_bytes;
         }
@@ -128,6 +137,29 @@ impl fmt::Display for Need {
         }
         write!(f, "  {:16} {:>10}", "together", gib(self.total()))
     }
+}
+
+/// What a unit's backward pass needs.
+#[derive(Clone, Copy, Default)]
+struct Pass {
+    /// What its forward pass leaves for it, and is free once it has ended.
+    activations: usize,
+    /// What it makes in passing.
+    passing: usize,
+    /// What it makes for the update.
+    gradients: usize,
+}
+
+/// The needs in the backward pass that needs the most, beside those that are the same in all. Gradients of earlier micro-batches
+/// are there from the beginning.
+fn worst(passes: &[Pass], accumulates: bool) -> Pass {
+    let at = |index: usize| Pass {
+        activations: passes[..=index].iter().map(|pass| pass.activations).sum(),
+        passing: passes[index].passing,
+        gradients: passes[if accumulates { 0 } else { index }..].iter().map(|pass| pass.gradients).sum(),
+    };
+    let total = |pass: &Pass| pass.activations + pass.passing + pass.gradients;
+    (0..passes.len()).map(at).max_by_key(total).unwrap_or_default()
 }
 
 /// The files of a checkpoint that the rank with the most writes.
@@ -234,5 +266,23 @@ pub fn gib(bytes: usize) -> String {
     match bytes as f64 / f64::from(1 << 30) {
         much if much >= 1. => format!("{much:.2} GiB"),
         little => format!("{:.0} MiB", little * 1024.),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_worst_backward_pass_is_the_one_that_is_counted() {
+        let pass = |activations, passing, gradients| Pass { activations, passing, gradients };
+        let found = |passes: &[Pass], accumulates| {
+            let Pass { activations, passing, gradients } = worst(passes, accumulates);
+            (activations, passing, gradients)
+        };
+        // Many activations: in the last unit's. Many gradients: in the first one's, when all of them are there.
+        assert_eq!(found(&[pass(10, 1, 3), pass(10, 1, 3), pass(5, 7, 3)], false), (25, 7, 3));
+        assert_eq!(found(&[pass(1, 1, 30), pass(1, 2, 30), pass(1, 7, 30)], false), (1, 1, 90));
+        assert_eq!(found(&[pass(1, 1, 30), pass(1, 2, 30), pass(1, 7, 30)], true), (3, 7, 90));
     }
 }

@@ -43,7 +43,7 @@ impl Trainer {
         let outlier = self.guard.judged(loss, unit_norms, |unit| self.shards[unit].name().to_string());
         match outlier {
             Some(outlier) if self.options.on_outlier == OnOutlier::Stop => {
-                self.shards.iter_mut().try_for_each(ShardedUnit::discard_gradients)?;
+                self.shards.iter_mut().for_each(ShardedUnit::discard_gradients);
                 Err(Error::Outlier { step: self.steps, outlier: Box::new(outlier) })
             }
             outlier => {

@@ -622,7 +622,7 @@ impl Trainer {
     /// Leaves the gradients unused: an error, or the reason to go on without this step.
     fn skip(&mut self, own_output: Option<usize>) -> Result<Fault> {
         let fault = self.first_fault(own_output)?;
-        self.shards.iter_mut().try_for_each(ShardedUnit::discard_gradients)?;
+        self.shards.iter_mut().for_each(ShardedUnit::discard_gradients);
         let step = self.steps;
         if self.options.on_not_finite == OnNotFinite::Stop {
             return Err(Error::NotFinite { step, fault });

@@ -50,7 +50,7 @@ pub type StateStart<'a> = dyn FnMut(usize, usize, Range<usize>, &mut [f32]) -> s
 pub struct Bytes {
     /// Parameters, in the type in which units compute.
     pub parameters: usize,
-    /// Gradients between their reduction and the update, and the memory that is kept for them.
+    /// Gradients, from the backward pass to the update. Whole ones that will be sliced are in the pool's memory.
     pub gradients: usize,
     /// f32 masters and the optimizer's state.
     pub optimizer: usize,
@@ -113,8 +113,9 @@ enum Replicating {
 /// Gradients summed over all ranks: of this rank's slice, where gradients are sliced; otherwise of the whole, of which the
 /// slices that this rank updates are the sums.
 enum Sums {
-    /// None, with the memory for them once there were some.
-    None(Option<Block>),
+    /// None. The next ones are given memory again: what the allocator keeps of the last ones is free for activations meanwhile,
+    /// and the peak of a step, which is in the head's forward pass, is lower by all gradients.
+    None,
     /// Over all micro-batches that were reduced since the last update.
     Summed(Tensor),
 }
@@ -193,7 +194,7 @@ impl ShardedUnit {
             received: vec![false; places.len()],
             places,
             own: Own::None,
-            sums: Sums::None(None),
+            sums: Sums::None,
             slices,
             steps: 0,
         };
@@ -250,13 +251,12 @@ impl ShardedUnit {
         Bytes {
             parameters: self.trainable.bytes() + self.frozen.bytes(),
             gradients: match (&self.sums, &self.own) {
-                (Sums::None(Some(memory)), _) => memory.capacity_bytes(),
                 (Sums::Summed(sums), _) => sums.numel() * gradient_bytes,
-                (Sums::None(None), Own::None) => 0,
+                (Sums::None, Own::None) => 0,
                 // Whole, in the pool's.
-                (Sums::None(None), Own::Adding { .. }) if self.layout.sharding.gradients => 0,
+                (Sums::None, Own::Adding { .. }) if self.layout.sharding.gradients => 0,
                 // With this rank's own gradients, or under way.
-                (Sums::None(None), _) => self.sums_len() * gradient_bytes,
+                (Sums::None, _) => self.sums_len() * gradient_bytes,
             },
             optimizer: self.slices.iter().flat_map(|slice| slice.master.iter().chain(&slice.state)).map(floats).sum(),
         }
@@ -325,14 +325,14 @@ impl ShardedUnit {
     }
 
     /// Where the whole's gradients are added up: in the pool's memory until they are sliced, otherwise in that of the sums.
-    fn memory_for_own(&mut self) -> Result<Block> {
-        let len = self.partition().len();
-        if self.layout.sharding.gradients {
-            return self.faults.torch(self.layout.pool.lend(self.layout.precision.gradients, len));
-        }
-        match self.memory_for_sums(len)? {
-            Some(memory) => Ok(memory),
-            None => panic!("{}: gradients that are kept whole are reduced once a step", self.name()),
+    fn memory_for_own(&self) -> Result<Block> {
+        let (dtype, len) = (self.layout.precision.gradients, self.partition().len());
+        match (&self.sums, self.layout.sharding.gradients) {
+            (_, true) => self.faults.torch(self.layout.pool.lend(dtype, len)),
+            (Sums::None, false) => self.new_sums(),
+            (Sums::Summed(_), false) => {
+                panic!("{}: gradients that are kept whole are reduced once a step", self.name())
+            }
         }
     }
 
@@ -344,16 +344,9 @@ impl ShardedUnit {
         }
     }
 
-    /// Memory for sums of `len` elements, unless there are sums already: that of the last step, or new.
-    fn memory_for_sums(&mut self, len: usize) -> Result<Option<Block>> {
-        let Sums::None(memory) = &mut self.sums else { return Ok(None) };
-        match memory.take() {
-            Some(memory) => Ok(Some(memory)),
-            None => {
-                let (dtype, device) = (self.layout.precision.gradients, self.layout.pool.device());
-                self.faults.torch(Block::new(dtype, len, device)).map(Some)
-            }
-        }
+    /// Memory for sums.
+    fn new_sums(&self) -> Result<Block> {
+        self.faults.torch(Block::new(self.layout.precision.gradients, self.sums_len(), self.layout.pool.device()))
     }
 
     /// Starts to sum the gradients over all ranks, and adds the result to what was reduced since the last update. A
@@ -376,14 +369,13 @@ impl ShardedUnit {
             }
         }
         let whole = self.faults.torch(storage::take(&whole, "the gradients are being reduced"))?;
-        let part = if self.layout.sharding.gradients {
-            let len = self.sums_len();
-            Some(match self.memory_for_sums(len)? {
-                Some(memory) => memory,
-                None => self.faults.torch(self.layout.pool.lend(self.layout.precision.gradients, len))?,
-            })
-        } else {
-            None
+        let part = match (&self.sums, self.layout.sharding.gradients) {
+            (_, false) => None,
+            (Sums::None, true) => Some(self.new_sums()?),
+            // They are added to the sums that there are, and not needed any more then.
+            (Sums::Summed(_), true) => {
+                Some(self.faults.torch(self.layout.pool.lend(self.layout.precision.gradients, self.sums_len()))?)
+            }
         };
         let (group, label) = (&self.layout.groups.shard, self.faults.unit());
         self.own = Own::Scattering(if let Some(part) = part {
@@ -429,8 +421,8 @@ impl ShardedUnit {
             _ => panic!("{}: no reduction is under way", self.name()),
         };
         let summed = self.faults.torch(summed.into_tensor())?;
-        self.sums = match std::mem::replace(&mut self.sums, Sums::None(None)) {
-            Sums::None(_) => Sums::Summed(summed),
+        self.sums = match std::mem::replace(&mut self.sums, Sums::None) {
+            Sums::None => Sums::Summed(summed),
             Sums::Summed(mut sums) => {
                 self.faults.tch(sums.f_add_(&summed).map(drop))?;
                 let memory = self.faults.torch(storage::take(&summed, "the sums have been added"))?;
@@ -499,7 +491,7 @@ impl ShardedUnit {
                 self.faults.tch(self.trainable.slice(slice.owner).f_copy_(master))?;
             }
         }
-        self.discard_gradients()?;
+        self.discard_gradients();
         if self.layout.sharding.optimizer { self.trainable.begin_update() } else { Ok(()) }
     }
 
@@ -517,13 +509,9 @@ impl ShardedUnit {
         Ok(())
     }
 
-    /// Leaves the reduced gradients unused: a step that is not taken.
-    pub fn discard_gradients(&mut self) -> Result<()> {
-        if let Sums::Summed(sums) = &self.sums {
-            let memory = self.faults.torch(storage::take(sums, "the gradients have been used"))?;
-            self.sums = Sums::None(Some(memory));
-        }
-        Ok(())
+    /// Gives the memory of the reduced gradients up: they have been used, or the step is not taken.
+    pub fn discard_gradients(&mut self) {
+        self.sums = Sums::None;
     }
 
     fn runs_of<'a>(&self, slice: &Slice, step: &'a Tensor, factor: f64) -> Vec<Run<'a>> {
@@ -636,7 +624,7 @@ impl ShardedUnit {
                 let range = self.partition().range(owner);
                 whole.narrow(0, range.start as i64, range.len() as i64)
             }
-            Sums::None(_) => panic!("{}: the gradients are not reduced", self.name()),
+            Sums::None => panic!("{}: the gradients are not reduced", self.name()),
         }
     }
 }
