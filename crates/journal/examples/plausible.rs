@@ -1,5 +1,5 @@
-//! Writes the journal of a run that never was: it learns, skips a step, loses a rank and goes on. For pictures, and for tests of
-//! whatever reads journals.
+//! Writes the journal of a run that never was: it learns, skips a step, loses a rank and goes on. For tests of whatever reads
+//! journals; pictures in documents are of real runs.
 //!
 //! `cargo run -p shardwise-journal --example plausible -- FOLDER [STEPS]`
 
