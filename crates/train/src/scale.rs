@@ -1,4 +1,8 @@
 //! The loss scale: f16 has no room for small gradients, so the loss is made larger for the backward pass.
+//!
+//! A dynamic scale moves as `torch.amp.GradScaler`'s does with a `growth_factor` of 2 and a `backoff_factor` of 0.5, and stops
+//! growing where f32 ends, as that does. Unlike there, a run whose scale has become tiny is an error: its gradients would not be
+//! finite with any scale.
 
 /// How the loss is scaled.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -10,7 +14,7 @@ pub enum LossScale {
     Dynamic {
         /// The first scale.
         initial: f64,
-        /// After how many good steps it is doubled.
+        /// After how many good steps in a row it is doubled: GradScaler's `growth_interval`.
         patience: u32,
     },
 }
@@ -22,6 +26,10 @@ impl LossScale {
 
 /// A scale below which it is not the scale that is wrong.
 const SMALLEST: f64 = 1. / 1024.;
+
+/// The largest scale. Gradients are scaled in f32, in which a larger one is infinite. A scale that began as a power of two gets as
+/// far as 2^127.
+pub(crate) const LARGEST: f64 = f32::MAX as f64;
 
 /// The scale in use.
 #[derive(Clone, Copy)]
@@ -53,7 +61,8 @@ impl Scale {
     /// Goes on where another run ended, if the scale moved there and moves here.
     pub(crate) fn resume(&mut self, value: Option<f64>, good_steps: u32) {
         if let (LossScale::Dynamic { .. }, Some(value)) = (self.how, value) {
-            (self.value, self.good_steps) = (value, good_steps);
+            // Early versions let the scale grow without end, and saved it.
+            (self.value, self.good_steps) = (value.min(LARGEST), good_steps);
         }
     }
 
@@ -62,7 +71,10 @@ impl Scale {
         let LossScale::Dynamic { patience, .. } = self.how else { return };
         self.good_steps += 1;
         if self.good_steps >= patience {
-            (self.value, self.good_steps) = (self.value * 2., 0);
+            self.good_steps = 0;
+            if self.value * 2. <= LARGEST {
+                self.value *= 2.;
+            }
         }
     }
 
@@ -91,5 +103,22 @@ mod tests {
         assert_eq!(scale.value(), 4.);
         while scale.went_wrong() {}
         assert!(scale.value() < SMALLEST);
+    }
+
+    #[test]
+    fn the_scale_does_not_grow_past_f32() {
+        let largest = 2f64.powi(127);
+        // What is not a power of two stops below f32's largest number, too.
+        for (initial, last) in [(largest / 2., largest), (3. * largest / 4., 1.5 * largest)] {
+            let mut scale = Scale::new(LossScale::Dynamic { initial, patience: 1 });
+            (0..2000).for_each(|_| scale.went_well());
+            assert_eq!(scale.value(), last);
+            assert!((scale.value() as f32).is_finite());
+            assert!(scale.went_wrong(), "it can fall again");
+            assert_eq!(scale.value(), last / 2.);
+        }
+        let mut resumed = Scale::new(LossScale::DYNAMIC);
+        resumed.resume(Some(2f64.powi(900)), 3);
+        assert!((resumed.value() as f32).is_finite());
     }
 }
