@@ -1,6 +1,7 @@
 """The two model families in plain PyTorch, as the oracle for Shardwise's own: no kernels chosen by hand, no sharding.
 
-Parameters have the names and shapes of Hugging Face checkpoints, and configurations the keys of Shardwise's.
+Parameters have the names and shapes of Hugging Face checkpoints, and configurations the keys of Shardwise's. A third model, much
+smaller, is for tests of loss scaling.
 """
 
 import math
@@ -107,4 +108,17 @@ class Gpt2:
         return loss_sum(self.norm(x, "ln_f") @ p["wte.weight"].T, targets)
 
 
-FAMILIES = {"llama": Llama, "gpt2": Gpt2}
+class Regression:
+    """Two linear layers with a tanh in between, and half the squared error. The further away a target is, the larger the gradients
+    are, so a test can make them overflow."""
+
+    def __init__(self, config: dict, parameters: dict):
+        self.parameters = parameters
+
+    def loss(self, inputs, targets):
+        p = self.parameters
+        hidden = F.linear(inputs.to(p["first.weight"].dtype), p["first.weight"], p["first.bias"]).tanh()
+        return 0.5 * (F.linear(hidden, p["second.weight"]).float() - targets).square().sum()
+
+
+FAMILIES = {"llama": Llama, "gpt2": Gpt2, "regression": Regression}

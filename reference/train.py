@@ -1,38 +1,69 @@
-"""The oracle as a trainer: train.py CONFIG.json IN.safetensors
+"""The oracle as a trainer: train.py RUN…
 
-IN holds the initial parameters by name, and `tokens` and `targets` of all steps (steps, sequences, positions). One process, one
-batch per step, torch's own AdamW. Prints for each step the mean loss of the tokens that count and the norm of all gradients
-before clipping.
+Each RUN is a folder with `config.json` (model, optimizer, clipping, loss scale) and `in.safetensors`: the initial parameters by
+name in f32, and `tokens` and `targets` of all steps (steps, sequences, positions). One process, one batch per step, torch's own
+AdamW, SGD and GradScaler, and the LAMB of lamb.py.
+
+Prints a line for each step of each run: the mean loss of the tokens that count, the norm of all gradients after unscaling and
+before clipping, the loss scale, and 1 if the update was skipped or 0 if it was made.
 """
 
 import json
 import sys
+from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
+from lamb import Lamb
 from models import FAMILIES, IGNORED
 
-config_file, in_file = sys.argv[1:]
-with open(config_file) as file:
-    config = json.load(file)
+
+def make_optimizer(config: dict, parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
+    # Weight decay is for matrices.
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config["weight_decay"]},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    if config["kind"] == "sgd":
+        return torch.optim.SGD(groups, lr=config["rate"], momentum=config["momentum"])
+    adaptive = {"adamw": torch.optim.AdamW, "lamb": Lamb}[config["kind"]]
+    return adaptive(groups, lr=config["rate"], betas=(config["beta1"], config["beta2"]), eps=config["epsilon"])
+
+
+def clip(parameters: list[torch.Tensor], largest: float) -> torch.Tensor:
+    """Scales gradients down to a norm of `largest`, and returns their norm before. Unlike torch's clip_grad_norm_ it does not add
+    1e-6 to the norm, which would shorten every step of SGD by a few millionths."""
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+    for p in parameters:
+        p.grad *= min(1.0, largest / norm.item())
+    return norm
+
+
+def train(folder: Path):
+    config = json.loads((folder / "config.json").read_text())
+    masters = load_file(folder / "in.safetensors")
+    tokens, targets = masters.pop("tokens"), masters.pop("targets")
+    parameters = [master.requires_grad_(True) for master in masters.values()]
+    optimizer = make_optimizer(config["optimizer"], parameters)
+    # Without settings it is disabled: the scale is 1, and no step is skipped.
+    scaler = torch.amp.GradScaler("cpu", enabled=config["loss_scale"] is not None, **(config["loss_scale"] or {}))
+    for step_tokens, step_targets in zip(tokens, targets):
+        optimizer.zero_grad()
+        # The model computes in `dtype`. Autograd casts the gradients back, so those of the masters are f32.
+        computed = {name: master.to(getattr(torch, config["dtype"])) for name, master in masters.items()}
+        model = FAMILIES[config["model"]["family"]](config["model"], computed)
+        loss = model.loss(step_tokens, step_targets) / (step_targets != IGNORED).sum()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norm = clip(parameters, config["clip_norm"])
+        scale = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        # The scale falls after a step that was skipped, and after no other.
+        print(loss.item(), norm.item(), scale, int(scaler.get_scale() < scale))
+
+
 torch.set_num_threads(1)
-tensors = load_file(in_file)
-tokens, targets = tensors.pop("tokens"), tensors.pop("targets")
-for tensor in tensors.values():
-    tensor.requires_grad_(True)
-model = FAMILIES[config["family"]](config, tensors)
-adamw = config["adamw"]
-# Weight decay is for matrices.
-groups = [
-    {"params": [t for t in tensors.values() if t.dim() >= 2], "weight_decay": adamw["weight_decay"]},
-    {"params": [t for t in tensors.values() if t.dim() < 2], "weight_decay": 0.0},
-]
-optimizer = torch.optim.AdamW(groups, lr=adamw["rate"], betas=(adamw["beta1"], adamw["beta2"]), eps=adamw["epsilon"])
-for step_tokens, step_targets in zip(tokens, targets):
-    optimizer.zero_grad()
-    loss = model.loss(step_tokens, step_targets) / (step_targets != IGNORED).sum()
-    loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(list(tensors.values()), config["clip_norm"])
-    optimizer.step()
-    print(loss.item(), norm.item())
+for run in sys.argv[1:]:
+    train(Path(run))

@@ -1,141 +1,320 @@
-//! Training against the oracle in `reference/`: stage 3 on 4 ranks, with uneven counts of tokens per rank and micro-batch, and
-//! one plain PyTorch process that sees the same tokens as one batch. 50 steps of AdamW, the same losses and norms.
+//! Training against the oracle in `reference/`: 4 ranks, with uneven counts of tokens per rank and micro-batch, and one plain
+//! PyTorch process that sees the same tokens as one batch. 50 steps give the same losses and norms with AdamW, SGD and LAMB;
+//! with a dynamic loss scale the same steps are skipped, and the scale is the same in every step.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
-use shardwise_comm::mpi;
-use shardwise_harness::{Launch, ranks};
-use shardwise_model::{Batch, Gpt2, IGNORED, Llama, Model};
+use serde_json::{Value, json};
+use shardwise_comm::{Group, mpi};
+use shardwise_harness::{Launch, patience, ranks};
+use shardwise_model::{
+    Activations, Batch, Gpt2, IGNORED, Init, Layer, Llama, Model, Parameter, Parameters, Result, Unit, init,
+};
 use shardwise_torch::tch::{Device, Kind, Tensor};
-use shardwise_train::{Options, Ranks, Recomputation, Schedule, Trainer, start};
-use shardwise_zero::{AdamW, Optimizer, Sharding};
+use shardwise_train::{LossScale, OnNotFinite, Options, Ranks, Recomputation, Schedule, Trainer, start};
+use shardwise_zero::{AdamW, Lamb, Optimizer, Precision, Sgd, Sharding};
 
 const VOCABULARY: i64 = 101;
 const STEPS: i64 = 50;
 const RANKS: i64 = 4;
 const MICRO_BATCHES: i64 = 2;
-const ADAMW: AdamW = AdamW { rate: 3e-3, beta1: 0.9, beta2: 0.95, weight_decay: 0.1, epsilon: 1e-8 };
-const CLIP_NORM: f64 = 0.5;
+const SEQUENCES: i64 = RANKS * MICRO_BATCHES * 2;
+const SEED: u64 = 11;
+const ADAMW: AdamW = AdamW { rate: 0., beta1: 0.9, beta2: 0.95, weight_decay: 0.1, epsilon: 1e-8 };
 
-/// All sequences of a step, of all ranks and micro-batches. Later ones have fewer and fewer targets that count.
-fn step_batch(step: i64) -> Batch {
-    let sequences = RANKS * MICRO_BATCHES * 2;
-    let numbers = Tensor::arange(sequences * 12, (Kind::Int64, Device::Cpu)).view([sequences, 12]);
-    let tokens = (&numbers * &numbers + numbers * 7 + step * 31).remainder(VOCABULARY);
-    let targets = (&tokens * 3 + 1).remainder(VOCABULARY);
-    let place = Tensor::arange(12, (Kind::Int64, Device::Cpu));
-    let end = Tensor::arange(sequences, (Kind::Int64, Device::Cpu)).view([sequences, 1]);
-    let ignored = place.ge_tensor(&(end.neg() * 3 / 4 + 12));
-    Batch::new(tokens, targets.masked_fill(&ignored, IGNORED))
+/// A training run that the oracle repeats.
+struct Run {
+    name: &'static str,
+    /// A family of `reference/models.py`, with its numbers.
+    family: Value,
+    model: fn() -> Model,
+    /// All sequences of a step, of all ranks and micro-batches.
+    batch: fn(i64) -> Batch,
+    replicas: usize,
+    options: Options,
+    /// How far losses and norms may be from the oracle's, relative to them.
+    tolerance: f64,
 }
 
-fn own_batches(step: i64, rank: i64) -> Vec<Batch> {
-    let all = step_batch(step);
+/// What a step did.
+#[derive(Clone, Copy, Debug)]
+struct Step {
+    loss: f64,
+    norm: f64,
+    loss_scale: f64,
+    skipped: bool,
+}
+
+impl Run {
+    /// A run in f32 without loss scaling. The oracle agrees to five digits.
+    fn new(name: &'static str, stage: u8, optimizer: Optimizer, rate: f64) -> Self {
+        let options = Options {
+            recomputation: Recomputation::Full,
+            clip_norm: Some(0.5),
+            ..Options::new(Sharding::stage(stage).unwrap(), optimizer, Schedule::constant(rate))
+        };
+        let model = || llama().model().unwrap();
+        Run { name, family: llama_family(), model, batch: token_batch, replicas: 1, options, tolerance: 1e-5 }
+    }
+
+    /// What `reference/train.py` is told.
+    fn config(&self) -> Value {
+        let options = &self.options;
+        let adaptive = |kind: &str, betas: [f64; 2], weight_decay: f64, epsilon: f64| {
+            let [beta1, beta2] = betas;
+            json!({ "kind": kind, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay, "epsilon": epsilon })
+        };
+        let mut optimizer = match options.optimizer {
+            Optimizer::AdamW(AdamW { beta1, beta2, weight_decay, epsilon, .. }) => {
+                adaptive("adamw", [beta1, beta2], weight_decay, epsilon)
+            }
+            Optimizer::Lamb(Lamb { beta1, beta2, weight_decay, epsilon, .. }) => {
+                adaptive("lamb", [beta1, beta2], weight_decay, epsilon)
+            }
+            Optimizer::Sgd(Sgd { momentum, weight_decay, .. }) => {
+                json!({ "kind": "sgd", "momentum": momentum, "weight_decay": weight_decay })
+            }
+            ref other => panic!("the oracle has no {other:?}"),
+        };
+        optimizer["rate"] = json!(options.schedule.rate);
+        let loss_scale = match options.loss_scale {
+            LossScale::Fixed(_) => Value::Null,
+            LossScale::Dynamic { initial, patience } => {
+                json!({
+                    "init_scale": initial, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": patience,
+                })
+            }
+        };
+        json!({
+            "model": self.family,
+            "optimizer": optimizer,
+            "clip_norm": options.clip_norm,
+            "loss_scale": loss_scale,
+            "dtype": if options.precision == Precision::F16 { "float16" } else { "float32" },
+        })
+    }
+
+    fn write(&self, folder: &Path) {
+        std::fs::create_dir(folder).unwrap();
+        std::fs::write(folder.join("config.json"), self.config().to_string()).unwrap();
+        let batches: Vec<Batch> = (0..STEPS).map(self.batch).collect();
+        let stack = |part: fn(&Batch) -> &Tensor| Tensor::stack(&batches.iter().map(part).collect::<Vec<_>>(), 0);
+        let initial = |parameter: &Parameter| {
+            let mut elements = vec![0f32; parameter.elements()];
+            init::begin(SEED, parameter, 0..elements.len(), &mut elements);
+            (parameter.name.clone(), Tensor::from_slice(&elements).view(&parameter.shape[..]))
+        };
+        let model = (self.model)();
+        let mut tensors: Vec<(String, Tensor)> =
+            model.units().iter().flat_map(|unit| unit.parameters().iter().map(initial)).collect();
+        tensors.push(("tokens".to_string(), stack(|batch| &batch.inputs)));
+        tensors.push(("targets".to_string(), stack(|batch| &batch.targets)));
+        Tensor::write_safetensors(&tensors, folder.join("in.safetensors")).unwrap();
+    }
+
+    /// This rank's part of the run, compared with what the oracle did where that is known.
+    fn compare(&self, world: &Arc<Group>, oracle: Option<&[Step]>) {
+        let ranks = Ranks::hybrid(world.clone(), self.replicas).unwrap();
+        let mut trainer =
+            Trainer::new((self.model)(), ranks, self.options.clone(), &mut start::from_seed(SEED)).unwrap();
+        let mut worst = [0f64; 2];
+        for step in 0..STEPS {
+            let report = trainer.step(&own_batches((self.batch)(step), world.rank() as i64)).unwrap();
+            let Some(oracle) = oracle else { continue };
+            let (name, expected) = (self.name, oracle[step as usize]);
+            assert_eq!(
+                (report.loss_scale, report.skipped.is_some()),
+                (expected.loss_scale, expected.skipped),
+                "{name}, step {step}: {report:?} is not {expected:?}"
+            );
+            // The norm of a step that is skipped is not finite.
+            let norms = (!expected.skipped).then_some((report.gradient_norm, expected.norm));
+            for (place, (found, expected)) in [(report.loss, expected.loss)].into_iter().chain(norms).enumerate() {
+                let difference = (found / expected - 1.).abs();
+                worst[place] = worst[place].max(difference);
+                assert!(difference < self.tolerance, "{name}, step {step}: {found} is not {expected} ({difference:e})");
+            }
+        }
+        if oracle.is_some() {
+            println!("{}: losses agree to {:.1e}, norms to {:.1e}", self.name, worst[0], worst[1]);
+        }
+    }
+}
+
+/// What the oracle does in each step of each run: one process, because it takes seconds to start.
+fn run_oracle(runs: &[Run]) -> Vec<Vec<Step>> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap();
+    let scratch = tempfile::tempdir().unwrap();
+    let folders: Vec<PathBuf> = (0..runs.len()).map(|run| scratch.path().join(run.to_string())).collect();
+    runs.iter().zip(&folders).for_each(|(run, folder)| run.write(folder));
+    let python = shardwise_harness::python().unwrap();
+    let output = Command::new(python).arg(root.join("reference/train.py")).args(&folders).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let step = |line: &str| -> Step {
+        let numbers: Vec<f64> = line.split(' ').map(|word| word.parse().unwrap()).collect();
+        let [loss, norm, loss_scale, skipped]: [f64; 4] = numbers.try_into().unwrap();
+        Step { loss, norm, loss_scale, skipped: skipped != 0. }
+    };
+    let steps: Vec<Step> = String::from_utf8_lossy(&output.stdout).lines().map(step).collect();
+    assert_eq!(steps.len(), runs.len() * STEPS as usize);
+    steps.chunks_exact(STEPS as usize).map(<[Step]>::to_vec).collect()
+}
+
+/// Makes the runs on these ranks and in the oracle; what the oracle did, on the rank that asked it.
+fn compare_with_oracle(runs: &[Run]) -> Option<Vec<Vec<Step>>> {
+    // The other ranks wait for the one that runs the oracle.
+    let options = mpi::Options { time_limit: patience(Duration::from_secs(100)), ..mpi::Options::default() };
+    let world = Arc::new(mpi::world(options).unwrap());
+    assert_eq!(world.size() as i64, RANKS);
+    let oracle = (world.rank() == 0).then(|| run_oracle(runs));
+    for (index, run) in runs.iter().enumerate() {
+        run.compare(&world, oracle.as_ref().map(|oracle| &oracle[index][..]));
+    }
+    oracle
+}
+
+fn own_batches(all: Batch, rank: i64) -> Vec<Batch> {
     let part = |tensor: &Tensor, index: i64| tensor.narrow(0, (index * RANKS + rank) * 2, 2).contiguous();
     let batch = |index| Batch::new(part(&all.inputs, index), part(&all.targets, index));
     (0..MICRO_BATCHES).map(batch).collect()
 }
 
-/// What the oracle prints: losses and norms.
-fn oracle(name: &str, family: &str, model: &Model, initial: &[Tensor]) -> Vec<[f64; 2]> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap();
-    let python = shardwise_harness::python().unwrap();
-    let folder = std::env::temp_dir().join(format!("shardwise-oracle-{}-{name}", std::process::id()));
-    std::fs::create_dir_all(&folder).unwrap();
-    let config = format!(
-        r#"{{ {family}, "clip_norm": {CLIP_NORM},
-             "adamw": {{ "rate": {}, "beta1": {}, "beta2": {}, "weight_decay": {}, "epsilon": {} }} }}"#,
-        ADAMW.rate, ADAMW.beta1, ADAMW.beta2, ADAMW.weight_decay, ADAMW.epsilon
-    );
-    std::fs::write(folder.join("config.json"), config).unwrap();
-    let batches: Vec<Batch> = (0..STEPS).map(step_batch).collect();
-    let stacked = |part: fn(&Batch) -> &Tensor| Tensor::stack(&batches.iter().map(part).collect::<Vec<_>>(), 0);
-    let (tokens, targets) = (stacked(|batch| &batch.inputs), stacked(|batch| &batch.targets));
-    let names = model.units().iter().flat_map(|unit| unit.parameters().iter().map(|p| p.name.as_str()));
-    let mut tensors: Vec<(&str, &Tensor)> = names.zip(initial).collect();
-    tensors.extend([("tokens", &tokens), ("targets", &targets)]);
-    Tensor::write_safetensors(&tensors, folder.join("in.safetensors")).unwrap();
-    let output = Command::new(python)
-        .arg(root.join("reference/train.py"))
-        .args([folder.join("config.json"), folder.join("in.safetensors")])
-        .output()
-        .unwrap();
-    std::fs::remove_dir_all(folder).unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let numbers = |line: &str| -> [f64; 2] {
-        let numbers: Vec<f64> = line.split(' ').map(|word| word.parse().unwrap()).collect();
-        numbers.try_into().unwrap()
-    };
-    String::from_utf8_lossy(&output.stdout).lines().map(numbers).collect()
+// ---- language models --------------------------------------------------------------------------------------------------
+
+/// Tokens of a step. Later sequences have fewer and fewer targets that count.
+fn token_batch(step: i64) -> Batch {
+    let numbers = Tensor::arange(SEQUENCES * 12, (Kind::Int64, Device::Cpu)).view([SEQUENCES, 12]);
+    let tokens = (&numbers * &numbers + numbers * 7 + step * 31).remainder(VOCABULARY);
+    let targets = (&tokens * 3 + 1).remainder(VOCABULARY);
+    let place = Tensor::arange(12, (Kind::Int64, Device::Cpu));
+    let end = Tensor::arange(SEQUENCES, (Kind::Int64, Device::Cpu)).view([SEQUENCES, 1]);
+    let ignored = place.ge_tensor(&(end.neg() * 3 / 4 + 12));
+    Batch::new(tokens, targets.masked_fill(&ignored, IGNORED))
 }
 
-fn agrees(name: &str, family: &str, model: impl Fn() -> Model) {
-    let group =
-        Arc::new(mpi::world(mpi::Options { time_limit: Duration::from_secs(100), ..mpi::Options::default() }).unwrap());
-    assert_eq!(group.size() as i64, RANKS);
-    let sharding = Sharding::stage(3).unwrap();
-    let options = Options {
-        recomputation: Recomputation::Full,
-        clip_norm: Some(CLIP_NORM),
-        ..Options::new(sharding, Optimizer::AdamW(ADAMW), Schedule::constant(ADAMW.rate))
-    };
-    let ranks = Ranks::sharded(group.clone());
-    let mut trainer = Trainer::new(model(), ranks, options, &mut start::from_seed(11)).unwrap();
-    let mut initial = Vec::new();
-    for shard in trainer.shards_mut() {
-        shard.gather().unwrap();
-        initial.extend(shard.parameters().iter().map(|tensor| tensor.detach().copy()));
-        shard.release().unwrap();
-    }
-    let expected = match group.rank() {
-        0 => oracle(name, family, &model(), &initial),
-        _ => Vec::new(),
-    };
-    let mut worst = [0f64; 2];
-    for step in 0..STEPS {
-        let report = trainer.step(&own_batches(step, group.rank() as i64)).unwrap();
-        if let Some(expected) = expected.get(step as usize) {
-            for (place, found) in [report.loss, report.gradient_norm].into_iter().enumerate() {
-                let difference = (found / expected[place] - 1.).abs();
-                worst[place] = worst[place].max(difference);
-                assert!(difference < 1e-5, "step {step}: {found} is not {} ({difference:e})", expected[place]);
-            }
-        }
-    }
-    if group.rank() == 0 {
-        assert_eq!(expected.len() as i64, STEPS);
-        println!("{name}: losses agree to {:.1e}, norms to {:.1e}", worst[0], worst[1]);
-    }
+fn llama() -> Llama {
+    Llama { kv_heads: 3, head_chunk: 10, ..Llama::new(VOCABULARY as usize, 36, 2, 6, 53) }
+}
+
+fn llama_family() -> Value {
+    let Llama { blocks, head_width, rope_base, norm_epsilon, tied, .. } = llama();
+    json!({
+        "family": "llama", "blocks": blocks, "head_width": head_width, "rope_base": rope_base,
+        "norm_epsilon": norm_epsilon, "tied": tied,
+    })
+}
+
+fn gpt2() -> Gpt2 {
+    Gpt2::new(VOCABULARY as usize, 16, 36, 2, 6)
 }
 
 #[test]
 fn llama_trains_like_the_oracle() {
     ranks!(Launch::ranks(4), || {
-        let llama = || Llama { kv_heads: 3, head_chunk: 10, ..Llama::new(VOCABULARY as usize, 36, 2, 6, 53) };
-        let shape = llama();
-        let family = format!(
-            r#""family": "llama", "blocks": {}, "head_width": {}, "rope_base": {}, "norm_epsilon": {}, "tied": false"#,
-            shape.blocks, shape.head_width, shape.rope_base, shape.norm_epsilon
-        );
-        agrees("llama", &family, || llama().model().unwrap());
+        compare_with_oracle(&[Run::new("llama", 3, Optimizer::AdamW(ADAMW), 3e-3)]);
     });
 }
 
 #[test]
 fn gpt_2_trains_like_the_oracle() {
     ranks!(Launch::ranks(4), || {
-        let gpt2 = || Gpt2::new(VOCABULARY as usize, 16, 36, 2, 6);
-        let family = format!(
-            r#""family": "gpt2", "blocks": {}, "heads": {}, "norm_epsilon": {}"#,
-            gpt2().blocks,
-            gpt2().heads,
-            gpt2().norm_epsilon
-        );
-        agrees("gpt-2", &family, || gpt2().model().unwrap());
+        let Gpt2 { blocks, heads, norm_epsilon, .. } = gpt2();
+        let family = json!({ "family": "gpt2", "blocks": blocks, "heads": heads, "norm_epsilon": norm_epsilon });
+        let adamw = Run::new("gpt-2", 3, Optimizer::AdamW(ADAMW), 3e-3);
+        compare_with_oracle(&[Run { family, model: || gpt2().model().unwrap(), ..adamw }]);
+    });
+}
+
+// ---- optimizers and the loss scale ------------------------------------------------------------------------------------
+
+/// The hidden layer of the oracle's `Regression`.
+struct Hidden;
+
+impl Layer for Hidden {
+    fn forward(&self, p: &Parameters<'_>, _: Option<&Tensor>, batch: &Batch, _: Activations) -> Result<Tensor> {
+        let weight = p.get("weight");
+        let inputs = batch.inputs.f_to_kind(weight.kind())?;
+        Ok(inputs.f_linear(weight, Some(p.get("bias")))?.f_tanh()?)
+    }
+}
+
+/// Its output layer, with half the squared error.
+struct HalfSquaredError;
+
+impl Layer for HalfSquaredError {
+    fn forward(&self, p: &Parameters<'_>, input: Option<&Tensor>, batch: &Batch, _: Activations) -> Result<Tensor> {
+        let output = input.unwrap().f_linear(p.get("weight"), None::<Tensor>)?.f_to_kind(Kind::Float)?;
+        Ok(output.f_sub(&batch.targets)?.f_square()?.f_sum(Kind::Float)?.f_mul_scalar(0.5)?)
+    }
+}
+
+fn regression() -> Model {
+    let bias = Parameter::vector("first.bias", 6, Init::Normal { std: 0.5 });
+    Model::new(vec![
+        Unit::new("first", vec![Parameter::matrix("first.weight", [6, 4], 0.5), bias], Hidden),
+        Unit::new("second", vec![Parameter::matrix("second.weight", [3, 6], 0.5)], HalfSquaredError),
+    ])
+    .unwrap()
+}
+
+/// Steps whose gradients overflow at any scale that the runs below have: early, twice and three times in a row, when the scale is
+/// about to rise, and when it is as large as it gets.
+const OVERFLOWING: [i64; 8] = [2, 13, 14, 18, 31, 32, 33, 45];
+
+/// Inputs and targets within 1 of zero. In a step that is to overflow, the targets of one sequence, on one rank, are a million
+/// away.
+fn number_batch(step: i64) -> Batch {
+    let numbers = |columns: i64, salt: i64, modulus: i64| {
+        let numbers = Tensor::arange(SEQUENCES * columns, (Kind::Int64, Device::Cpu)).view([SEQUENCES, columns]);
+        (&numbers * &numbers + numbers * salt + step * 31).remainder(modulus).to_kind(Kind::Float) / 8.
+    };
+    let targets = numbers(3, 5, 9);
+    if OVERFLOWING.contains(&step) {
+        let _ = targets.get(step % SEQUENCES).fill_(1e6);
+    }
+    Batch::new(numbers(4, 7, 17) - 1., targets)
+}
+
+fn scaled_run(name: &'static str, precision: Precision, initial: f64, tolerance: f64) -> Run {
+    let run = Run::new(name, 3, Optimizer::AdamW(ADAMW), 3e-3);
+    let options = Options {
+        precision,
+        clip_norm: Some(0.1),
+        loss_scale: LossScale::Dynamic { initial, patience: 3 },
+        on_not_finite: OnNotFinite::Skip,
+        ..run.options
+    };
+    Run { family: json!({ "family": "regression" }), model: regression, batch: number_batch, options, tolerance, ..run }
+}
+
+/// SGD runs on two replicas of two shards, so the sum over replicas is compared as well. LAMB runs on four shards, and needs the
+/// norms of whole parameters. In f32 the loss scale grows to 2^127, the largest power of two that f32 has, and stays there. In f16
+/// the decisions are the same, but the numbers are not: ranks round gradients to 11 bits before they sum them, and the oracle does
+/// afterwards.
+#[test]
+fn sgd_lamb_and_loss_scaling_match_pytorch() {
+    ranks!(Launch::ranks(4).limit(Duration::from_secs(200)), || {
+        let sgd = Optimizer::Sgd(Sgd { rate: 0., momentum: 0.9, weight_decay: 0.02 });
+        // Elements of Adam's direction are about 1, and weights about 0.02: a smaller decay would hardly show in the trust ratio.
+        let lamb = Optimizer::Lamb(Lamb { rate: 0., beta1: 0.9, beta2: 0.999, weight_decay: 10., epsilon: 1e-6 });
+        let largest = 2f64.powi(127);
+        let oracle = compare_with_oracle(&[
+            Run { replicas: 2, ..Run::new("SGD", 2, sgd, 0.03) },
+            Run::new("LAMB", 3, lamb, 0.01),
+            scaled_run("loss scale, f32", Precision::F32, largest / 4., 1e-5),
+            scaled_run("loss scale, f16", Precision::F16, 256., 2e-2),
+        ]);
+        let Some([_, _, f32_steps, f16_steps]) = oracle.as_deref() else { return };
+        for steps in [f32_steps, f16_steps] {
+            let skipped: Vec<i64> = (0..STEPS).filter(|&step| steps[step as usize].skipped).collect();
+            assert_eq!(skipped, OVERFLOWING, "the oracle overflows where it is meant to");
+        }
+        let at_largest = f32_steps.iter().filter(|step| step.loss_scale == largest).count();
+        assert!(at_largest > 3, "the scale would rise once more, and does not: {at_largest} steps");
     });
 }
