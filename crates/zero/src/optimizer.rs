@@ -91,7 +91,7 @@ pub struct Own {
     momentum: Option<f64>,
 }
 
-/// SGD's numbers.
+/// SGD's numbers. The same as PyTorch's `torch.optim.SGD` without `dampening` and `nesterov`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sgd {
     /// The learning rate.
@@ -103,6 +103,10 @@ pub struct Sgd {
 }
 
 /// LAMB's numbers. Parameters without weight decay (norms and biases) are updated as Adam would.
+///
+/// Of the variants of LAMB this is Algorithm 2 of its paper (You et al., 2020): both moments are corrected for their bias, weight
+/// decay is part of the update whose norm is taken, and the trust ratio is not clipped. It is 1 where either norm is zero. The
+/// oracle is `reference/lamb.py`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Lamb {
     /// The learning rate.
