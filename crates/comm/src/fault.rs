@@ -1,4 +1,4 @@
-//! Faults on demand: a process that leaves out one call, or makes one too short.
+//! Faults on demand: a process that leaves out one call, makes one too short, or panics in one.
 //!
 //! Ranks that disagree about a call are a program's mistake: rare, hard to provoke, and dear when nobody says who it was. So
 //! that what names them (checked mode, time limits, whoever supervises the ranks) can be tested on programs as they are, a
@@ -30,6 +30,8 @@ pub enum Fault {
     Skip,
     /// The call is made with one element fewer.
     Short,
+    /// Over MPI, the communication thread panics once the call is under way.
+    Panic,
 }
 
 /// The fault of a process, with the calls that it has counted.

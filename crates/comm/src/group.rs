@@ -1,5 +1,6 @@
 //! The face of every back end: names, checks, instruments.
 
+use std::io::Write;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -238,6 +239,17 @@ impl Group {
         self.start(checks, call, work, buffer)
     }
 
+    /// Prints why this rank cannot go on, and ends all ranks of the run at once, also those that wait for this one in a call.
+    /// For a program that knows that it has failed. A program that just drops its groups and ends, as `main` does when it
+    /// returns an error, is found out by the ranks that wait for it, within seconds.
+    pub fn abort(&self, message: &str) -> ! {
+        eprintln!("rank {}: {message}", self.ranks.rank_at(self.rank));
+        // Whoever reads the output may be gone.
+        drop(std::io::stdout().flush());
+        self.transport.abort();
+        std::process::exit(1)
+    }
+
     /// Is done when every rank has come here.
     pub fn barrier(&self, label: &str) -> Pending<()> {
         self.start(Ok(()), self.call(Verb::Barrier, label, 0, Dtype::U8), Work::Barrier, ())
@@ -256,8 +268,9 @@ impl Group {
         if let Err(error) = checks {
             return Pending::failed(error);
         }
-        let (call, work) = match self.instruments.fault(&call) {
-            None => (call, work),
+        let fault = self.instruments.fault(&call);
+        let (call, work) = match fault {
+            None | Some(Fault::Panic) => (call, work),
             Some(Fault::Skip) => {
                 self.counter(call.verb).fetch_sub(1, Ordering::Relaxed);
                 return Pending::done(buffers);
@@ -268,7 +281,8 @@ impl Group {
             }
         };
         let ticket = self.instruments.enter(self.seat, &call, work.elements_sent(self.rank, self.size()));
-        let job = Job { call, work, luggage: Box::new(buffers), ticket: ticket.clone() };
+        let panics = fault == Some(Fault::Panic);
+        let job = Job { call, work, luggage: Box::new(buffers), ticket: ticket.clone(), panics };
         Pending::new(self.transport.start(job), ticket)
     }
 

@@ -20,6 +20,9 @@ pub(crate) trait Transport: Send + Sync {
 
     /// The same back end for a sub-group; all of its ranks ask for it, in the same order.
     fn split(&self, ranks: RankSet, name: &Arc<str>) -> Result<Arc<dyn Transport>>;
+
+    /// Ends the processes of all ranks, where the back end can reach them. It returns only where it cannot.
+    fn abort(&self) {}
 }
 
 /// One call on its way.
@@ -29,6 +32,8 @@ pub(crate) struct Job {
     /// The owners of all memory that `work` points to.
     pub(crate) luggage: Luggage,
     pub(crate) ticket: Ticket,
+    /// Whether the communication thread is to panic in the middle of it, for tests of what happens then.
+    pub(crate) panics: bool,
 }
 
 /// The addresses and lengths of a call.

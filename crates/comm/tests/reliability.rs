@@ -10,11 +10,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use half::bf16;
-use shardwise_comm::{Error, Group, Outcome, Reduce, Standing};
-use shardwise_harness::{Exit, Hosts, Launch, Stopwatch, ranks, try_ranks};
+use shardwise_comm::{CallFault, Error, Fault, Group, Outcome, Reduce, Standing, mpi};
+use shardwise_harness::{Exit, Failure, Hosts, Launch, Stopwatch, ranks, try_ranks};
 use shardwise_plan::{Axis, Mesh, RankSet};
 use support::{
-    Value, assert_same, checked_world, input, let_the_others_speak, run_random_calls, world, world_with_limit,
+    Value, assert_same, checked_world, input, launched_rank, let_the_others_speak, run_random_calls, world, world_with,
+    world_with_limit,
 };
 
 #[test]
@@ -128,6 +129,123 @@ fn a_rank_that_panics_ends_the_run_at_once_and_is_named() {
     assert!(failure.to_string().contains("the tokenizer is missing"), "{failure}");
     // Long before any time limit: the rank that waits is stopped.
     assert!(started.elapsed() < Duration::from_secs(25), "{:?}", started.elapsed());
+}
+
+/// A program whose `main` returns an error on rank 1, halfway, while the others wait for that rank in a call.
+fn fail_halfway(
+    world: &Group,
+    wait: impl FnOnce(&Group) -> Result<(), Error>,
+) -> Result<(), Box<dyn std::error::Error>> {
+    world.barrier("start").wait()?;
+    if world.rank() == 1 {
+        return Err("the tokenizer is missing".into());
+    }
+    Ok(wait(world)?)
+}
+
+/// What `main` does with an error, after all that it owns is dropped.
+fn end_like_main(result: Result<(), Box<dyn std::error::Error>>) {
+    if let Err(error) = result {
+        eprintln!("Error: {error}");
+        std::process::exit(1);
+    }
+}
+
+/// Three ranks that are given much less time than their calls have.
+fn three_ranks_in_a_hurry() -> Launch {
+    Launch::ranks(3).limit(Duration::from_secs(25))
+}
+
+/// The ranks were not stopped by the limit, and the one that failed said why, once.
+fn assert_ended_at_once(failure: &Failure, said: &str) {
+    assert!(!failure.reason.contains("was not done"), "{failure}");
+    let said_by = |rank: usize| failure.report.ranks[rank].output.matches(said).count();
+    assert_eq!([0, 1, 2].map(said_by), [0, 1, 0], "{failure}");
+}
+
+#[test]
+fn a_rank_that_returns_an_error_ends_the_run_at_once_with_its_message() {
+    let failure = try_ranks!(three_ranks_in_a_hurry(), || {
+        // As in a program that no supervisor watches: calls wait for five minutes.
+        let world = world_with(mpi::Options::default());
+        let result = fail_halfway(&world, |world| world.all_reduce("loss", Reduce::Sum, vec![1f32]).wait().map(drop));
+        drop(world);
+        end_like_main(result);
+    })
+    .unwrap_err();
+    assert_ended_at_once(&failure, "Error: the tokenizer is missing");
+    assert_eq!(failure.report.ranks[1].exit, Exit::Code(1), "{failure}");
+    let told = "rank 1 has left the run, and rank";
+    assert!(failure.report.ranks[1].output.contains(told), "{failure}");
+}
+
+#[test]
+fn a_rank_that_returns_an_error_while_others_only_listen_or_ask_for_a_group_ends_the_run() {
+    let failure = try_ranks!(three_ranks_in_a_hurry(), || {
+        let world = world_with(mpi::Options::default());
+        // Rank 0 sends nothing to rank 1, and rank 2 waits for both.
+        let result = fail_halfway(&world, |world| match world.rank() {
+            0 => world.receive("from 1", 1, vec![0f32]).wait().map(drop),
+            _ => world.along(&Mesh::new(&[(Axis::Shard, 3)]).unwrap(), &[Axis::Shard]).map(drop),
+        });
+        drop(world);
+        end_like_main(result);
+    })
+    .unwrap_err();
+    assert_ended_at_once(&failure, "Error: the tokenizer is missing");
+}
+
+#[test]
+fn a_rank_that_aborts_ends_the_run_at_once_with_its_message() {
+    let failure = try_ranks!(three_ranks_in_a_hurry(), || {
+        let world = world_with(mpi::Options::default());
+        if let Err(error) = fail_halfway(&world, |world| world.barrier("next").wait()) {
+            world.abort(&error.to_string());
+        }
+    })
+    .unwrap_err();
+    assert_ended_at_once(&failure, "rank 1: the tokenizer is missing");
+}
+
+#[test]
+fn a_rank_that_leaves_early_waits_for_the_others_and_is_no_failure() {
+    ranks!(3, || {
+        let world = world();
+        // Everyone is late once, so that the others ask for it; rank 0 in the last call that it takes part in.
+        for late in [1, 2, 0] {
+            if world.rank() == late {
+                std::thread::sleep(Duration::from_millis(1600));
+            }
+            world.barrier("all").wait().unwrap();
+        }
+        // Rank 0 has nothing more to do. The others talk to each other, and one of them is late.
+        match world.rank() {
+            0 => (),
+            1 => drop(world.receive("late", 2, vec![0f32; 3]).wait().unwrap()),
+            _ => {
+                std::thread::sleep(Duration::from_secs(3));
+                drop(world.send("late", 1, vec![1f32; 3]).wait().unwrap());
+            }
+        }
+    });
+}
+
+#[test]
+fn a_panic_of_the_communication_thread_ends_the_process_while_its_buffers_are_alive() {
+    let failure = try_ranks!(2, || {
+        let panic = CallFault { verb: None, label: "block.3".to_string(), nth: 1, what: Fault::Panic };
+        let fault = (launched_rank() == 1).then_some(panic);
+        let world = world_with(mpi::Options { fault, ..mpi::Options::default() });
+        world.barrier("start").wait().unwrap();
+        let gathered = world.all_gather("block.3", vec![1u8; 4 << 20], vec![0u8; 8 << 20]).wait();
+        println!("went on with {:?}", gathered.map(drop));
+    })
+    .unwrap_err();
+    assert!(failure.to_string().contains("rank 1 of 2 was killed by signal 6"), "{failure}");
+    let output = &failure.report.ranks[1].output;
+    assert!(output.contains("all-gather #2 of 'block.3'") && output.contains("was told to panic"), "{output}");
+    assert!(output.contains("rank 1: the communication thread panicked"), "{output}");
+    assert!(!output.contains("went on"), "{output}");
 }
 
 #[test]

@@ -381,11 +381,13 @@ fn together(
             }
             Ok(1)
         }
-        Err(error) => {
+        // The others wait for this rank, so it cannot wait for them.
+        Err(error) if watched.is_watched() => {
             watched.failed(world.rank(), kind(&error), &error.to_string());
-            // The others wait for this rank, so it cannot wait for them: the launcher sees it go, and ends them.
+            // The supervisor has not ended it: the launcher sees it go, and ends the others.
             std::process::exit(1);
         }
+        Err(error) => world.abort(&error.to_string()),
     }
 }
 

@@ -14,6 +14,7 @@ use shardwise_plan::RankSet;
 use super::Options;
 use super::card::{Card, sides};
 use super::exchange::{Failure, Machine, NUMBERS, Progress, after_cards, machine, meeting};
+use super::farewell::{Farewell, Left, Questions};
 use super::sys::{Communicator, Universe};
 use crate::error::ranks_in_words;
 use crate::pending::Luggage;
@@ -44,12 +45,22 @@ pub(super) enum Message {
     Start { group: GroupId, job: Job, reply: Sender<Result<Luggage>> },
     Split { parent: GroupId, ranks: RankSet, name: Arc<str>, reply: Sender<Result<GroupId>> },
     Stop { finalize: bool },
+    Abort,
+}
+
+/// How the thread's work has ended.
+pub(super) enum Ending {
+    /// All ranks are through, and MPI can be finalized.
+    Together,
+    /// Other ranks may still wait for this one, or it for them.
+    Alone,
 }
 
 pub(super) struct Engine {
     universe: Universe,
     options: Options,
     groups: BTreeMap<GroupId, Members>,
+    farewell: Farewell,
 }
 
 /// A group with its calls.
@@ -115,6 +126,7 @@ struct Running {
     moved_at: Instant,
     /// How long it had stood still when the record was last told whom it waits for.
     noticed: Option<Duration>,
+    questions: Questions,
 }
 
 impl Running {
@@ -122,13 +134,18 @@ impl Running {
         self.moved_at = Instant::now();
         if self.noticed.take().is_some() {
             self.waiting.job.ticket.waits_for(&[]);
+            self.questions = Questions::default();
         }
     }
 
-    fn stood_still(&mut self, still: Duration, ranks: RankSet) {
+    fn stood_still(&mut self, still: Duration, ranks: RankSet, farewell: &mut Farewell) {
         if still > self.noticed.unwrap_or_default() + NOTICED {
             self.noticed = Some(still);
-            self.waiting.job.ticket.waits_for(&missing(self.machine.as_ref(), ranks));
+            let missing = missing(self.machine.as_ref(), ranks);
+            self.waiting.job.ticket.waits_for(&missing);
+            if let Some(rank) = self.questions.whom(still, || missing) {
+                farewell.ask(rank);
+            }
         }
     }
 }
@@ -138,7 +155,13 @@ impl Engine {
         let universe = Universe::start().map_err(Error::Setup)?;
         let world = universe.world().and_then(|world| world.duplicate()).map_err(Error::Setup)?;
         let members = Members::new(world, RankSet::world(world.size()), options.checked).map_err(Error::Setup)?;
-        Ok(Engine { universe, options, groups: BTreeMap::from([(WORLD, members)]) })
+        let farewell = Farewell::new(world.duplicate().map_err(Error::Setup)?);
+        Ok(Engine { universe, options, groups: BTreeMap::from([(WORLD, members)]), farewell })
+    }
+
+    /// Ends this process and all others of the run.
+    pub(super) fn abort(&self) -> ! {
+        self.universe.abort()
     }
 
     /// This rank and the number of ranks.
@@ -148,7 +171,7 @@ impl Engine {
     }
 
     /// Runs until it is told to stop or everyone who could tell it is gone.
-    pub(super) fn run(&mut self, messages: &Receiver<Message>) {
+    pub(super) fn run(&mut self, messages: &Receiver<Message>) -> Ending {
         let mut pace = Pace::new();
         loop {
             let message = match self.is_idle() {
@@ -167,6 +190,7 @@ impl Engine {
                     true
                 }
                 Ok(Message::Stop { finalize }) => return self.stop(finalize),
+                Ok(Message::Abort) => self.abort(),
                 Err(TryRecvError::Disconnected) => return self.stop(false),
                 Err(TryRecvError::Empty) => false,
             };
@@ -179,7 +203,7 @@ impl Engine {
 
     /// Waits for a message with no call under way. MPI may still have to push out the end of a call that is over here.
     fn idle(&self, messages: &Receiver<Message>, pace: &Pace) -> std::result::Result<Message, TryRecvError> {
-        self.groups[&WORLD].messages.comm.progress();
+        self.farewell.ignore_questions();
         let rest = if pace.moved_at.elapsed() < IDLE_ATTENTIVE { IDLE_REST } else { IDLE_LONG_REST };
         messages.recv_timeout(rest).map_err(|error| match error {
             RecvTimeoutError::Timeout => TryRecvError::Empty,
@@ -200,7 +224,7 @@ impl Engine {
         let limit = self.options.time_limit;
         let mut moved = false;
         for members in self.groups.values_mut() {
-            moved |= members.turn(limit);
+            moved |= members.turn(limit, &mut self.farewell);
         }
         moved
     }
@@ -215,17 +239,20 @@ impl Engine {
     fn split(&mut self, parent: GroupId, ranks: RankSet, name: &str) -> Result<GroupId> {
         let fail = |message: String| Error::Setup(format!("the group '{name}' could not be made: {message}"));
         let Options { time_limit: limit, checked, .. } = self.options;
-        let parent = self.members(parent);
+        let parent = self.groups.get_mut(&parent).expect("groups are never removed");
         if let Some(cause) = &parent.broken {
             return Err(fail(cause.clone()));
         }
         // MPI's own call blocks, and cannot be given up. So its ranks meet first, and then it is short.
         let mut meeting = meeting(parent.messages.comm, &ranks);
-        let (mut pace, started) = (Pace::new(), Instant::now());
+        let (mut pace, started, mut questions) = (Pace::new(), Instant::now(), Questions::default());
         loop {
             let problem = match meeting.poll() {
                 Ok(Progress::Done) => break,
                 Ok(progress) if started.elapsed() <= limit => {
+                    if let Some(rank) = questions.whom(started.elapsed(), || missing(&meeting, parent.ranks)) {
+                        self.farewell.ask(rank);
+                    }
                     pace.keep(progress == Progress::Moved);
                     continue;
                 }
@@ -246,21 +273,37 @@ impl Engine {
         Ok(id)
     }
 
-    fn stop(&mut self, finalize: bool) {
+    fn stop(&mut self, finalize: bool) -> Ending {
         if finalize {
             self.finish();
         }
         // Finalizing waits for all ranks, and after a failure some may never come. The process then ends without it, which
         // the launcher takes for the failure that it is.
         let whole = self.groups.values().all(|members| members.broken.is_none());
-        if !finalize || !whole {
-            self.groups
-                .values_mut()
-                .for_each(|members| std::mem::forget(std::mem::take(&mut members.collectives.running)));
-            self.groups
-                .values_mut()
-                .for_each(|members| std::mem::forget(std::mem::take(&mut members.messages.running)));
-            self.universe.abandon();
+        if finalize && whole && self.leave() {
+            return Ending::Together;
+        }
+        for members in self.groups.values_mut() {
+            std::mem::forget(std::mem::take(&mut members.collectives.running));
+            std::mem::forget(std::mem::take(&mut members.messages.running));
+        }
+        self.universe.abandon();
+        Ending::Alone
+    }
+
+    /// Waits until all ranks have left. Returns whether they have.
+    fn leave(&self) -> bool {
+        let (rank, _) = self.place();
+        match self.farewell.leave() {
+            Left::Together => true,
+            Left::Missed(by) => {
+                eprintln!("rank {rank} has left the run, and rank {by} still waits for it: the run ends here");
+                false
+            }
+            Left::Failed(message) => {
+                eprintln!("rank {rank} could not leave the run together with the others: {message}");
+                false
+            }
         }
     }
 }
@@ -280,10 +323,10 @@ impl Members {
         }
     }
 
-    fn turn(&mut self, limit: Duration) -> bool {
+    fn turn(&mut self, limit: Duration, farewell: &mut Farewell) -> bool {
         let mut moved = false;
         for lane in [&mut self.collectives, &mut self.messages] {
-            moved |= lane.turn(limit, self.ranks, &mut self.broken);
+            moved |= lane.turn(limit, self.ranks, &mut self.broken, farewell);
         }
         moved
     }
@@ -299,7 +342,7 @@ impl Lane {
         self.queue.is_empty() && self.running.is_empty()
     }
 
-    fn turn(&mut self, limit: Duration, ranks: RankSet, broken: &mut Option<String>) -> bool {
+    fn turn(&mut self, limit: Duration, ranks: RankSet, broken: &mut Option<String>, farewell: &mut Farewell) -> bool {
         let mut moved = false;
         while self.running.len() < self.running_max
             && let Some(waiting) = self.queue.pop_front()
@@ -309,7 +352,11 @@ impl Lane {
         }
         let mut index = 0;
         while let Some(running) = self.running.get_mut(index) {
-            let failure = match running.machine.poll() {
+            let polled = running.machine.poll();
+            if running.waiting.job.panics {
+                panic!("{} was told to panic", running.waiting.job.call);
+            }
+            let failure = match polled {
                 Ok(Progress::Done) => {
                     let Running { machine, waiting, .. } = self.running.remove(index);
                     drop(machine);
@@ -326,7 +373,7 @@ impl Lane {
                 Ok(Progress::Still) => {
                     let still = running.moved_at.elapsed();
                     if still <= limit {
-                        running.stood_still(still, ranks);
+                        running.stood_still(still, ranks, farewell);
                         index += 1;
                         continue;
                     }
@@ -381,7 +428,8 @@ impl Lane {
         if self.checked {
             machine = after_cards(self.comm, Card::new(call, &waiting.job.work), machine);
         }
-        self.running.push(Running { machine, waiting, moved_at: Instant::now(), noticed: None });
+        let questions = Questions::default();
+        self.running.push(Running { machine, waiting, moved_at: Instant::now(), noticed: None, questions });
     }
 }
 

@@ -31,10 +31,19 @@
 //! at 1 Gbit/s took 1.41 s instead of 0.70 s, and MPI_Allgather now and then too. Without its emulation of remote writes
 //! (`mpirun --mca btl_tcp_flags 1`, or `OMPI_MCA_btl_tcp_flags=1` in the environment of every rank) it took 0.70 s every
 //! time. Start ranks with it.
+//!
+//! # Note: the end
+//! MPI is shut down when the last group is dropped, once all ranks have come so far (`farewell.rs`). A rank that drops its
+//! groups while another waits for it in a call, as when `main` returns an error, goes on after a few seconds: its program prints
+//! the error and ends, and the launcher, which sees it end without `MPI_Finalize`, ends the others. If its process is still there
+//! after half a minute, it aborts the run. A program that knows that it has failed need not wait for that: [`Group::abort`].
+//!
+//! If the communication thread panics, the process aborts at once. Unwinding would free buffers that MPI still writes to.
 
 mod card;
 mod engine;
 mod exchange;
+mod farewell;
 mod sys;
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -48,7 +57,7 @@ use crate::instruments::Instruments;
 use crate::pending::Completion;
 use crate::transport::{Job, Transport};
 use crate::{CallFault, Error, Group, Result};
-use engine::{Engine, Message};
+use engine::{Ending, Engine, Message};
 
 /// How to communicate.
 #[derive(Clone, Debug)]
@@ -73,6 +82,14 @@ impl Default for Options {
 /// and a run that is to notice a hang within seconds would take each slow start for one.
 const SHORTEST_START: Duration = Duration::from_secs(60);
 
+/// How long a rank that left the run alone may take to say why and to end, before it aborts the run. Longer than a supervisor
+/// takes to ask the others where they are.
+const GRACE: Duration = Duration::from_secs(30);
+
+/// How long a launcher may take to forward what this rank has printed before the run is aborted, and how long the abort may take.
+const LAST_WORDS: Duration = Duration::from_millis(200);
+const ABORT_LIMIT: Duration = Duration::from_secs(5);
+
 /// Starts MPI, and returns the group of all ranks that the launcher (`mpirun`, `srun`) has started; just this one where
 /// there was no launcher. A process can do this once. MPI is shut down when the last group is dropped.
 pub fn world(options: Options) -> Result<Group> {
@@ -83,17 +100,28 @@ pub fn world(options: Options) -> Result<Group> {
     let (alive, ended) = channel();
     std::thread::Builder::new()
         .name("shardwise-comm".to_string())
-        .spawn(move || {
-            let _alive: Sender<()> = alive;
-            match Engine::start(options) {
-                Ok(mut engine) => {
-                    // The starter is gone only if it panicked, and then there is nothing to run for.
-                    if report.send(Ok(engine.place())).is_ok() {
-                        engine.run(&receiver);
+        .spawn(move || match Engine::start(options) {
+            Ok(mut engine) => {
+                let (rank, size) = engine.place();
+                // Declared after the engine, so that a panic reaches it while the engine still holds all buffers.
+                let _guard = AbortOnPanic { rank };
+                // The starter is gone only if it panicked, and then there is nothing to run for.
+                if report.send(Ok((rank, size))).is_err() {
+                    return;
+                }
+                match engine.run(&receiver) {
+                    // Whoever dropped the last group waits for this, and then until the engine has finalized MPI.
+                    Ending::Together => {
+                        let _ = alive.send(());
+                    }
+                    Ending::Alone => {
+                        drop(alive);
+                        std::thread::sleep(GRACE);
+                        engine.abort();
                     }
                 }
-                Err(error) => drop(report.send(Err(error))),
             }
+            Err(error) => drop(report.send(Err(error))),
         })
         .map_err(|error| Error::Setup(format!("the communication thread could not be started: {error}")))?;
     let thread = Arc::new(Thread { sender, ended: Mutex::new(ended), time_limit });
@@ -113,10 +141,29 @@ pub fn library_version() -> String {
     sys::library_version()
 }
 
+/// Ends the process if the communication thread panics.
+struct AbortOnPanic {
+    rank: usize,
+}
+
+impl Drop for AbortOnPanic {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!(
+                "rank {}: the communication thread panicked, see above; MPI may still write to its buffers, so the process \
+                 ends at once",
+                self.rank
+            );
+            std::process::abort();
+        }
+    }
+}
+
 /// The communication thread; dropping the last handle shuts MPI down.
 struct Thread {
     sender: Sender<Message>,
-    /// Disconnected when the thread has ended.
+    /// Hears when all ranks have left together. Disconnected when there is nothing more to wait for: the thread has ended, or
+    /// left alone.
     ended: Mutex<Receiver<()>>,
     time_limit: Duration,
 }
@@ -133,9 +180,12 @@ impl Drop for Thread {
         // without a word, and the launcher sees it go.
         let finalize = !std::thread::panicking();
         if self.tell(Message::Stop { finalize }).is_ok() && finalize {
-            // A thread that is stuck inside MPI is left behind; it ends with the process.
             let ended = self.ended.get_mut().unwrap_or_else(PoisonError::into_inner);
-            let _ = ended.recv_timeout(self.time_limit);
+            // The others may be busy for as long as they like: ending before them would end them as well.
+            if ended.recv().is_ok() {
+                // A thread that is stuck inside MPI is left behind; it ends with the process.
+                let _ = ended.recv_timeout(self.time_limit);
+            }
         }
     }
 }
@@ -163,5 +213,13 @@ impl Transport for MpiGroup {
         self.thread.tell(Message::Split { parent: self.id, ranks, name: name.clone(), reply })?;
         let id = result.recv().unwrap_or(Err(Error::Stopped))?;
         Ok(Arc::new(MpiGroup { thread: self.thread.clone(), id }))
+    }
+
+    fn abort(&self) {
+        std::thread::sleep(LAST_WORDS);
+        if self.thread.tell(Message::Abort).is_ok() {
+            // It ends this process, unless the thread is stuck in MPI.
+            std::thread::sleep(ABORT_LIMIT);
+        }
     }
 }

@@ -71,6 +71,14 @@ impl Universe {
         self.abandoned = true;
     }
 
+    /// Ends this process and all others of the run.
+    pub(super) fn abort(&self) -> ! {
+        // SAFETY: MPI is initialised, and not finalized before this is dropped.
+        unsafe { ffi::MPI_Abort(ffi::RSMPI_COMM_WORLD, 1) };
+        // MPI may return where it could not reach the others.
+        std::process::exit(1)
+    }
+
     pub(super) fn world(&self) -> Outcome<Communicator> {
         Communicator::new(self.inner.world().as_raw())
     }
@@ -189,19 +197,48 @@ impl Communicator {
         }
     }
 
-    /// Lets MPI finish what it still has to do for calls that are over: a message that was handed to it may not be out yet.
-    pub(super) fn progress(&self) {
-        let mut flag = 0;
-        // SAFETY: a valid communicator; no status is wanted. An error here is found by the call that suffers from it.
+    /// Starts a barrier that is complete when all ranks have started it.
+    pub(super) fn start_barrier(&self) -> Outcome<Request> {
+        let mut raw = MaybeUninit::uninit();
+        // SAFETY: `raw` is written where the call succeeds.
         unsafe {
-            let (source, tag) = (ffi::RSMPI_ANY_SOURCE, ffi::RSMPI_ANY_TAG);
-            ffi::MPI_Iprobe(source, tag, self.raw, &mut flag, ffi::RSMPI_STATUS_IGNORE);
+            check(ffi::MPI_Ibarrier(self.raw, raw.as_mut_ptr()))?;
+            Ok(Request(raw.assume_init()))
         }
+    }
+
+    /// Receives a message of no bytes, if one with that tag has arrived, and says from whom. It lets MPI work in any case.
+    pub(super) fn take_empty_message(&self, tag: usize) -> Outcome<Option<usize>> {
+        let mut arrived = 0;
+        // SAFETY: a status is plain numbers and pointers, which MPI overwrites.
+        let mut status: ffi::MPI_Status = unsafe { MaybeUninit::zeroed().assume_init() };
+        // SAFETY: a valid communicator and a status. The message that is received has arrived, so that this does not wait, and
+        // has no bytes to write.
+        unsafe {
+            check(ffi::MPI_Iprobe(ffi::RSMPI_ANY_SOURCE, int(tag), self.raw, &mut arrived, &mut status))?;
+            if arrived == 0 {
+                return Ok(None);
+            }
+            let nowhere = std::ptr::null_mut();
+            let from = status.MPI_SOURCE;
+            check(ffi::MPI_Recv(nowhere, 0, ffi::RSMPI_UINT8_T, from, int(tag), self.raw, ffi::RSMPI_STATUS_IGNORE))?;
+        }
+        Ok(usize::try_from(status.MPI_SOURCE).ok())
     }
 }
 
-/// A message under way. Dropping it does not end it.
+/// A message or a barrier under way. Dropping it does not end it.
 pub(super) struct Request(ffi::MPI_Request);
+
+impl Request {
+    /// Lets MPI work, and says whether that has completed it.
+    pub(super) fn is_complete(&mut self) -> Outcome<bool> {
+        let mut complete = 0;
+        // SAFETY: a request of MPI's, which it replaces by one that is complete; no status is wanted.
+        check(unsafe { ffi::MPI_Test(&mut self.0, &mut complete, ffi::RSMPI_STATUS_IGNORE) })?;
+        Ok(complete != 0)
+    }
+}
 
 /// Requests under way at once, each with what it is about.
 pub(super) struct Requests<T> {
