@@ -41,7 +41,7 @@ impl Side {
         let mut read = from_weights(&weights);
         if let Some(stage) = name.strip_prefix("stage-") {
             recipe.sharding.stage = stage.parse().context(USAGE)?;
-            let (ranks, options) = (Ranks::sharded(world.clone()), recipe.options(Device::Cpu)?);
+            let (ranks, options) = (Ranks::hybrid(world.clone(), 1)?, recipe.options(Device::Cpu)?);
             return Ok(Side::Stage(Box::new(Trainer::new(recipe.model()?, ranks, options, &mut read)?)));
         }
         ensure!(name == "bare", USAGE);

@@ -121,9 +121,14 @@ pub mod checkpoint {
 /// Starts this rank: finds the others that the launcher (`mpirun`, `srun`) has started, or stands alone where there was none.
 ///
 /// A process does this once, before it makes tensors: the memory that tensors free is kept for the next ones from then on, as
-/// steps want it. Other groups, as for hybrid sharding or GPUs, are made with [`Ranks::hybrid`] and
+/// steps want it. The groups are those that `shardwise train` uses, one for shards and one for what all ranks agree on, so that
+/// neither's calls wait for the other's. Other groups, as for hybrid sharding or GPUs, are made with [`Ranks::hybrid`] and
 /// [`comm::mpi::world`].
-pub fn ranks() -> comm::Result<Ranks> {
+///
+/// Ranks end together: a rank that is done waits for the others when it drops its groups. If one fails, because its `main`
+/// returns an error, it panics or calls [`comm::Group::abort`], the others do not wait for it until a time limit. They are
+/// ended within seconds.
+pub fn ranks() -> Result<Ranks> {
     shardwise_torch::keep_freed_memory();
-    Ok(Ranks::sharded(Arc::new(comm::mpi::world(comm::mpi::Options::default())?)))
+    Ranks::hybrid(Arc::new(comm::mpi::world(comm::mpi::Options::default())?), 1)
 }

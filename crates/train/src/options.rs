@@ -135,12 +135,15 @@ pub struct Ranks {
 }
 
 impl Ranks {
-    /// One replica, sliced among all ranks.
+    /// One replica, sliced among all ranks, with one group for everything. Its calls run one at a time, so the next step's token
+    /// count waits until all updated parameters are gathered (stages 1 and 2). To train on several ranks, use
+    /// [`Ranks::hybrid`] with one replica, which makes groups of their own.
     pub fn sharded(world: Arc<Group>) -> Self {
         Ranks { groups: Groups::sharded(world.clone()), world }
     }
 
-    /// `replicas` replicas, each sliced among ranks that stand next to each other in the world.
+    /// `replicas` replicas, each sliced among ranks that stand next to each other in the world. Calls of the world and of each
+    /// of the groups go on beside each other. All ranks call this together.
     pub fn hybrid(world: Arc<Group>, replicas: usize) -> Result<Self> {
         if replicas == 0 || !world.size().is_multiple_of(replicas) {
             return Err(indivisible(world.size(), replicas));
