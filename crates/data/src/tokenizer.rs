@@ -140,9 +140,9 @@ impl Tokenizer {
 
     /// Adds the tokens of a text, which are those of [`Tokenizer::encode`], with what a thread remembers of this tokenizer.
     pub(crate) fn encode_with(&self, memory: &mut Memory, text: &str, tokens: &mut Vec<u32>) -> Result<()> {
-        match self.words.as_ref().is_some_and(|words| words.can_cut(text)) {
-            true => memory.encode(text, tokens, |word| self.encode(word)),
-            false => {
+        match self.words.as_ref().filter(|words| words.can_cut(text)) {
+            Some(words) => memory.encode(words.cut(), text, tokens, |word| self.encode(word)),
+            None => {
                 tokens.extend(self.encode(text)?);
                 Ok(())
             }

@@ -1,40 +1,56 @@
-//! The tokens of words that were seen before, for tokenizers that cut text as GPT-2's does.
+//! The tokens of words that were seen before, for tokenizers that cut text as GPT-2's, Llama 3's or Qwen's do.
 //!
 //! `tokenizers` keeps track of where every character of a text came from, through every step, which takes most of its time. A
 //! corpus does not need it, and most of its words come again and again. So text is cut into words here, and `tokenizers` is
-//! asked for each word once. Only what is plain is cut here: ASCII, whose classes everyone agrees on. What has other characters
-//! in it goes to `tokenizers` in one stretch, up to a place where it would cut as well.
+//! asked for each word once. Only what is plain is cut here: ASCII, whose classes everyone agrees on, and which normalization
+//! leaves alone. What has other characters in it goes to `tokenizers` in one stretch, up to a place where it would cut as well.
 
 use std::collections::HashMap;
 
-use tokenizers::pre_tokenizers::PreTokenizerWrapper;
+use aho_corasick::AhoCorasick;
+use tokenizers::pre_tokenizers::split::SplitPattern;
+use tokenizers::{AddedToken, NormalizerWrapper, PreTokenizerWrapper, SplitDelimiterBehavior};
 
 /// What a thread learns before it forgets what has not come again.
 const WORDS_MAX: usize = 1 << 14;
 /// Longer words do not come again.
 const WORD_BYTES_MAX: usize = 64;
-/// More names than this are not looked for.
-const NAMES_MAX: usize = 32;
 
-/// Which texts can be cut here.
+/// How Llama 3's tokenizer cuts text, in its `tokenizer.json`.
+const LLAMA_3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+/// And how those of Qwen 2 and later do: every digit is a word.
+const QWEN: &str =
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
+/// Which texts can be cut here, and how.
 #[derive(Clone)]
 pub(crate) struct Words {
+    cut: Cut,
     /// Tokens that are recognised wherever they stand. Texts with them are not cut here.
-    names: Vec<String>,
+    names: AhoCorasick,
 }
 
 impl Words {
     /// `None` for a tokenizer that cuts in another way.
     pub(crate) fn of(tokenizer: &tokenizers::Tokenizer) -> Option<Self> {
-        let Some(PreTokenizerWrapper::ByteLevel(cut)) = tokenizer.get_pre_tokenizer() else { return None };
-        let names: Vec<String> =
-            tokenizer.get_added_tokens_decoder().into_values().map(|token| token.content).collect();
-        let plain = cut.use_regex && !cut.add_prefix_space && tokenizer.get_normalizer().is_none();
-        (plain && names.len() <= NAMES_MAX).then_some(Words { names })
+        let cut = Cut::of(tokenizer.get_pre_tokenizer()?)?;
+        let added: Vec<AddedToken> = tokenizer.get_added_tokens_decoder().into_values().collect();
+        let is_plain = match tokenizer.get_normalizer() {
+            None => true,
+            // It joins no ASCII character to what stands before it. But it can make a name of characters that are none.
+            Some(NormalizerWrapper::NFC(_)) => added.iter().all(|token| !token.normalized),
+            Some(_) => false,
+        };
+        let names = AhoCorasick::new(added.iter().map(|token| &token.content)).ok()?;
+        is_plain.then_some(Words { cut, names })
     }
 
     pub(crate) fn can_cut(&self, text: &str) -> bool {
-        !self.names.iter().any(|name| text.contains(name.as_str()))
+        !self.names.is_match(text)
+    }
+
+    pub(crate) fn cut(&self) -> Cut {
+        self.cut
     }
 }
 
@@ -50,12 +66,13 @@ impl Memory {
     /// Adds the tokens of a text; `encode` is asked for those of what is new.
     pub(crate) fn encode<E>(
         &mut self,
+        cut: Cut,
         mut text: &str,
         tokens: &mut Vec<u32>,
         mut encode: impl FnMut(&str) -> Result<Vec<u32>, E>,
     ) -> Result<(), E> {
         while !text.is_empty() {
-            let (word, rest) = text.split_at(word_end(text));
+            let (word, rest) = text.split_at(cut.word_end(text));
             if let Some(known) = self.new.get(word) {
                 tokens.extend_from_slice(known);
             } else if let Some((word, known)) = self.old.remove_entry(word) {
@@ -101,54 +118,174 @@ fn class(byte: u8) -> Class {
     }
 }
 
-/// Where the first word of a text ends, as in GPT-2's expression:
-/// `'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+`
-fn word_end(text: &str) -> usize {
-    let bytes = text.as_bytes();
-    let at = |place: usize| bytes.get(place).map(|&byte| class(byte));
-    let run_end = |from: usize, of: Class| from + bytes[from..].iter().take_while(|&&byte| class(byte) == of).count();
-    let shortened = ["'s", "'t", "'re", "'ve", "'m", "'ll", "'d"].iter().find(|short| text.starts_with(**short));
-    if let Some(short) = shortened {
-        return short.len();
-    }
-    let from = usize::from(bytes[0] == b' ');
-    let end = match at(from) {
-        None => return from,
-        Some(of @ (Class::Letter | Class::Digit | Class::Sign)) => run_end(from, of),
-        Some(Class::Other) => return stretch_end(text),
-        Some(Class::Space) => match run_end(0, Class::Space) {
-            end if end == bytes.len() => return end,
-            end if at(end) == Some(Class::Other) => return stretch_end(text),
-            // The last space is the next word's, unless it is all there is.
-            end => return (end - 1).max(1),
-        },
-    };
-    if at(end) == Some(Class::Other) { stretch_end(text) } else { end }
+fn class_at(bytes: &[u8], place: usize) -> Option<Class> {
+    bytes.get(place).map(|&byte| class(byte))
 }
 
-/// Where a stretch with other characters ends: before a space that follows something which is certainly none.
-fn stretch_end(text: &str) -> usize {
-    let mut solid = false;
-    let mut other = false;
-    for (place, sign) in text.char_indices() {
-        if solid && other && sign.is_ascii() && class(sign as u8) == Class::Space {
-            return place;
+fn run_end(bytes: &[u8], from: usize, of: Class) -> usize {
+    from + bytes[from..].iter().take_while(|&&byte| class(byte) == of).count()
+}
+
+fn is_line_end(byte: u8) -> bool {
+    matches!(byte, b'\r' | b'\n')
+}
+
+/// How text is cut into words.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Cut {
+    /// `'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+`
+    Gpt2,
+    /// [`LLAMA_3`], and with one digit [`QWEN`].
+    Llama3 {
+        /// The most digits of a word.
+        digits_max: usize,
+    },
+}
+
+impl Cut {
+    fn of(pre_tokenizer: &PreTokenizerWrapper) -> Option<Self> {
+        let steps: &[PreTokenizerWrapper] = match pre_tokenizer {
+            PreTokenizerWrapper::Sequence(steps) => steps.as_ref(),
+            step => std::slice::from_ref(step),
+        };
+        match steps {
+            [PreTokenizerWrapper::ByteLevel(bytes)] => {
+                (bytes.use_regex && !bytes.add_prefix_space).then_some(Cut::Gpt2)
+            }
+            [PreTokenizerWrapper::Split(split), PreTokenizerWrapper::ByteLevel(bytes)] => {
+                let bytes_only = !bytes.use_regex && !bytes.add_prefix_space;
+                let words_only = !split.invert && split.behavior == SplitDelimiterBehavior::Isolated;
+                match &split.pattern {
+                    SplitPattern::Regex(words) if bytes_only && words_only => Cut::of_expression(words),
+                    _ => None,
+                }
+            }
+            _ => None,
         }
-        solid = sign.is_alphanumeric() || sign.is_ascii_punctuation();
-        other |= !sign.is_ascii();
     }
-    text.len()
+
+    fn of_expression(words: &str) -> Option<Self> {
+        match words {
+            LLAMA_3 => Some(Cut::Llama3 { digits_max: 3 }),
+            QWEN => Some(Cut::Llama3 { digits_max: 1 }),
+            _ => None,
+        }
+    }
+
+    /// Where the first word of a text ends, or a stretch that is not cut here.
+    fn word_end(self, text: &str) -> usize {
+        let bytes = text.as_bytes();
+        let end = match self {
+            Cut::Gpt2 => gpt2_word_end(bytes),
+            Cut::Llama3 { digits_max } => llama3_word_end(bytes, digits_max),
+        };
+        match end {
+            // Another character that follows at once may belong to the word, or change its last one.
+            Some(end) if class_at(bytes, end) != Some(Class::Other) => end,
+            _ => self.stretch_end(text),
+        }
+    }
+
+    /// Where a stretch with other characters ends: before a space that follows something which is certainly none. For Llama 3, the
+    /// end of a line belongs to signs before it.
+    fn stretch_end(self, text: &str) -> usize {
+        let mut solid = false;
+        let mut other = false;
+        for (place, sign) in text.char_indices() {
+            let is_space = sign.is_ascii() && class(sign as u8) == Class::Space;
+            if solid && other && is_space && (self == Cut::Gpt2 || !is_line_end(sign as u8)) {
+                return place;
+            }
+            solid = sign.is_alphanumeric() || sign.is_ascii_punctuation();
+            other |= !sign.is_ascii();
+        }
+        text.len()
+    }
+}
+
+/// Where the first word ends; `None` if that depends on what is not ASCII.
+fn gpt2_word_end(bytes: &[u8]) -> Option<usize> {
+    let shortened: [&[u8]; 7] = [b"'s", b"'t", b"'re", b"'ve", b"'m", b"'ll", b"'d"];
+    if let Some(short) = shortened.iter().find(|short| bytes.starts_with(short)) {
+        return Some(short.len());
+    }
+    let from = usize::from(bytes[0] == b' ');
+    match class_at(bytes, from) {
+        None => Some(from),
+        Some(of @ (Class::Letter | Class::Digit | Class::Sign)) => Some(run_end(bytes, from, of)),
+        Some(Class::Other) => None,
+        Some(Class::Space) => spaces_end(bytes),
+    }
+}
+
+/// The same for Llama 3 and Qwen.
+fn llama3_word_end(bytes: &[u8], digits_max: usize) -> Option<usize> {
+    if let Some(end) = shortened_end(bytes) {
+        return Some(end);
+    }
+    let lines_end = |from: usize| from + bytes[from..].iter().take_while(|&&byte| is_line_end(byte)).count();
+    match (class(bytes[0]), class_at(bytes, 1)) {
+        (Class::Letter, _) => Some(run_end(bytes, 0, Class::Letter)),
+        (Class::Digit, _) => Some(run_end(bytes, 0, Class::Digit).min(digits_max)),
+        // A space or a sign goes with the letters after it.
+        (Class::Space | Class::Sign, Some(Class::Letter)) if !is_line_end(bytes[0]) => {
+            Some(run_end(bytes, 1, Class::Letter))
+        }
+        (Class::Sign, _) => Some(lines_end(run_end(bytes, 0, Class::Sign))),
+        (Class::Space, Some(Class::Sign)) if bytes[0] == b' ' => Some(lines_end(run_end(bytes, 1, Class::Sign))),
+        (Class::Space, _) => {
+            let spaces = &bytes[..run_end(bytes, 0, Class::Space)];
+            match spaces.iter().rposition(|&byte| is_line_end(byte)) {
+                // Another character after the spaces may be one as well, with more ends of lines behind it.
+                Some(_) if class_at(bytes, spaces.len()) == Some(Class::Other) => None,
+                Some(last) => Some(last + 1),
+                None => spaces_end(bytes),
+            }
+        }
+        (Class::Other, _) => None,
+    }
+}
+
+/// Where spaces end: all of them at the end of a text, and otherwise all but the last, which may be the next word's.
+fn spaces_end(bytes: &[u8]) -> Option<usize> {
+    match run_end(bytes, 0, Class::Space) {
+        end if end == bytes.len() => Some(end),
+        end if class_at(bytes, end) == Some(Class::Other) => None,
+        end => Some((end - 1).max(1)),
+    }
+}
+
+/// Where `'s`, `'LL` and the like end.
+fn shortened_end(bytes: &[u8]) -> Option<usize> {
+    let lower = |place: usize| bytes.get(place).map(u8::to_ascii_lowercase);
+    match (bytes[0], lower(1), lower(2)) {
+        (b'\'', Some(b's' | b't' | b'm' | b'd'), _) => Some(2),
+        (b'\'', Some(b'r' | b'v'), Some(b'e')) | (b'\'', Some(b'l'), Some(b'l')) => Some(3),
+        _ => None,
+    }
 }
 
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test may fail")]
+    use std::collections::BTreeSet;
+    use std::convert::Infallible;
     use std::ops::ControlFlow;
+    use std::sync::LazyLock;
 
     use proptest::prelude::*;
+    use tokenizers::models::TrainerWrapper;
+    use tokenizers::models::bpe::{BPE, BpeTrainerBuilder};
+    use tokenizers::normalizers::NFC;
+    use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+    use tokenizers::pre_tokenizers::sequence::Sequence;
+    use tokenizers::pre_tokenizers::split::Split;
+    use tokenizers::{OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer};
 
     use super::*;
     use crate::Tokenizer;
+
+    const TEXT: &str = "a ab abc.\n\n  12 1234 é 日本 's a'll 'S'LL ..\r\n   \t\t(abc\tab <| .\n e\u{301} \u{212a}a ";
 
     proptest! {
         #[test]
@@ -158,8 +295,111 @@ mod tests {
             let trained = ["a ab abc\n\n  12 é 日本 's a'll ..   \t\t".repeat(9)].into_iter().map(Ok);
             let tokenizer = Tokenizer::train_bpe(trained, 290, &mut |_| ControlFlow::Continue(())).unwrap();
             let mut tokens = Vec::new();
-            Memory::default().encode(&text, &mut tokens, |word| tokenizer.encode(word)).unwrap();
+            Memory::default().encode(Cut::Gpt2, &text, &mut tokens, |word| tokenizer.encode(word)).unwrap();
             prop_assert_eq!(tokens, tokenizer.encode(&text).unwrap());
         }
+
+        #[test]
+        fn words_are_those_of_llama_3_and_qwen(text in NASTY) {
+            for expression in [LLAMA_3, QWEN] {
+                let (cut, split) = (Cut::of_expression(expression).unwrap(), split(expression));
+                let (mut rest, mut words) = (text.as_str(), Vec::new());
+                while !rest.is_empty() {
+                    let (word, after) = rest.split_at(cut.word_end(rest));
+                    words.extend(cut_by(&split, word));
+                    rest = after;
+                }
+                prop_assert_eq!(words, cut_by(&split, &text));
+            }
+        }
+
+        #[test]
+        fn tokens_are_those_of_the_tokenizer(text in NASTY) {
+            for (name, tokenizer) in &*TOKENIZERS {
+                let (mut memory, mut tokens) = (Memory::default(), Vec::new());
+                for _ in 0..2 {
+                    tokens.clear();
+                    tokenizer.encode_with(&mut memory, &text, &mut tokens).unwrap();
+                    prop_assert_eq!(tokens.clone(), tokenizer.encode(&text).unwrap(), "{}", name);
+                }
+            }
+        }
+    }
+
+    /// Runs of spaces and digits, short forms, signs before ends of lines, special tokens, and characters that are spaces, digits,
+    /// marks, or another character once they are normalized.
+    const NASTY: &str = r"([ \t\n\r\x0b\x0c]{1,5}|[a-cSLl]{1,4}|[0-9]{1,7}|'[sS]|'(ll|LL|lL)|'[rv]e|'|[.(<=|]{1,3}|\.\n|<\|end\|>|<\|im|é|e|\u{301}|\u{338}|\u{345}|日本|Ⓐ|ſ|\u{212a}|\u{37e}|\u{a0}|\u{85}|\u{2028}|\u{3000}|²|٣|\x00|\x1c|\u{180e}|\u{200b}|😀|가|ᄀ|ᅡ){0,30}";
+
+    /// Tokenizers that cut like Llama 3's and Qwen's, by what they are like.
+    static TOKENIZERS: LazyLock<Vec<(&str, Tokenizer)>> = LazyLock::new(|| {
+        let like = [("Llama 3", LLAMA_3, None), ("Qwen", QWEN, Some(NFC))];
+        like.map(|(name, expression, normalizer)| (name, trained_like(expression, normalizer))).into()
+    });
+
+    fn split(expression: &str) -> Split {
+        Split::new(SplitPattern::Regex(expression.to_string()), SplitDelimiterBehavior::Isolated, false).unwrap()
+    }
+
+    fn cut_by(split: &Split, text: &str) -> Vec<String> {
+        let mut cut = PreTokenizedString::from(text);
+        split.pre_tokenize(&mut cut).unwrap();
+        let words = cut.get_splits(OffsetReferential::Original, OffsetType::Byte);
+        words.into_iter().map(|(word, _, _)| word.to_string()).collect()
+    }
+
+    fn trained_like(expression: &str, normalizer: Option<NFC>) -> Tokenizer {
+        let mut inner = tokenizers::Tokenizer::new(BPE::default());
+        let steps = vec![split(expression).into(), ByteLevel::new(false, true, false).into()];
+        inner.with_pre_tokenizer(Some(Sequence::new(steps)));
+        inner.with_normalizer(normalizer).unwrap();
+        let trainer = BpeTrainerBuilder::new()
+            .vocab_size(330)
+            .show_progress(false)
+            .initial_alphabet(ByteLevel::alphabet().into_iter().collect())
+            .special_tokens(vec![AddedToken::from("<|end|>", true)])
+            .build();
+        inner.train(&mut TrainerWrapper::from(trainer), std::iter::repeat_n(TEXT, 9)).unwrap();
+        assert!(Words::of(&inner).is_some(), "it is cut here");
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("tokenizer.json");
+        std::fs::write(&path, inner.to_string(false).unwrap()).unwrap();
+        Tokenizer::open(&path).unwrap()
+    }
+
+    #[test]
+    fn a_tokenizer_is_asked_for_each_word_once() {
+        let text = "The run's 1234 steps, (of 12) took\n\n 5 hours.\n".repeat(50);
+        for expression in [LLAMA_3, QWEN] {
+            let mut asked = Vec::new();
+            let encode = |word: &str| {
+                asked.push(word.to_string());
+                Ok::<_, Infallible>(vec![1])
+            };
+            let (cut, mut tokens) = (Cut::of_expression(expression).unwrap(), Vec::new());
+            Memory::default().encode(cut, &text, &mut tokens, encode).unwrap();
+            assert_eq!(asked.iter().collect::<BTreeSet<_>>().len(), asked.len(), "{asked:?}");
+            assert_eq!(tokens.len(), cut_by(&split(expression), &text).len());
+        }
+    }
+
+    #[test]
+    fn tokenizers_that_cut_in_another_way_are_left_alone() {
+        let with = |expression: &str, behavior, prefix_space: bool| {
+            let split = Split::new(SplitPattern::Regex(expression.to_string()), behavior, false).unwrap();
+            let bytes = ByteLevel::new(prefix_space, true, false);
+            Cut::of(&Sequence::new(vec![split.into(), bytes.into()]).into())
+        };
+        assert_eq!(with(LLAMA_3, SplitDelimiterBehavior::Isolated, false), Some(Cut::Llama3 { digits_max: 3 }));
+        assert_eq!(with(QWEN, SplitDelimiterBehavior::Isolated, false), Some(Cut::Llama3 { digits_max: 1 }));
+        assert_eq!(with(QWEN, SplitDelimiterBehavior::Isolated, true), None);
+        assert_eq!(with(QWEN, SplitDelimiterBehavior::Removed, false), None);
+        assert_eq!(with(r"\s+", SplitDelimiterBehavior::Isolated, false), None);
+        // Normalized names are looked for in normalized text, which is not there to look at.
+        let mut inner = tokenizers::Tokenizer::new(BPE::default());
+        inner.with_pre_tokenizer(Some(ByteLevel::new(false, true, true)));
+        inner.with_normalizer(Some(NFC)).unwrap();
+        assert!(Words::of(&inner).is_some());
+        inner.add_tokens([AddedToken::from("<tool>", false)]).unwrap();
+        assert!(Words::of(&inner).is_none());
     }
 }
