@@ -124,7 +124,6 @@ pub fn world(options: Options) -> Result<Group> {
             Err(error) => drop(report.send(Err(error))),
         })
         .map_err(|error| Error::Setup(format!("the communication thread could not be started: {error}")))?;
-    let thread = Arc::new(Thread { sender, ended: Mutex::new(ended), time_limit });
     let start_limit = time_limit.max(SHORTEST_START);
     let (rank, size) = reported.recv_timeout(start_limit).map_err(|error| match error {
         RecvTimeoutError::Timeout => {
@@ -132,6 +131,8 @@ pub fn world(options: Options) -> Result<Group> {
         }
         RecvTimeoutError::Disconnected => Error::Stopped,
     })??;
+    // Not before MPI has started: dropping it waits for the thread, which may be stuck in that.
+    let thread = Arc::new(Thread { sender, ended: Mutex::new(ended), time_limit });
     let transport = Arc::new(MpiGroup { thread, id: engine::WORLD });
     Ok(Group::new("world", RankSet::world(size), rank, transport, instruments))
 }
