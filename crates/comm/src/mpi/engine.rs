@@ -161,7 +161,11 @@ impl Engine {
 
     /// Ends this process and all others of the run.
     pub(super) fn abort(&self) -> ! {
-        self.universe.abort()
+        match self.place() {
+            // MPI would print a page about the others, and there are none.
+            (_, 1) => std::process::exit(1),
+            _ => self.universe.abort(),
+        }
     }
 
     /// This rank and the number of ranks.

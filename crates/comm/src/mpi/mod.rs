@@ -116,8 +116,10 @@ pub fn world(options: Options) -> Result<Group> {
                     }
                     Ending::Alone => {
                         drop(alive);
-                        std::thread::sleep(GRACE);
-                        engine.abort();
+                        if size > 1 {
+                            std::thread::sleep(GRACE);
+                            engine.abort();
+                        }
                     }
                 }
             }
