@@ -126,8 +126,8 @@ pub mod checkpoint {
 /// [`comm::mpi::world`].
 ///
 /// Ranks end together: a rank that is done waits for the others when it drops its groups. If one fails, because its `main`
-/// returns an error, it panics or calls [`comm::Group::abort`], the others do not wait for it until a time limit. They are
-/// ended within seconds.
+/// returns an error, it panics or calls [`comm::Group::abort`], the launcher ends the others within seconds, long
+/// before the time limit of their calls. `mpirun` does so by default, `srun` with `--kill-on-bad-exit=1`.
 pub fn ranks() -> Result<Ranks> {
     shardwise_torch::keep_freed_memory();
     Ranks::hybrid(Arc::new(comm::mpi::world(comm::mpi::Options::default())?), 1)

@@ -4,7 +4,8 @@
 //! wrong would wait there for ranks that wait for it in a call. So the ranks first meet in a barrier that does not block, and
 //! listen meanwhile. A rank whose call stands still asks one of those it waits for, now and then, with an empty message. A
 //! rank that is still in the run ignores it, for it is only late. A rank that has left, and is asked twice by the same rank, will
-//! never come to that call: it stops waiting, so that its program can say why and end.
+//! never come to that call: it stops waiting, so that its program can say why and end. Calls that are under way when the last
+//! group is dropped are finished before all this, each within its time limit.
 //!
 //! Nobody announces that it leaves, so leaving costs the barrier's N log N messages, and a rank that leaves early and is not
 //! missed harms nobody. A rank that waits asks one rank at a time, at most every half second, so even a thousand ranks that wait
