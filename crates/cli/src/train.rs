@@ -53,8 +53,9 @@ pub(crate) struct Options {
     /// Let something go wrong, to see what becomes of it: one fault for each start of the ranks, in their order
     ///
     /// As in 'kill rank=2 step=40 phase=forward unit=block.3'. What happens is one of kill, stop, slow, delay, cut-off, exhaust (no more
-    /// memory), flip-bit, skip and shorten (a call between ranks); a step of +1 counts from the one that ranks start with; phases
-    /// are data, gather, forward, backward, reduce, optimizer, save-before, save-inside and save-after. 'random seed=7 kills=200'
+    /// memory), fail-copy (no memory for a checkpoint's copy), flip-bit, skip and shorten (a call between ranks); a step of +1 counts
+    /// from the one that ranks start with; phases are data, gather, forward, backward, reduce, optimizer, save, save-before,
+    /// save-inside and save-after. 'random seed=7 kills=200'
     /// stands for so many kills, always the same ones.
     #[arg(long, value_name = "FAULT")]
     fault: Vec<String>,

@@ -10,7 +10,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::time::Duration;
 
 use shardwise_harness::ranks_of;
-use support::{Folder, good, said, shardwise};
+use support::{Folder, good, said, shardwise, watched_closely};
 
 const RECIPE: &str = r#"
 [model.llama]
@@ -244,6 +244,21 @@ fn a_disk_that_is_full_stops_no_run() {
     running.until("as it was asked to");
     let verified = good(&folder.checkpoint(&["verify", "saved"]));
     assert_eq!(verified.matches(": whole").count(), 3, "{verified}");
+}
+
+#[test]
+fn a_copy_that_fails_on_one_rank_stops_no_run() {
+    let recipe = RECIPE.replace("every_steps = 4", "every_steps = 4\nbackground = false");
+    let folder = Folder::new(&format!("{recipe}[supervision]\n{}", watched_closely().1));
+    let mut training = folder.training(2);
+    let text = good(&training.args(["--fault", "fail-copy rank=1 step=4 phase=save"]).output().unwrap());
+    let why = "step-00000004 could not be saved, and the next step will be saved instead: rank 1: unit embedding: ";
+    assert!(text.contains(why) && !text.contains("Starting again"), "{text}");
+    assert_eq!(losses(&text).len(), 12, "{text}");
+    let verified = good(&folder.checkpoint(&["verify", "saved"]));
+    for step in [12, 8, 5] {
+        assert!(verified.contains(&format!("step {step}: whole")), "{verified}");
+    }
 }
 
 /// Kills while saving; the claim `checkpoints/killed` does it 500 times.

@@ -29,6 +29,7 @@
 
 #![forbid(unsafe_code)]
 
+mod agreement;
 mod changes;
 pub mod data;
 mod diary;
@@ -167,10 +168,7 @@ pub enum Error {
     /// A checkpoint that cannot be gone on from, or a place for them that cannot be used.
     #[error("{0}")]
     Checkpoint(String),
-    /// Parameters that could not be copied for a checkpoint.
-    #[error("a copy for the checkpoint: {0}")]
-    Copy(String),
-    /// Memory that there was not, in a step or for a checkpoint: who asked for it, and what would fit.
+    /// Memory that there was not: who asked for it, and what would fit.
     #[error("{0}")]
     OutOfMemory(Box<Shortage>),
     /// A trainer that was interrupted in the middle of a step or a pass.
@@ -243,7 +241,7 @@ impl Error {
             Error::NotFinite { .. } | Error::ScaleTooSmall { .. } | Error::NothingToLearn { .. } => true,
             Error::Outlier { .. } | Error::Outliers { .. } | Error::SpotCheck { .. } => true,
             Error::Model { .. } | Error::Backward { .. } | Error::Zero(_) | Error::Comm(_) => false,
-            Error::MicroBatches { .. } | Error::Data { .. } | Error::Text(_) | Error::Copy(_) => false,
+            Error::MicroBatches { .. } | Error::Data { .. } | Error::Text(_) => false,
             Error::Source { .. } => false,
             Error::OutOfMemory(_) | Error::Broken { .. } => false,
         }
@@ -280,7 +278,6 @@ impl Error {
             Error::Model { error: shardwise_model::Error::Torch(error), .. } => error.out_of_memory(),
             Error::Backward { error, .. } => error.out_of_memory(),
             Error::Zero(shardwise_zero::Error::Torch { error, .. }) => error.out_of_memory(),
-            Error::Copy(text) => shardwise_torch::OutOfMemory::in_text(text),
             _ => None,
         }
     }
@@ -293,7 +290,6 @@ impl Error {
             Error::Zero(shardwise_zero::Error::Torch { unit, .. }) => {
                 format!("the {phase} of unit {unit}")
             }
-            Error::Copy(_) => "the copy for a checkpoint".to_string(),
             _ => "a step".to_string(),
         }
     }

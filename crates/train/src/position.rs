@@ -205,6 +205,12 @@ impl Position {
         self.strike(&Place { phase, unit: None, ..self.read() });
     }
 
+    /// Whether a checkpoint's copy is to fail on this rank now.
+    pub(crate) fn copy_fails(&self) -> bool {
+        let place = Place { phase: Phase::Save, unit: None, ..self.read() };
+        self.sabotage.iter().any(|sabotage| sabotage.fails_copy(&place))
+    }
+
     /// This takes until then beside what the rank is at.
     pub(crate) fn lasted_beside(&self, phase: Phase, since: Instant) {
         if self.is_traced.load(Ordering::Relaxed) {

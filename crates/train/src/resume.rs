@@ -6,8 +6,8 @@ use serde_json::Value;
 use shardwise_checkpoint::{Checkpoint, Store};
 use shardwise_comm::Group;
 
+use crate::agreement::agreed;
 use crate::recipe::Recipe;
-use crate::saving::agreed;
 use crate::{Error, Options, Ranks, Result, Trainer};
 
 /// A trainer from the newest checkpoint, if there is any. One that is damaged is named, and the one before it is used; one of

@@ -13,6 +13,7 @@ use shardwise_model::Model;
 use shardwise_model::init::mixed;
 use shardwise_torch::tch::Device;
 
+use crate::agreement::agreed;
 use crate::data::{Data, HeldOut};
 use crate::diary::Diary;
 use crate::fit::{Need, gib, limit};
@@ -25,7 +26,7 @@ use crate::plot::Range;
 use crate::position::{Phase, Position};
 use crate::recipe::{DeviceRecipe, OutlierRecipe, Recipe, ScheduleKind};
 use crate::resume::resumed;
-use crate::saving::{Next, Saver, about, agreed};
+use crate::saving::{Next, Saver, about};
 use crate::start::{from_seed, from_weights};
 use crate::theory::Theory;
 use crate::trace::{Traced, Tracer};

@@ -31,6 +31,8 @@ pub enum Deed {
     CutOff,
     /// It gets no more memory than it has.
     Exhaust,
+    /// There is no memory for what a checkpoint copies; in the phase `save`.
+    FailCopy,
     /// A bit of a gradient is turned over; by the trainer.
     FlipBit,
     /// A call is left out; by the group.
@@ -39,13 +41,14 @@ pub enum Deed {
     Shorten,
 }
 
-const NAMES: [(Deed, &str); 9] = [
+const NAMES: [(Deed, &str); 10] = [
     (Deed::Kill, "kill"),
     (Deed::Stop, "stop"),
     (Deed::Slow, "slow"),
     (Deed::Delay, "delay"),
     (Deed::CutOff, "cut-off"),
     (Deed::Exhaust, "exhaust"),
+    (Deed::FailCopy, "fail-copy"),
     (Deed::FlipBit, "flip-bit"),
     (Deed::Skip, "skip"),
     (Deed::Shorten, "shorten"),
@@ -145,8 +148,17 @@ impl Sabotage {
         }
     }
 
+    /// Whether a checkpoint's copy fails here: once.
+    pub(crate) fn fails_copy(&self, place: &Place) -> bool {
+        self.deed == Deed::FailCopy && self.is_due(place) && !self.struck.swap(true, Ordering::Relaxed)
+    }
+
     /// Does it, where it is due.
     pub(crate) fn strike(&self, place: &Place) {
+        if self.deed == Deed::FailCopy {
+            // Whoever copies asks.
+            return;
+        }
         let is_repeated = self.deed == Deed::Delay;
         if (self.struck.load(Ordering::Relaxed) && !is_repeated) || !self.is_due(place) {
             return;
@@ -159,7 +171,7 @@ impl Sabotage {
             Deed::CutOff => cut_off(),
             Deed::Exhaust => exhaust(),
             Deed::Delay => std::thread::sleep(DELAY),
-            Deed::Slow | Deed::FlipBit | Deed::Skip | Deed::Shorten => (),
+            Deed::Slow | Deed::FailCopy | Deed::FlipBit | Deed::Skip | Deed::Shorten => (),
         }
     }
 }
@@ -216,6 +228,11 @@ mod tests {
             delay.strike(&place(8, Phase::Forward, "head"));
             assert!(began.elapsed() >= DELAY, "every time");
         }
+        let fails: Sabotage = "fail-copy rank=0 step=3 phase=save".parse().unwrap();
+        fails.strike(&place(8, Phase::Save, "head"));
+        assert!(!fails.fails_copy(&place(2, Phase::Save, "head")));
+        assert!(fails.fails_copy(&place(4, Phase::Save, "head")));
+        assert!(!fails.fails_copy(&place(5, Phase::Save, "head")), "once");
         for wrong in ["", "bite", "kill rank", "kill rank=x", "kill day=3", "kill phase=lunch"] {
             assert!(wrong.parse::<Sabotage>().is_err(), "{wrong}");
         }

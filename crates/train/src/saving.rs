@@ -19,6 +19,7 @@ use shardwise_checkpoint::{
 use shardwise_comm::{Group, Reduce};
 use shardwise_journal::Saved;
 
+use crate::agreement::agreed;
 use crate::position::{self, Position};
 use crate::recipe::{CheckpointsRecipe, Recipe};
 use crate::state::OwnFile;
@@ -90,6 +91,8 @@ pub(crate) struct Saver {
     last: Instant,
     last_step: u64,
     under_way: Option<Save>,
+    /// Which attempt at a snapshot comes next.
+    attempt: u32,
     /// Why the last save was given up, if it was.
     given_up: Option<String>,
 }
@@ -100,8 +103,17 @@ pub fn save(trainer: &mut Trainer, store: &Arc<Store>, about: Value) -> Result<(
     let recipe = CheckpointsRecipe { keep_last: None, background: false, ..CheckpointsRecipe::at("") };
     let (world, step) = (trainer.ranks.world.clone(), trainer.progress().step);
     let mut saver = Saver::new(store.clone(), world, recipe, about, Asked::default(), 0, trainer.position.clone());
-    saver.begin(trainer, step, &mut |_| ())?;
+    saver.begin(trainer, step, Retry::Here, &mut |_| ())?;
     saver.given_up.map_or(Ok(()), |why| Err(Error::Checkpoint(why)))
+}
+
+/// When a snapshot that failed is tried again.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Retry {
+    /// After the next step, of which the checkpoint then is.
+    NextStep,
+    /// While training stands still.
+    Here,
 }
 
 /// A save under way.
@@ -175,7 +187,19 @@ impl Saver {
         position: Arc<Position>,
     ) -> Self {
         let last = Instant::now();
-        Saver { store, world, recipe, about, asked, position, last, last_step, under_way: None, given_up: None }
+        Saver {
+            store,
+            world,
+            recipe,
+            about,
+            asked,
+            position,
+            last,
+            last_step,
+            under_way: None,
+            attempt: 1,
+            given_up: None,
+        }
     }
 
     /// Why the last save was given up, if it was.
@@ -185,7 +209,7 @@ impl Saver {
 
     /// The run has gone back to this step: what comes after it is yet to be saved.
     pub(crate) fn gone_back(&mut self, step: u64) {
-        self.last_step = step;
+        (self.last_step, self.attempt) = (step, 1);
     }
 
     /// Looks after checkpoints when a step is done: whether one is due, and how the one under way goes.
@@ -207,7 +231,8 @@ impl Saver {
         }
         let stepped = self.recipe.every_steps.is_some_and(|every| step.is_multiple_of(every));
         let must = save || end || last;
-        if (must || stepped || timed) && self.last_step != step {
+        let again = self.attempt > 1;
+        if (must || stepped || timed || again) && self.last_step != step {
             if must {
                 self.finish(say)?;
             }
@@ -218,7 +243,10 @@ impl Saver {
                 }
                 // By the clock it is due until it is there.
                 Some(_) => (),
-                None => self.begin(trainer, step, say)?,
+                None => {
+                    let retry = if end || last { Retry::Here } else { Retry::NextStep };
+                    self.begin(trainer, step, retry, say)?;
+                }
             }
         }
         if end || last {
@@ -228,13 +256,26 @@ impl Saver {
     }
 
     /// Copies what is to be written, and begins to write it.
-    fn begin(&mut self, trainer: &mut Trainer, step: u64, say: &mut dyn FnMut(News)) -> Result<()> {
+    fn begin(&mut self, trainer: &mut Trainer, step: u64, retry: Retry, say: &mut dyn FnMut(News)) -> Result<()> {
         let began = Instant::now();
         let own = if self.world.rank() == 0 { i64::from(SaveId::new().number()) } else { 0 };
         let id = self.world.all_reduce("checkpoint's id", Reduce::Max, vec![own]).wait()?[0];
         let id = SaveId::from(id as u32);
         let layouts = trainer.layouts();
-        let files = trainer.snapshot(&layouts, id)?;
+        let files = loop {
+            match trainer.snapshot(&layouts, id)? {
+                Ok(files) => break files,
+                Err(error) => {
+                    let attempt = self.attempt;
+                    self.snapshot_failed(step, retry, error, say);
+                    match retry {
+                        Retry::Here if attempt < ATTEMPTS => std::thread::sleep(WAIT * attempt),
+                        _ => return Ok(()),
+                    }
+                }
+            }
+        };
+        self.attempt = 1;
         let mut training = self.about.clone();
         training["progress"] =
             serde_json::to_value(trainer.progress()).map_err(|error| Error::Checkpoint(error.to_string()))?;
@@ -247,6 +288,26 @@ impl Saver {
             self.finish(say)?;
         }
         Ok(())
+    }
+
+    /// Says why there is no snapshot, and that there will be another attempt or none.
+    fn snapshot_failed(&mut self, step: u64, retry: Retry, error: String, say: &mut dyn FnMut(News)) {
+        let name = folder_of(step);
+        let text = match (self.attempt < ATTEMPTS, retry) {
+            (true, Retry::Here) => format!("{name} could not be saved, and will be tried again: {error}"),
+            (true, Retry::NextStep) => {
+                format!("{name} could not be saved, and the next step will be saved instead: {error}")
+            }
+            (false, _) => not_saved(&name, &error),
+        };
+        say(News::Trouble { step, text });
+        match self.attempt < ATTEMPTS {
+            true => self.attempt += 1,
+            false => {
+                (self.attempt, self.given_up) = (1, Some(error));
+                (self.last, self.last_step) = (Instant::now(), step);
+            }
+        }
     }
 
     /// Waits for the save under way.
@@ -358,7 +419,7 @@ impl Saver {
                 self.under_way = Some(save);
             }
             false => {
-                trouble(format!("{name} is not saved, after {ATTEMPTS} attempts: {error}; training goes on"));
+                trouble(not_saved(&name, error));
                 if !matches!(save.phase, Phase::Manifest(_)) {
                     discard(&self.store, save.step, &save.files);
                 }
@@ -430,6 +491,11 @@ impl Saver {
     }
 }
 
+/// What is said of a save that is given up.
+fn not_saved(name: &str, error: &str) -> String {
+    format!("{name} is not saved, after {ATTEMPTS} attempts: {error}; training goes on")
+}
+
 /// Which of these steps, the newest first, are to be kept.
 fn kept(recipe: &CheckpointsRecipe, steps: &[u64]) -> BTreeSet<u64> {
     let last = steps.iter().copied().take(recipe.keep_last.unwrap_or(usize::MAX));
@@ -473,28 +539,6 @@ fn discard(store: &Store, step: u64, files: &[OwnFile]) {
     for file in files {
         drop(store.remove(&format!("{}/{}", folder_of(step), file.name)));
     }
-}
-
-/// How long a message between ranks may be.
-const MESSAGE_BYTES: usize = 1 << 10;
-
-/// What this rank has, if all ranks have theirs; or else what the first of those that have not says.
-pub(crate) fn agreed<T>(world: &Group, own: std::result::Result<T, String>) -> Result<std::result::Result<T, String>> {
-    let key = if own.is_err() { (world.size() - world.rank()) as i64 } else { 0 };
-    let first = world.all_reduce("agreement", Reduce::Max, vec![key]).wait()?[0];
-    if first == 0 {
-        return Ok(own);
-    }
-    let first = world.size() - first as usize;
-    let mut message = own.err().unwrap_or_default().into_bytes();
-    message.resize(MESSAGE_BYTES, 0);
-    let message = world.broadcast("why not", first, message).wait()?;
-    let message = String::from_utf8_lossy(&message);
-    let message = message.trim_end_matches(['\0', char::REPLACEMENT_CHARACTER]);
-    Ok(Err(match world.size() {
-        1 => message.to_string(),
-        _ => format!("rank {first}: {message}"),
-    }))
 }
 
 /// What a manifest says of a run beside its progress.

@@ -7,13 +7,14 @@ use std::sync::{Arc, Mutex, OnceLock};
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 use shardwise_checkpoint::{Band, Checkpoint, FILE_BYTES, SaveId, UnitLayout, UnitReader};
-use shardwise_comm::Pending;
+use shardwise_comm::{Group, Pending};
 use shardwise_model::{Model, Parameter, Unit};
 use shardwise_plan::Dtype;
 use shardwise_torch::tch::{Device, Tensor};
 use shardwise_torch::{Block, storage};
 use shardwise_zero::{Saved, StartError};
 
+use crate::agreement::agreed;
 use crate::outliers::PassedOver;
 use crate::{Error, Options, Ranks, Result, Trainer};
 
@@ -120,53 +121,43 @@ impl Trainer {
     }
 
     /// What this rank is to write, its own slices and those that others send it. Replicas have the same, and take turns. Only
-    /// what the next step would touch is copied here; the next update waits until the rest has been.
-    pub(crate) fn snapshot(&mut self, layouts: &[UnitLayout], save: SaveId) -> Result<Arc<Vec<OwnFile>>> {
+    /// what the next step would touch is copied here; the next update waits until the rest has been. Where a rank has no memory
+    /// for its copies, no rank has a snapshot, and all of them know why.
+    pub(crate) fn snapshot(
+        &mut self,
+        layouts: &[UnitLayout],
+        save: SaveId,
+    ) -> Result<std::result::Result<Arc<Vec<OwnFile>>, String>> {
+        self.unbroken(|trainer| trainer.take_snapshot(layouts, save))
+    }
+
+    fn take_snapshot(
+        &mut self,
+        layouts: &[UnitLayout],
+        save: SaveId,
+    ) -> Result<std::result::Result<Arc<Vec<OwnFile>>, String>> {
         let Ranks { world, groups } = &self.ranks;
         let (replicas, replica) = (groups.replicate.size(), groups.replicate.rank());
-        let (me, label) = (groups.shard.rank(), "checkpoint");
-        let world_rank = |owner: usize| groups.shard.ranks().rank_at(owner);
+        let mut fails = self.position.copy_fails();
         let mut own_files = Vec::new();
         for (unit, (layout, shard)) in layouts.iter().zip(&mut self.shards).enumerate() {
             shard.settle()?;
-            if unit % replicas != replica {
-                continue;
-            }
-            let saved = shard.saved();
-            let mut sent = Vec::new();
-            for (file, plan) in layout.files(save).into_iter().enumerate() {
-                // What others have is received while this rank copies its own.
-                let mut contents = vec![Content::Here(Part::Copied(plan.header.into()))];
-                for segment in plan.segments.iter().filter(|segment| segment.bytes > 0) {
-                    let Saved { tensor, stays } = &saved[segment.band];
-                    match (segment.owner == me, plan.writer == me) {
-                        (true, true) => contents.push(Content::Here(match stays {
-                            true => Part::Tensor(tensor.shallow_clone()),
-                            false => Part::Copied(copied(tensor).map_err(Error::Copy)?),
-                        })),
-                        (true, false) => {
-                            let own = copied(tensor).map_err(Error::Copy)?;
-                            sent.push(world.send(label, world_rank(plan.writer), own.to_vec()));
-                        }
-                        (false, true) => {
-                            let room = vec![0; segment.bytes as usize];
-                            contents.push(Content::Coming(world.receive(label, world_rank(segment.owner), room)));
-                        }
-                        (false, false) => (),
-                    }
-                }
-                if plan.writer == me {
-                    let parts = Mutex::new(contents.into_iter().map(Content::wait).collect::<Result<_>>()?);
-                    own_files.push(OwnFile { unit, file, name: plan.name, parts, copied: OnceLock::new() });
-                }
-            }
-            for pending in sent {
-                pending.wait()?;
-            }
+            let prepared = match unit % replicas == replica {
+                _ if std::mem::take(&mut fails) => Err("the copy was told to fail".to_string()),
+                true => prepare(layout, save, &shard.saved(), groups.shard.rank()),
+                false => Ok(Vec::new()),
+            };
+            // Unit by unit, so that what is copied for other ranks is a unit's at most. Nobody waits for what a rank could not copy.
+            let prepared = prepared.map_err(|error| format!("unit {}: {error}", layout.name));
+            let prepared = match agreed(world, prepared)? {
+                Ok(prepared) => prepared,
+                Err(error) => return Ok(Err(error)),
+            };
+            own_files.extend(exchange(unit, prepared, world, |owner| groups.shard.ranks().rank_at(owner))?);
         }
         let own_files = Arc::new(own_files);
         self.snapshot = Arc::downgrade(&own_files);
-        Ok(own_files)
+        Ok(Ok(own_files))
     }
 
     /// Nothing is updated while a snapshot still reads it.
@@ -240,35 +231,129 @@ impl Readers<'_> {
     }
 }
 
-/// A part of a file while ranks exchange theirs.
-enum Content {
-    Here(Part),
-    Coming(Pending<Vec<u8>>),
+/// A file before ranks exchange their parts of it, with all the memory that this takes.
+enum Prepared {
+    /// Another rank writes it, and is sent these parts.
+    Sent { writer: usize, parts: Vec<Block> },
+    /// This rank writes it.
+    Written { file: usize, name: String, parts: Vec<Content> },
 }
 
-impl Content {
+/// A part of a file that this rank writes.
+enum Content {
+    Here(Part),
+    /// Its owner sends it, and there is room for it.
+    Coming {
+        owner: usize,
+        room: Block,
+    },
+}
+
+/// The same while it is on its way.
+enum Arriving {
+    Here(Part),
+    Coming(Pending<Block>),
+}
+
+impl Arriving {
     fn wait(self) -> Result<Part> {
         match self {
-            Content::Here(part) => Ok(part),
-            Content::Coming(pending) => Ok(Part::Copied(pending.wait()?.into())),
+            Arriving::Here(part) => Ok(part),
+            Arriving::Coming(pending) => Ok(Part::Copied(into_bytes(pending.wait()?))),
         }
     }
+}
+
+/// Copies what has to be copied of a unit that `me`, one of its owners, has `saved`, and gets the memory for what others send.
+fn prepare(
+    layout: &UnitLayout,
+    save: SaveId,
+    saved: &[Saved],
+    me: usize,
+) -> std::result::Result<Vec<Prepared>, String> {
+    let mut prepared = Vec::new();
+    for (file, plan) in layout.files(save).into_iter().enumerate() {
+        let segments = plan.segments.iter().filter(|segment| segment.bytes > 0);
+        if plan.writer != me {
+            let own = segments.filter(|segment| segment.owner == me);
+            let parts = own.map(|segment| copy(&saved[segment.band].tensor)).collect::<std::result::Result<_, _>>()?;
+            prepared.push(Prepared::Sent { writer: plan.writer, parts });
+            continue;
+        }
+        let mut parts = vec![Content::Here(Part::Copied(plan.header.into()))];
+        for segment in segments {
+            let Saved { tensor, stays } = &saved[segment.band];
+            parts.push(match segment.owner == me {
+                true if *stays => Content::Here(Part::Tensor(tensor.shallow_clone())),
+                true => Content::Here(Part::Copied(into_bytes(copy(tensor)?))),
+                false => {
+                    let len = (segment.range.end - segment.range.start) as usize;
+                    let room = Block::new(layout.bands[segment.band].dtype, len, Device::Cpu);
+                    Content::Coming { owner: segment.owner, room: room.map_err(|error| first_line(&error))? }
+                }
+            });
+        }
+        prepared.push(Prepared::Written { file, name: plan.name, parts });
+    }
+    Ok(prepared)
+}
+
+/// Sends and receives the parts of a unit's files; the files that this rank writes.
+fn exchange(
+    unit: usize,
+    prepared: Vec<Prepared>,
+    world: &Group,
+    world_rank: impl Fn(usize) -> usize,
+) -> Result<Vec<OwnFile>> {
+    let label = "checkpoint";
+    let (mut sent, mut written) = (Vec::new(), Vec::new());
+    for of_file in prepared {
+        match of_file {
+            Prepared::Sent { writer, parts } => {
+                sent.extend(parts.into_iter().map(|part| world.send(label, world_rank(writer), part)));
+            }
+            Prepared::Written { file, name, parts } => {
+                let begin = |part: Content| match part {
+                    Content::Here(part) => Arriving::Here(part),
+                    Content::Coming { owner, room } => Arriving::Coming(world.receive(label, world_rank(owner), room)),
+                };
+                written.push((file, name, parts.into_iter().map(begin).collect::<Vec<_>>()));
+            }
+        }
+    }
+    let mut own_files = Vec::new();
+    for (file, name, parts) in written {
+        let parts = Mutex::new(parts.into_iter().map(Arriving::wait).collect::<Result<_>>()?);
+        own_files.push(OwnFile { unit, file, name, parts, copied: OnceLock::new() });
+    }
+    for pending in sent {
+        pending.wait()?;
+    }
+    Ok(own_files)
 }
 
 impl Part {
     fn copied(self) -> std::result::Result<Bytes, String> {
         match self {
             Part::Copied(bytes) => Ok(bytes),
-            Part::Tensor(tensor) => copied(&tensor),
+            Part::Tensor(tensor) => Ok(into_bytes(copy(&tensor)?)),
         }
     }
 }
 
 /// A tensor's elements in memory of the host, which libtorch's allocator keeps for the next save.
-fn copied(tensor: &Tensor) -> std::result::Result<Bytes, String> {
-    let copy = tensor.f_to_device_(Device::Cpu, tensor.kind(), false, true).map_err(|error| error.to_string())?;
-    let memory = storage::take(&copy, "it has been copied").map_err(|error| error.to_string())?;
-    Ok(Bytes::from_owner(Copy(memory)))
+fn copy(tensor: &Tensor) -> std::result::Result<Block, String> {
+    let copy = tensor.f_to_device_(Device::Cpu, tensor.kind(), false, true).map_err(|error| first_line(&error))?;
+    storage::take(&copy, "it has been copied").map_err(|error| first_line(&error))
+}
+
+/// What libtorch says of an error. What follows is its stack.
+fn first_line(error: &dyn std::error::Error) -> String {
+    error.to_string().lines().next().unwrap_or_default().to_string()
+}
+
+fn into_bytes(memory: Block) -> Bytes {
+    Bytes::from_owner(Copy(memory))
 }
 
 struct Copy(Block);

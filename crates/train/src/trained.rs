@@ -10,10 +10,10 @@ use shardwise_checkpoint::{Checkpoint, Store};
 use shardwise_comm::Group;
 use shardwise_zero::{Optimizer, Sgd};
 
+use crate::agreement::agreed;
 use crate::data::{HeldOut, tokenizer};
 use crate::recipe::Recipe;
 use crate::run::{begun, placed, same_everywhere};
-use crate::saving::agreed;
 use crate::{Error, Options, Result, Sampling, Trainer, generate};
 
 /// What a model makes of held-out text.

@@ -5,11 +5,13 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use serde_json::json;
+use shardwise_checkpoint::Store;
 use shardwise_comm::{Group, mpi, single};
 use shardwise_harness::ranks;
 use shardwise_model::{Activations, Batch, IGNORED, Init, Layer, Model, Parameter, Parameters, Result, Unit};
 use shardwise_torch::tch::{Kind, Tensor};
-use shardwise_train::{Error, Options, Ranks, Schedule, Trainer, start};
+use shardwise_train::{Error, Options, Ranks, Schedule, Trainer, save, start};
 use shardwise_zero::{Optimizer, Sgd, Sharding};
 
 /// Multiplies the batch's inputs by a parameter.
@@ -183,6 +185,8 @@ fn failing(fails: &Arc<AtomicBool>, stage: u8) -> Trainer {
 #[test]
 fn a_trainer_whose_step_failed_halfway_is_not_used_again() {
     for stage in 0..4 {
+        let folder = tempfile::tempdir().unwrap();
+        let store = Arc::new(Store::create(folder.path().to_str().unwrap()).unwrap());
         let fails = Arc::new(AtomicBool::new(true));
         let mut trainer = failing(&fails, stage);
         let micro_batches = || [batch([1, 2, 3]), batch([-1, 2, 3])];
@@ -194,10 +198,12 @@ fn a_trainer_whose_step_failed_halfway_is_not_used_again() {
             trainer.step(&micro_batches()).unwrap_err(),
             trainer.evaluate(&micro_batches()).unwrap_err(),
             trainer.logits(&micro_batches()[0].inputs).unwrap_err(),
+            save(&mut trainer, &store, json!({})).unwrap_err(),
         ] {
             assert!(matches!(error, Error::Broken { .. }), "{error}");
             assert!(error.to_string().contains("it was told to fail"), "{error}");
         }
+        assert!(store.steps().unwrap().is_empty(), "stage {stage}: half a step was saved");
     }
 }
 
