@@ -34,6 +34,7 @@ mod dtype;
 mod error;
 mod hash;
 pub mod hugging_face;
+mod keep;
 mod layout;
 mod load;
 mod manifest;
@@ -44,6 +45,7 @@ mod store;
 
 pub use error::{Error, Result};
 pub use hash::Hash;
+pub use keep::Keep;
 pub use layout::{Band, FILE_BYTES, FilePlan, Segment, Tensor, UnitLayout};
 pub use load::{Checkpoint, UnitReader};
 pub use manifest::{FORMAT, Fault, FileEntry, Manifest, SliceEntry, Table, TensorEntry, UnitEntry};

@@ -76,6 +76,17 @@ impl Checkpoint {
         Ok(())
     }
 
+    /// Checks that its tables can be read and that all files are there, each as long as it should be. What is in them is not read.
+    pub fn check_files(&self) -> Result<()> {
+        let found: BTreeMap<String, u64> = self.store.files(&self.folder)?.into_iter().collect();
+        for unit in &self.manifest.units {
+            for FileEntry { name, bytes, .. } in &self.unit(&unit.name)?.table.files {
+                check_length(&self.store, &format!("{}/{name}", self.folder), found.get(name).copied(), *bytes)?;
+            }
+        }
+        Ok(())
+    }
+
     /// How many bytes it has, tables read.
     pub fn bytes(&self) -> Result<u64> {
         let unit = |name: &str| Ok(self.unit(name)?.table.files.iter().map(|file| file.bytes).sum::<u64>());
@@ -188,13 +199,8 @@ impl UnitReader {
         let path = format!("{}/{name}", self.checkpoint.folder);
         let store = &self.checkpoint.store;
         if !self.measured[file] {
-            match store.bytes_of(&path)? {
-                Some(found) if found == *file_bytes => self.measured[file] = true,
-                Some(found) => {
-                    return Err(store.damaged(&path, format!("it has {found} bytes, and should have {file_bytes}")));
-                }
-                None => return Err(store.damaged(&path, "it is missing".to_string())),
-            }
+            check_length(store, &path, store.bytes_of(&path)?, *file_bytes)?;
+            self.measured[file] = true;
         }
         let begin = range.start / PIECE_BYTES * PIECE_BYTES;
         let end = file_bytes.min(&(range.end.div_ceil(PIECE_BYTES) * PIECE_BYTES)).to_owned();
@@ -208,6 +214,15 @@ impl UnitReader {
             }
         }
         Ok((begin, bytes))
+    }
+}
+
+/// Whether a file that was found with a length, if it was found, is as long as it should be.
+fn check_length(store: &Store, path: &str, found: Option<u64>, expected: u64) -> Result<()> {
+    match found {
+        Some(found) if found == expected => Ok(()),
+        Some(found) => Err(store.damaged(path, format!("it has {found} bytes, and should have {expected}"))),
+        None => Err(store.damaged(path, "it is missing".to_string())),
     }
 }
 

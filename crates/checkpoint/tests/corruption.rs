@@ -8,7 +8,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use shardwise_checkpoint::{SaveId, Store, write_manifest};
+use shardwise_checkpoint::{Keep, SaveId, Store, write_manifest};
 use support::{load, newest, save, save_but_manifest, units};
 
 /// A sequence of numbers that look random, the same every time.
@@ -101,6 +101,32 @@ fn a_thousand_corruptions_are_noticed() {
         }
     }
     load(&store, 30, &layouts).unwrap();
+}
+
+#[test]
+fn damaged_checkpoints_take_no_whole_ones_place() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = Arc::new(Store::open(folder.path().to_str().unwrap()).unwrap());
+    let layouts = units(&[&[&[97, 31]], &[&[64, 33]]], 2, 1 << 10);
+    for step in [10, 20, 30, 40, 50] {
+        save(&store, step, &layouts, SaveId::from(step as u32));
+    }
+    let file = |step: u64, ending: &str| {
+        let all = files(&folder.path().join(format!("step-{step:08}")));
+        all.into_iter().find(|file| file.to_string_lossy().ends_with(ending)).unwrap()
+    };
+    fs::remove_file(file(20, ".safetensors")).unwrap();
+    fs::File::options().write(true).open(file(30, ".safetensors")).unwrap().set_len(100).unwrap();
+    fs::write(file(40, "manifest.json"), "{}").unwrap();
+    let keep = Keep { last: Some(2), every: None };
+    let kept = keep.steps(&store).unwrap();
+    assert_eq!(kept.len(), 5, "{kept:?}");
+    assert_eq!(store.tidy(50, SaveId::from(50), |step| kept.contains(&step)).unwrap(), [] as [u64; 0]);
+    // Damaged ones that are older than what is kept go.
+    save(&store, 60, &layouts, SaveId::from(60));
+    let kept = keep.steps(&store).unwrap();
+    assert_eq!(store.tidy(60, SaveId::from(60), |step| kept.contains(&step)).unwrap(), [10, 20, 30, 40]);
+    load(&store, 50, &layouts).unwrap();
 }
 
 #[test]

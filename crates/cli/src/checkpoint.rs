@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use anyhow::{Result, bail};
 use shardwise_checkpoint::hugging_face::{self, Export, Weights};
-use shardwise_checkpoint::{Checkpoint, Store, UnitReader, elements, folder_of};
+use shardwise_checkpoint::{Checkpoint, Keep, Store, UnitReader, elements, folder_of};
 use shardwise_plan::Dtype;
 
 #[derive(clap::Subcommand)]
@@ -56,7 +56,7 @@ pub(crate) enum Command {
     Prune {
         /// Where they are
         folder: String,
-        /// How many of the last ones stay
+        /// How many of the last whole ones stay
         #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
         keep_last: u32,
         /// Those of every so manieth step stay as well
@@ -177,10 +177,8 @@ fn verify(store: &Arc<Store>, step: Option<u64>) -> Result<ExitCode> {
 }
 
 fn prune(store: &Arc<Store>, keep_last: usize, keep_every: Option<u64>, dry_run: bool) -> Result<ExitCode> {
-    for step in store.steps()?.into_iter().skip(keep_last) {
-        if keep_every.is_some_and(|every| step % every == 0) {
-            continue;
-        }
+    let kept = Keep { last: Some(keep_last), every: keep_every }.steps(store)?;
+    for step in store.steps()?.into_iter().filter(|step| !kept.contains(step)) {
         match dry_run {
             true => println!("step {step} would be removed"),
             false => {

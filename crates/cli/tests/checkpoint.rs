@@ -5,7 +5,7 @@
 mod support;
 
 use std::io::{BufRead, BufReader};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::Duration;
 
@@ -146,6 +146,29 @@ fn a_damaged_checkpoint_is_named_and_the_one_before_it_used() {
     let refused = folder.training(2).output().unwrap();
     assert!(!refused.status.success());
     assert!(said(&refused).contains("none of the 2 checkpoints"), "{}", said(&refused));
+}
+
+#[test]
+fn damaged_checkpoints_are_not_counted_among_the_last() {
+    let folder = Folder::new(&RECIPE.replace("every_steps = 4", "every_steps = 4\nbackground = false"));
+    folder.train(2);
+    for step in [8, 12] {
+        truncate_a_file(&folder.path(&format!("saved/step-{step:08}")));
+    }
+    folder.rewrite("every_steps = 4", "every_steps = 6\nkeep_last = 2");
+    folder.rewrite("\nsteps = 12", "\nsteps = 6");
+    let text = folder.train(2);
+    assert!(text.contains("goes on after step 4"), "{text}");
+    let verified = said(&folder.checkpoint(&["verify", "saved"]));
+    assert!(verified.contains("step 6: whole") && verified.contains("step 4: whole"), "{verified}");
+}
+
+/// Cuts off the end of one of a checkpoint's files.
+fn truncate_a_file(checkpoint: &Path) {
+    let mut files = std::fs::read_dir(checkpoint).unwrap().map(|entry| entry.unwrap().path());
+    let file = files.find(|file| file.extension().is_some_and(|ending| ending == "safetensors")).unwrap();
+    let len = std::fs::metadata(&file).unwrap().len();
+    std::fs::File::options().write(true).open(file).unwrap().set_len(len / 2).unwrap();
 }
 
 /// A run whose lines can be waited for.

@@ -4,7 +4,6 @@
 //! written, tables are; then the first rank writes the manifest, and removes what is not to be kept. Between phases ranks have
 //! to agree that all are there, which they do after a step. A save that blocks is the same, with waiting in between.
 
-use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -13,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use shardwise_checkpoint::{
-    FORMAT, FilePlan, Hash, Manifest, SaveId, Store, Table, UnitEntry, UnitLayout, folder_of, write_file,
+    FORMAT, FilePlan, Hash, Keep, Manifest, SaveId, Store, Table, UnitEntry, UnitLayout, folder_of, write_file,
     write_manifest, write_table, yield_to_others,
 };
 use shardwise_comm::{Group, Reduce};
@@ -376,14 +375,14 @@ impl Saver {
                     took_s: save.began.elapsed().as_secs_f64(),
                     stood_still_s: save.stood.as_secs_f64(),
                 }));
-                let (is_first, id, recipe) = (self.world.rank() == 0, save.id, self.recipe.clone());
+                let (is_first, id) = (self.world.rank() == 0, save.id);
+                let keep = Keep { last: self.recipe.keep_last, every: self.recipe.keep_every };
                 save.files = Arc::default();
                 self.given_up = None;
                 save.job = Job::spawn(move || {
                     if is_first {
-                        let kept = |steps: Vec<u64>| kept(&recipe, &steps);
-                        let tidied =
-                            store.steps().map(kept).and_then(|kept| store.tidy(step, id, |step| kept.contains(&step)));
+                        let kept = keep.steps(&store);
+                        let tidied = kept.and_then(|kept| store.tidy(step, id, |step| kept.contains(&step)));
                         tidied.map_err(|error| error.to_string())?;
                     }
                     Ok(Vec::new())
@@ -496,14 +495,6 @@ fn not_saved(name: &str, error: &str) -> String {
     format!("{name} is not saved, after {ATTEMPTS} attempts: {error}; training goes on")
 }
 
-/// Which of these steps, the newest first, are to be kept.
-fn kept(recipe: &CheckpointsRecipe, steps: &[u64]) -> BTreeSet<u64> {
-    let last = steps.iter().copied().take(recipe.keep_last.unwrap_or(usize::MAX));
-    let every =
-        recipe.keep_every.into_iter().flat_map(|every| steps.iter().copied().filter(move |step| step % every == 0));
-    last.chain(every).collect()
-}
-
 /// How many files a rank writes at a time: while one goes to the disk, another is hashed.
 const WRITERS: usize = 2;
 
@@ -554,17 +545,4 @@ pub(crate) fn about(recipe: &Recipe, data: Value) -> Value {
             "libtorch": shardwise_torch::libtorch_version(),
         },
     })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_last_ones_and_every_so_manieth_are_kept() {
-        let recipe = CheckpointsRecipe { keep_last: Some(2), keep_every: Some(30), ..CheckpointsRecipe::at("folder") };
-        assert_eq!(kept(&recipe, &[70, 60, 50, 40, 30, 20]), BTreeSet::from([70, 60, 30]));
-        let all = CheckpointsRecipe { keep_last: None, keep_every: None, ..recipe };
-        assert_eq!(kept(&all, &[70, 60]).len(), 2);
-    }
 }

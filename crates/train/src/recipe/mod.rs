@@ -414,7 +414,7 @@ pub struct CheckpointsRecipe {
     pub every_steps: Option<u64>,
     /// After how many minutes one is saved.
     pub every_minutes: Option<f64>,
-    /// How many of the last ones are kept; 3 unless said otherwise.
+    /// How many of the last whole ones are kept; 3 unless said otherwise.
     #[serde(default = "three")]
     pub keep_last: Option<usize>,
     /// Which ones are kept for good: those of every so manieth step.
