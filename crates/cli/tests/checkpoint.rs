@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::Duration;
 
+use serde_json::{Value, json};
 use shardwise_harness::ranks_of;
 use support::{Folder, good, said, shardwise, watched_closely};
 
@@ -161,6 +162,38 @@ fn damaged_checkpoints_are_not_counted_among_the_last() {
     assert!(text.contains("goes on after step 4"), "{text}");
     let verified = said(&folder.checkpoint(&["verify", "saved"]));
     assert!(verified.contains("step 6: whole") && verified.contains("step 4: whole"), "{verified}");
+}
+
+#[test]
+fn eval_and_generate_use_the_checkpoint_before_a_damaged_one() {
+    let recipe = RECIPE.replace("seed = 7", "seed = 7\ncorpus = \"tokens.bin\"\ntoken_bytes = 2");
+    let folder = Folder::new(&recipe.replace("steps = 12", "steps = 8"));
+    let tokens: Vec<u8> = (0..400u32).flat_map(|place| ((place * place % 61) as u16).to_le_bytes()).collect();
+    std::fs::write(folder.path("tokens.bin"), tokens).unwrap();
+    let words: serde_json::Map<String, Value> = (0..61).map(|word| (format!("w{word}"), json!(word))).collect();
+    let tokenizer = json!({
+        "version": "1.0",
+        "truncation": null,
+        "padding": null,
+        "added_tokens": [],
+        "normalizer": null,
+        "pre_tokenizer": { "type": "Whitespace" },
+        "post_processor": null,
+        "decoder": null,
+        "model": { "type": "WordLevel", "vocab": words, "unk_token": "w0" },
+    });
+    std::fs::write(folder.path("tokenizer.json"), tokenizer.to_string()).unwrap();
+    folder.train(2);
+    truncate_a_file(&folder.path("saved/step-00000008"));
+
+    let damaged = "the checkpoint of step 8 is damaged and not used: ";
+    let text = good(&folder.command("eval", &["-n", "2", "--corpus", "tokens.bin"]).output().unwrap());
+    assert!(text.contains(damaged) && text.contains("step-00000004\n") && text.contains("perplexity"), "{text}");
+    let arguments =
+        ["--set", "data.tokenizer=tokenizer.json", "--tokens", "2", "--temperature", "0", "--prompt", "w3 w5"];
+    let output = folder.command("generate", &arguments).output().unwrap();
+    assert!(good(&output).contains(damaged), "{}", said(&output));
+    assert!(output.stdout.starts_with(b"w3 w5"), "notes are not among the text: {}", said(&output));
 }
 
 /// Cuts off the end of one of a checkpoint's files.

@@ -20,65 +20,88 @@ pub(crate) fn resumed(
     options: &Options,
     say: &mut dyn FnMut(&str),
 ) -> Result<Option<Trainer>> {
-    let steps = steps(store, &ranks.world)?;
-    let mut damage = Vec::new();
+    let found = open_newest(store, &ranks.world, say, &mut |checkpoint| {
+        check_order(checkpoint, order)?;
+        let model = recipe.model().map_err(Why::of)?;
+        Trainer::resumed(model, ranks.clone(), options.clone(), checkpoint).map_err(Why::of)
+    })?;
+    let Some((checkpoint, trainer)) = found else { return Ok(None) };
+    say(&format!("goes on after step {}, from {}", checkpoint.manifest().step, checkpoint.name()));
+    Ok(Some(trainer))
+}
+
+/// The newest checkpoint that all ranks can read, if there is any checkpoint, with what `read` makes of it. One that is
+/// damaged is named, and the one before it is used.
+pub(crate) fn open_newest<T>(
+    store: &Arc<Store>,
+    world: &Group,
+    say: &mut dyn FnMut(&str),
+    read: &mut dyn FnMut(&Checkpoint) -> std::result::Result<T, Why>,
+) -> Result<Option<(Checkpoint, T)>> {
+    let steps = steps(store, world)?;
     for &step in &steps {
-        let begun = attempt(recipe, order, store, ranks, options, step);
-        let refused = begun.as_ref().err().filter(|why| !why.is_damage).map(|why| why.text.clone());
-        agreed(&ranks.world, refused.map_or(Ok(()), Err))?.map_err(Error::Checkpoint)?;
-        match agreed(&ranks.world, begun.map_err(|why| why.text))? {
-            Ok(trainer) => {
-                say(&format!(
-                    "goes on after step {step}, from {}",
-                    store.display(&shardwise_checkpoint::folder_of(step))
-                ));
-                return Ok(Some(trainer));
-            }
-            Err(text) => {
-                say(&format!("the checkpoint of step {step} is damaged and not used: {text}"));
-                damage.push(step);
-            }
+        let opened = Checkpoint::open(store, step).map_err(|error| Why::of_checkpoint(&error));
+        let found = opened.and_then(|checkpoint| read(&checkpoint).map(|found| (checkpoint, found)));
+        let refused = found.as_ref().err().filter(|why| !why.is_damage).map(|why| why.text.clone());
+        agreed(world, refused.map_or(Ok(()), Err))?.map_err(Error::Checkpoint)?;
+        match agreed(world, found.map_err(|why| why.text))? {
+            Ok(found) => return Ok(Some(found)),
+            Err(text) => say(&format!("the checkpoint of step {step} is damaged and not used: {text}")),
         }
     }
-    match damage.is_empty() {
+    match steps.is_empty() {
         true => Ok(None),
         false => Err(Error::Checkpoint(format!(
             "none of the {} checkpoints in {} can be read; to begin anew, give checkpoints.folder another place",
-            damage.len(),
+            steps.len(),
             store.display(""),
         ))),
     }
 }
 
-/// Why a checkpoint is not gone on from.
-struct Why {
+/// Why a checkpoint is not used.
+pub(crate) struct Why {
     is_damage: bool,
     text: String,
 }
 
-fn attempt(
-    recipe: &Recipe,
-    ours: &Value,
-    store: &Arc<Store>,
-    ranks: &Ranks,
-    options: &Options,
-    step: u64,
-) -> std::result::Result<Trainer, Why> {
-    let refused = |text: String| Why { is_damage: false, text };
-    let checkpoint = Checkpoint::open(store, step).map_err(|error| why(&error))?;
+impl Why {
+    /// Of a trainer that cannot be made from a checkpoint.
+    pub(crate) fn of(error: Error) -> Self {
+        let inner = match &error {
+            Error::Zero(shardwise_zero::Error::Start { error, .. }) => {
+                error.downcast_ref::<shardwise_checkpoint::Error>()
+            }
+            _ => None,
+        };
+        inner.map_or_else(|| Why::refused(error.to_string()), Why::of_checkpoint)
+    }
+
+    fn of_checkpoint(error: &shardwise_checkpoint::Error) -> Self {
+        Why { is_damage: error.is_damage(), text: error.to_string() }
+    }
+
+    /// There is nothing wrong with the checkpoint itself.
+    fn refused(text: String) -> Self {
+        Why { is_damage: false, text }
+    }
+}
+
+/// Refuses a checkpoint that was trained on data in another order than `ours`.
+fn check_order(checkpoint: &Checkpoint, ours: &Value) -> std::result::Result<(), Why> {
     let theirs = &checkpoint.manifest().training["data"];
     // An imported checkpoint has not been trained on anything.
     if !theirs.is_null() && theirs != ours {
         let there = |key: &str| theirs[key].to_string();
         let same = ["seed", "sequences", "positions"].iter().all(|key| theirs[*key] == ours[*key]);
         if same {
-            return Err(refused(format!(
+            return Err(Why::refused(format!(
                 "{} was trained on other data, and here its order would be another: give checkpoints.folder another place to \
                  begin anew, with start.weights for what was learned",
                 checkpoint.name()
             )));
         }
-        return Err(refused(format!(
+        return Err(Why::refused(format!(
             "{} was trained with data.seed {}, {} sequences a step and {} positions; here they are {}, {} (batch.sequences × \
              batch.micro_batches × ranks) and {}: make them the same, or give checkpoints.folder another place to begin anew",
             checkpoint.name(),
@@ -90,22 +113,11 @@ fn attempt(
             ours["positions"],
         )));
     }
-    let model = recipe.model().map_err(|error| refused(error.to_string()))?;
-    Trainer::resumed(model, ranks.clone(), options.clone(), &checkpoint).map_err(|error| match &error {
-        Error::Zero(shardwise_zero::Error::Start { error: inner, .. }) => match inner.downcast_ref() {
-            Some(inner) => why(inner),
-            None => refused(error.to_string()),
-        },
-        _ => refused(error.to_string()),
-    })
-}
-
-fn why(error: &shardwise_checkpoint::Error) -> Why {
-    Why { is_damage: error.is_damage(), text: error.to_string() }
+    Ok(())
 }
 
 /// The steps that have a manifest, the newest first, as the first rank sees them.
-pub(crate) fn steps(store: &Store, world: &Group) -> Result<Vec<u64>> {
+fn steps(store: &Store, world: &Group) -> Result<Vec<u64>> {
     let own = if world.rank() == 0 { store.steps() } else { Ok(Vec::new()) };
     let steps = agreed(world, own.map_err(|error| error.to_string()))?.map_err(Error::Checkpoint)?;
     let count = world.broadcast("number of checkpoints", 0, vec![steps.len() as i64]).wait()?[0];

@@ -6,13 +6,14 @@ use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use shardwise_checkpoint::{Checkpoint, Store};
+use shardwise_checkpoint::Store;
 use shardwise_comm::Group;
 use shardwise_zero::{Optimizer, Sgd};
 
 use crate::agreement::agreed;
 use crate::data::{HeldOut, tokenizer};
 use crate::recipe::Recipe;
+use crate::resume::{Why, open_newest};
 use crate::run::{begun, placed, same_everywhere};
 use crate::{Error, Options, Result, Sampling, Trainer, generate};
 
@@ -60,7 +61,16 @@ pub fn evaluate(recipe: &Recipe, world: &Arc<Group>, corpus: Option<PathBuf>, ou
     })?;
     let held_out = HeldOut::open(recipe, &corpus, of_recipe.and_then(|evaluation| evaluation.windows))?;
     same_everywhere(world, &format!("{:?}", held_out.about()))?;
-    let mut trainer = loaded(recipe, world, out)?;
+    let mut say = |text: &str| {
+        if world.rank() == 0 {
+            // Whoever reads the output may be gone; ranks go on together.
+            drop(writeln!(out, "{text}"));
+        }
+    };
+    let (mut trainer, name) = load_newest(recipe, world, &mut say)?;
+    if let Some(name) = name {
+        say(name.as_str());
+    }
     figures(&mut trainer, &held_out, recipe.batch(world.size())?.sequences)
 }
 
@@ -75,8 +85,15 @@ pub struct Wanted {
     pub sampling: Sampling,
 }
 
-/// Generates text with what a recipe has trained so far, and writes it as it comes.
-pub fn write_text(recipe: &Recipe, world: &Arc<Group>, wanted: &Wanted, out: &mut dyn Write) -> Result<()> {
+/// Generates text with what a recipe has trained so far, and writes it to `out` as it comes. Checkpoints that are damaged and
+/// not used are named in `notes`.
+pub fn write_text(
+    recipe: &Recipe,
+    world: &Arc<Group>,
+    wanted: &Wanted,
+    out: &mut dyn Write,
+    notes: &mut dyn Write,
+) -> Result<()> {
     let tokenizer = tokenizer(recipe)?;
     let end = tokenizer.end_of_text().map(i64::from);
     let mut prompt: Vec<i64> = tokenizer.encode(&wanted.prompt)?.into_iter().map(i64::from).collect();
@@ -84,8 +101,12 @@ pub fn write_text(recipe: &Recipe, world: &Arc<Group>, wanted: &Wanted, out: &mu
         // A text begins where another one ended.
         prompt.extend(end);
     }
-    let mut trainer = loaded(recipe, world, &mut std::io::sink())?;
     let is_first = world.rank() == 0;
+    let (mut trainer, _) = load_newest(recipe, world, &mut |note| {
+        if is_first {
+            drop(writeln!(notes, "{note}"));
+        }
+    })?;
     let mut say = |text: &str| {
         if is_first {
             // Whoever reads the output may be gone; ranks go on together.
@@ -109,8 +130,9 @@ pub fn write_text(recipe: &Recipe, world: &Arc<Group>, wanted: &Wanted, out: &mu
     Ok(())
 }
 
-/// The model of a recipe's newest checkpoint, or as the recipe begins it, without what an optimizer needs.
-fn loaded(recipe: &Recipe, world: &Arc<Group>, out: &mut dyn Write) -> Result<Trainer> {
+/// The model of a recipe's newest checkpoint that can be read, with the checkpoint's name, or as the recipe begins it; without
+/// what an optimizer needs.
+fn load_newest(recipe: &Recipe, world: &Arc<Group>, say: &mut dyn FnMut(&str)) -> Result<(Trainer, Option<String>)> {
     let (ranks, options) = placed(recipe, world.clone())?;
     let plain = Optimizer::Sgd(Sgd { rate: 0., momentum: 0., weight_decay: 0. });
     let options = Options { optimizer: plain, ..options };
@@ -121,21 +143,19 @@ fn loaded(recipe: &Recipe, world: &Arc<Group>, out: &mut dyn Write) -> Result<Tr
     let store = agreed(world, opened.map_err(|error| error.to_string()))?.map_err(Error::Checkpoint)?;
     same_everywhere(world, &format!("{}", store.is_some()))?;
     let newest = match &store {
-        Some(store) => crate::resume::steps(store, world)?.first().copied(),
+        Some(store) => open_newest(store, world, say, &mut |checkpoint| {
+            let model = recipe.model().map_err(Why::of)?;
+            Trainer::loaded(model, ranks.clone(), options.clone(), checkpoint).map_err(Why::of)
+        })?,
         None => None,
     };
-    let Some((store, step)) = store.zip(newest) else {
+    let Some((checkpoint, trainer)) = newest else {
         if recipe.weights().is_none() {
             return Err(Error::Checkpoint(
                 "there is no checkpoint yet: train first, or give the recipe model.from or start.weights".to_string(),
             ));
         }
-        return begun(recipe, recipe.model()?, ranks, options);
+        return Ok((begun(recipe, recipe.model()?, ranks, options)?, None));
     };
-    let checkpoint = Checkpoint::open(&store, step).map_err(|error| error.to_string());
-    let checkpoint = agreed(world, checkpoint)?.map_err(Error::Checkpoint)?;
-    if world.rank() == 0 {
-        drop(writeln!(out, "{}", checkpoint.name()));
-    }
-    Trainer::loaded(recipe.model()?, ranks, options, &checkpoint)
+    Ok((trainer, Some(checkpoint.name())))
 }

@@ -150,7 +150,7 @@ fn main() -> Result<ExitCode> {
             let Text { prompt, tokens, temperature, top_k, top_p, seed } = text;
             let wanted = Wanted { prompt, tokens, sampling: Sampling { temperature, top_k, top_p, seed } };
             return unwatched(&layered, |recipe, world| {
-                write_text(recipe, world, &wanted, &mut std::io::stdout())?;
+                write_text(recipe, world, &wanted, &mut std::io::stdout(), &mut std::io::stderr())?;
                 Ok(Ended::Finished)
             });
         }
