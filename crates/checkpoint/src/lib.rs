@@ -50,5 +50,5 @@ pub use layout::{Band, FILE_BYTES, FilePlan, Segment, Tensor, UnitLayout};
 pub use load::{Checkpoint, UnitReader};
 pub use manifest::{FORMAT, Fault, FileEntry, Manifest, SliceEntry, Table, TensorEntry, UnitEntry};
 pub use place::{Place, Run, Shared, elements};
-pub use save::{SaveId, write_file, write_manifest, write_table};
+pub use save::{SaveId, UPLOAD_BYTES, write_file, write_manifest, write_parts, write_table};
 pub use store::{Store, folder_of, yield_to_others};

@@ -50,18 +50,31 @@ impl fmt::Display for SaveId {
 }
 
 /// What is sent to the storage at once: the least that S3 takes is 5 MiB.
-pub(crate) const UPLOAD_BYTES: u64 = 8 << 20;
+pub const UPLOAD_BYTES: u64 = 8 << 20;
 /// How many of those may be on their way.
 const UPLOADS_UNDER_WAY: usize = 3;
 
 /// Writes a file of a step, and gives the hashes of its pieces. While some of it is hashed, what came before is written.
 pub fn write_file(store: &Store, step: u64, name: &str, contents: &[Bytes]) -> Result<Vec<Hash>> {
+    write_parts(store, step, name, cut(contents, UPLOAD_BYTES).into_iter().map(Ok))
+}
+
+/// The same of a file whose parts are made as it is written, each of which has [`UPLOAD_BYTES`] but for the last; or of which one
+/// cannot be made, for the reason that is given.
+pub fn write_parts(
+    store: &Store,
+    step: u64,
+    name: &str,
+    parts: impl ExactSizeIterator<Item = std::result::Result<Vec<Bytes>, String>>,
+) -> Result<Vec<Hash>> {
     let path = format!("{}/{name}", folder_of(step));
-    let mut parts = cut(contents, UPLOAD_BYTES);
-    if parts.len() > 1 {
-        return write_in_parts(store, &path, parts.into_iter().map(Ok));
+    let is_long = parts.len() > 1;
+    let failed = |problem: String| Error::System { path: store.display(&path), error: std::io::Error::other(problem) };
+    let mut parts = parts.map(|part| part.map_err(failed));
+    if is_long {
+        return write_in_parts(store, &path, parts);
     }
-    let only = parts.pop().unwrap_or_default();
+    let only = parts.next().transpose()?.unwrap_or_default();
     let mut pieces = Pieces::default();
     only.iter().for_each(|bytes| pieces.add(bytes));
     let at = store.path(&path);

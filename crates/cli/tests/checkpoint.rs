@@ -204,6 +204,32 @@ fn truncate_a_file(checkpoint: &Path) {
     std::fs::File::options().write(true).open(file).unwrap().set_len(len / 2).unwrap();
 }
 
+#[test]
+fn a_save_in_the_background_writes_what_a_blocking_one_does_whatever_the_buffer() {
+    let cases: [(&str, &[&str]); 2] = [
+        // Parameters are lent to the network in every pass, or are overwritten in place.
+        ("stage = 3", &["buffer = 0", "background = true"]),
+        ("stage = 2", &["buffer = 20_000"]),
+    ];
+    for (settings, hows) in cases {
+        let run = |how: &str| {
+            let folder = Folder::new(&format!("{RECIPE}keep_last = 9\n{how}\n[sharding]\n{settings}\n"));
+            folder.train(2);
+            folder
+        };
+        let blocking = run("background = false");
+        let other = blocking.path("saved");
+        for how in hows {
+            let folder = run(how);
+            // That of step 8 may be left out, where the one before it is still under way.
+            for step in ["4", "12"] {
+                let same = folder.checkpoint(&["diff", "saved", step, step, "--other", other.to_str().unwrap()]);
+                assert!(said(&same).contains("the same to the last bit"), "{settings}, {how}: {}", said(&same));
+            }
+        }
+    }
+}
+
 /// A run whose lines can be waited for.
 struct Running {
     child: Child,

@@ -36,7 +36,7 @@ pub struct Need {
     pub activations: usize,
     /// What the unit with the most makes in passing.
     pub passing: usize,
-    /// The copy that a checkpoint is written from.
+    /// What other ranks send to be written for a checkpoint, and what is copied of the own state meanwhile.
     pub saving: usize,
     /// The process itself.
     pub process: usize,
@@ -53,8 +53,10 @@ impl Need {
         let batch = [batch.sequences * positions, positions, batch.micro_batches];
         let model = recipe.model()?;
         let mut need = Need::of_model(&model, &options, shard, batch);
-        if recipe.checkpoints.is_some() {
-            need.saving = saving(&model, &options, shard, recipe.sharding.replicas);
+        if let Some(checkpoints) = &recipe.checkpoints {
+            // A save that training waits for is written from where the state is.
+            let buffer = if checkpoints.background { checkpoints.buffer } else { 0 };
+            need.saving = saving(&model, &options, shard, recipe.sharding.replicas, buffer);
         }
         Ok(need)
     }
@@ -162,15 +164,19 @@ fn worst(passes: &[Pass], accumulates: bool) -> Pass {
     (0..passes.len()).map(at).max_by_key(total).unwrap_or_default()
 }
 
-/// The files of a checkpoint that the rank with the most writes.
-fn saving(model: &Model, options: &Options, shard: usize, replicas: usize) -> usize {
-    let mut written = vec![0; shard * replicas];
+/// What a checkpoint takes on the rank with the most: what it writes for others, and of its own as much as the buffer has room for.
+fn saving(model: &Model, options: &Options, shard: usize, replicas: usize, buffer: u64) -> usize {
+    let mut written = vec![[0; 2]; shard * replicas];
     for (unit, layout) in layouts(model, options, shard).iter().enumerate() {
         for file in layout.files(SaveId::from(0)) {
-            written[unit % replicas * shard + file.writer] += file.bytes() as usize;
+            let of_writer = file.segments.iter().filter(|segment| segment.owner == file.writer);
+            let own: u64 = of_writer.map(|segment| segment.bytes).sum();
+            let [owns, others] = &mut written[unit % replicas * shard + file.writer];
+            *owns += own;
+            *others += file.bytes() - own;
         }
     }
-    written.into_iter().max().unwrap_or(0)
+    written.into_iter().map(|[own, others]| others + own.min(buffer)).max().unwrap_or(0) as usize
 }
 
 /// The least change of a recipe that fits into `limit` bytes: which keys to what, and what it needs then.

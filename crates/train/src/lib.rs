@@ -53,6 +53,7 @@ mod sabotage;
 mod saving;
 mod scale;
 mod schedule;
+mod snapshot;
 mod source;
 mod spot_check;
 pub mod start;

@@ -1,8 +1,9 @@
 //! Saving: when, and how a save goes from phase to phase while training goes on.
 //!
-//! A save copies what this rank is to write, and then only the copy matters. A thread writes files; when every rank's have been
-//! written, tables are; then the first rank writes the manifest, and removes what is not to be kept. Between phases ranks have
-//! to agree that all are there, which they do after a step. A save that blocks is the same, with waiting in between.
+//! A thread writes this rank's files out of the trainer's tensors, of which training copies what it is about to overwrite
+//! (`snapshot`). When every rank's files have been written, tables are; then the first rank writes the manifest, and removes what is
+//! not to be kept. Between phases ranks have to agree that all are there, which they do after a step. A save that blocks is the same,
+//! with waiting in between.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -12,8 +13,8 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use shardwise_checkpoint::{
-    FORMAT, FilePlan, Hash, Keep, Manifest, SaveId, Store, Table, UnitEntry, UnitLayout, folder_of, write_file,
-    write_manifest, write_table, yield_to_others,
+    FORMAT, FilePlan, Hash, Keep, Manifest, SaveId, Store, Table, UnitEntry, UnitLayout, folder_of, write_manifest,
+    write_parts, write_table, yield_to_others,
 };
 use shardwise_comm::{Group, Reduce};
 use shardwise_journal::Saved;
@@ -21,7 +22,7 @@ use shardwise_journal::Saved;
 use crate::agreement::agreed;
 use crate::position::{self, Position};
 use crate::recipe::{CheckpointsRecipe, Recipe};
-use crate::state::OwnFile;
+use crate::snapshot::{Snapshot, Writing};
 use crate::trace::PlannedTrace;
 use crate::{Error, Result, Trainer};
 
@@ -78,6 +79,9 @@ const WAIT: Duration = Duration::from_secs(4);
 /// How often ranks that wait for a save look how far it is.
 const POLL: Duration = Duration::from_millis(5);
 
+/// For how long training has to wait for a full buffer before that is said.
+const NOTED_S: f64 = 0.1;
+
 /// Saves a run's checkpoints.
 pub(crate) struct Saver {
     store: Arc<Store>,
@@ -90,8 +94,12 @@ pub(crate) struct Saver {
     last: Instant,
     last_step: u64,
     under_way: Option<Save>,
-    /// Which attempt at a snapshot comes next.
+    /// Which attempt comes next.
     attempt: u32,
+    /// When the first rank makes it, if the last one failed.
+    retry_at: Option<Instant>,
+    /// Files that failed attempts have left.
+    leftover: Vec<String>,
     /// Why the last save was given up, if it was.
     given_up: Option<String>,
 }
@@ -106,7 +114,7 @@ pub fn save(trainer: &mut Trainer, store: &Arc<Store>, about: Value) -> Result<(
     saver.given_up.map_or(Ok(()), |why| Err(Error::Checkpoint(why)))
 }
 
-/// When a snapshot that failed is tried again.
+/// When a save that failed before it was written is tried again.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Retry {
     /// After the next step, of which the checkpoint then is.
@@ -121,12 +129,12 @@ struct Save {
     id: SaveId,
     training: Value,
     layouts: Vec<UnitLayout>,
-    files: Arc<Vec<OwnFile>>,
+    snapshot: Arc<Snapshot>,
     phase: Phase,
     job: Job,
     attempt: u32,
     began: Instant,
-    /// For how long training stood still for it.
+    /// For how long training stood still for it, beside what the snapshot knows.
     stood: Duration,
 }
 
@@ -197,6 +205,8 @@ impl Saver {
             last_step,
             under_way: None,
             attempt: 1,
+            retry_at: None,
+            leftover: Vec::new(),
             given_up: None,
         }
     }
@@ -208,7 +218,7 @@ impl Saver {
 
     /// The run has gone back to this step: what comes after it is yet to be saved.
     pub(crate) fn gone_back(&mut self, step: u64) {
-        (self.last_step, self.attempt) = (step, 1);
+        (self.last_step, self.attempt, self.retry_at) = (step, 1, None);
     }
 
     /// Looks after checkpoints when a step is done: whether one is due, and how the one under way goes.
@@ -222,15 +232,15 @@ impl Saver {
             self.asked.end.load(Ordering::Relaxed),
             self.recipe.every_minutes.is_some_and(timed),
             self.under_way.as_mut().is_some_and(|save| save.job.outcome().is_none()),
+            is_first && self.retry_at.is_some_and(|at| at <= Instant::now()),
         ];
         let all = self.world.all_reduce("checkpoints", Reduce::Max, own.map(i64::from).to_vec()).wait()?;
-        let [save, end, timed, unfinished] = [all[0], all[1], all[2], all[3]].map(|any| any != 0);
+        let [save, end, timed, unfinished, again] = [all[0], all[1], all[2], all[3], all[4]].map(|any| any != 0);
         if self.under_way.is_some() && !unfinished {
             self.advance(say)?;
         }
         let stepped = self.recipe.every_steps.is_some_and(|every| step.is_multiple_of(every));
         let must = save || end || last;
-        let again = self.attempt > 1;
         if (must || stepped || timed || again) && self.last_step != step {
             if must {
                 self.finish(say)?;
@@ -254,16 +264,17 @@ impl Saver {
         Ok(if end { Next::End } else { Next::GoOn })
     }
 
-    /// Copies what is to be written, and begins to write it.
+    /// Begins to write what the trainer has now.
     fn begin(&mut self, trainer: &mut Trainer, step: u64, retry: Retry, say: &mut dyn FnMut(News)) -> Result<()> {
         let began = Instant::now();
         let own = if self.world.rank() == 0 { i64::from(SaveId::new().number()) } else { 0 };
         let id = self.world.all_reduce("checkpoint's id", Reduce::Max, vec![own]).wait()?[0];
         let id = SaveId::from(id as u32);
         let layouts = trainer.layouts();
-        let files = loop {
-            match trainer.snapshot(&layouts, id)? {
-                Ok(files) => break files,
+        let buffer_bytes = usize::try_from(self.recipe.buffer).unwrap_or(usize::MAX);
+        let snapshot = loop {
+            match trainer.snapshot(&layouts, id, buffer_bytes)? {
+                Ok(snapshot) => break snapshot,
                 Err(error) => {
                     let attempt = self.attempt;
                     self.snapshot_failed(step, retry, error, say);
@@ -274,14 +285,20 @@ impl Saver {
                 }
             }
         };
-        self.attempt = 1;
+        let attempt = std::mem::replace(&mut self.attempt, 1);
+        self.retry_at = None;
         let mut training = self.about.clone();
         training["progress"] =
             serde_json::to_value(trainer.progress()).map_err(|error| Error::Checkpoint(error.to_string()))?;
-        let job = self.write_files(step, &files, 1);
+        // What earlier attempts have left may be what leaves no room.
+        let leftover = std::mem::take(&mut self.leftover);
+        let job = self.write_files(step, &snapshot, leftover, Duration::ZERO);
+        if self.recipe.background && retry == Retry::NextStep {
+            trainer.release_lent()?;
+        }
         let stood = began.elapsed();
         self.under_way =
-            Some(Save { step, id, training, layouts, files, phase: Phase::Files, job, attempt: 1, began, stood });
+            Some(Save { step, id, training, layouts, snapshot, phase: Phase::Files, job, attempt, began, stood });
         (self.last, self.last_step) = (Instant::now(), step);
         if !self.recipe.background {
             self.finish(say)?;
@@ -301,9 +318,9 @@ impl Saver {
         };
         say(News::Trouble { step, text });
         match self.attempt < ATTEMPTS {
-            true => self.attempt += 1,
+            true => (self.attempt, self.retry_at) = (self.attempt + 1, Some(Instant::now())),
             false => {
-                (self.attempt, self.given_up) = (1, Some(error));
+                (self.attempt, self.retry_at, self.given_up) = (1, None, Some(error));
                 (self.last, self.last_step) = (Instant::now(), step);
             }
         }
@@ -368,16 +385,24 @@ impl Saver {
                 self.position.enter(position::Phase::SaveAfter);
                 let bytes: u64 =
                     save.layouts.iter().flat_map(|layout| layout.files(save.id)).map(|file| file.bytes()).sum();
+                let (stood, waited) = save.snapshot.stood_still();
+                let own = [save.stood + stood, waited].map(|time| time.as_micros() as i64);
+                let most = self.world.all_reduce("checkpoint's delay", Reduce::Max, own.to_vec()).wait()?;
+                let [stood_still_s, waited_s] = [most[0], most[1]].map(|microseconds| microseconds as f64 / 1e6);
+                if waited_s >= NOTED_S {
+                    let name = folder_of(step);
+                    let text = format!("training waited {waited_s:.1} s for {name}: checkpoints.buffer was full");
+                    say(News::Trouble { step, text });
+                }
                 say(News::Saved(Saved {
                     step,
                     address: self.store.display(&folder_of(step)),
                     bytes,
                     took_s: save.began.elapsed().as_secs_f64(),
-                    stood_still_s: save.stood.as_secs_f64(),
+                    stood_still_s,
                 }));
                 let (is_first, id) = (self.world.rank() == 0, save.id);
                 let keep = Keep { last: self.recipe.keep_last, every: self.recipe.keep_every };
-                save.files = Arc::default();
                 self.given_up = None;
                 save.job = Job::spawn(move || {
                     if is_first {
@@ -403,28 +428,37 @@ impl Saver {
             trouble(format!("{name} is saved, and what it replaces could not be removed: {error}"));
             return Ok(());
         }
-        match save.attempt < ATTEMPTS {
-            true => {
-                trouble(format!("{name} could not be saved, and will be tried again: {error}"));
-                save.attempt += 1;
-                match &save.phase {
-                    // It may be in place though the storage says otherwise, so what it names stays.
-                    Phase::Manifest(manifest) => save.job = self.write_manifest(manifest.clone(), save.attempt),
-                    _ => {
-                        save.job = self.write_files(save.step, &save.files, save.attempt);
-                        save.phase = Phase::Files;
-                    }
-                }
-                self.under_way = Some(save);
-            }
-            false => {
+        let is_over = save.attempt == ATTEMPTS;
+        match &save.phase {
+            _ if is_over => {
                 trouble(not_saved(&name, error));
                 if !matches!(save.phase, Phase::Manifest(_)) {
-                    discard(&self.store, save.step, &save.files);
+                    discard(&self.store, &paths(&save));
                 }
                 self.given_up = Some(error.to_string());
+                return Ok(());
+            }
+            // It may be in place though the storage says otherwise, so what it names stays.
+            Phase::Manifest(manifest) => {
+                trouble(format!("{name} could not be saved, and will be tried again: {error}"));
+                save.attempt += 1;
+                save.job = self.write_manifest(manifest.clone(), save.attempt);
+            }
+            _ if save.snapshot.is_complete() => {
+                trouble(format!("{name} could not be saved, and will be tried again: {error}"));
+                save.job = self.write_files(step, &save.snapshot, paths(&save), WAIT * save.attempt);
+                save.attempt += 1;
+                save.phase = Phase::Files;
+            }
+            _ => {
+                trouble(format!("{name} could not be saved, and will be tried again with a later step: {error}"));
+                self.attempt = save.attempt + 1;
+                self.retry_at = Some(Instant::now() + WAIT * save.attempt);
+                self.leftover.extend(paths(&save));
+                return Ok(());
             }
         }
+        self.under_way = Some(save);
         Ok(())
     }
 
@@ -442,21 +476,15 @@ impl Saver {
         })
     }
 
-    fn write_files(&self, step: u64, files: &Arc<Vec<OwnFile>>, attempt: u32) -> Job {
-        let (store, files, background) = (self.store.clone(), files.clone(), self.recipe.background);
-        let position = self.position.clone();
+    /// Writes files, after those that are left over have been removed and after a pause.
+    fn write_files(&self, step: u64, snapshot: &Arc<Snapshot>, leftover: Vec<String>, pause: Duration) -> Job {
+        let (store, position) = (self.store.clone(), self.position.clone());
+        let writing = Writing::new(snapshot);
         Job::spawn(move || {
             let began = Instant::now();
-            if attempt > 1 {
-                // What is there already may be what leaves no room.
-                discard(&store, step, &files);
-                std::thread::sleep(WAIT * (attempt - 1));
-            }
-            if background {
-                // Training's next update waits for this; one that stands still anyway has nothing to wait for.
-                files.iter().try_for_each(|file| file.contents().map(drop))?;
-            }
-            let written = written(&store, step, &files);
+            discard(&store, &leftover);
+            std::thread::sleep(pause);
+            let written = written(&store, step, writing.snapshot());
             position.lasted_beside(position::Phase::Save, began);
             written
         })
@@ -473,7 +501,7 @@ impl Saver {
         for (unit, layout) in save.layouts.iter().enumerate() {
             let plans = layout.files(save.id);
             let mut words = vec![0i64; 4 * plans.iter().map(FilePlan::pieces).sum::<usize>()];
-            for (file, hashes) in save.files.iter().zip(hashes).filter(|(file, _)| file.unit == unit) {
+            for (file, hashes) in save.snapshot.files.iter().zip(hashes).filter(|(file, _)| file.unit == unit) {
                 let before: usize = plans[..file.file].iter().map(FilePlan::pieces).sum();
                 for (four, hash) in words[4 * before..].chunks_exact_mut(4).zip(hashes) {
                     four.copy_from_slice(&hash.words());
@@ -498,14 +526,15 @@ fn not_saved(name: &str, error: &str) -> String {
 /// How many files a rank writes at a time: while one goes to the disk, another is hashed.
 const WRITERS: usize = 2;
 
-fn written(store: &Store, step: u64, files: &[OwnFile]) -> Outcome {
-    let queue = Mutex::new(files.iter().enumerate());
+fn written(store: &Store, step: u64, snapshot: &Snapshot) -> Outcome {
+    let queue = Mutex::new(snapshot.files.iter().enumerate());
     let write = || -> std::result::Result<Vec<(usize, Vec<Hash>)>, String> {
         let mut own = Vec::new();
         loop {
             let next = queue.lock().map_err(|_| "a thread that writes has panicked".to_string())?.next();
             let Some((index, file)) = next else { return Ok(own) };
-            let hashes = write_file(store, step, &file.name, file.contents()?).map_err(|error| error.to_string());
+            let hashes = write_parts(store, step, &file.name, snapshot.parts(index));
+            let hashes = hashes.map_err(|error| error.to_string());
             if hashes.is_err() {
                 // The others need not go on either.
                 queue.lock().map(|mut queue| queue.by_ref().for_each(drop)).unwrap_or_default();
@@ -525,11 +554,14 @@ fn written(store: &Store, step: u64, files: &[OwnFile]) -> Outcome {
     Ok(all.into_iter().map(|(_, hashes)| hashes).collect())
 }
 
+/// The files that this rank writes for a save.
+fn paths(save: &Save) -> Vec<String> {
+    save.snapshot.files.iter().map(|file| format!("{}/{}", folder_of(save.step), file.name)).collect()
+}
+
 /// Removes what this rank has written for a save that failed, where that is possible.
-fn discard(store: &Store, step: u64, files: &[OwnFile]) {
-    for file in files {
-        drop(store.remove(&format!("{}/{}", folder_of(step), file.name)));
-    }
+fn discard(store: &Store, paths: &[String]) {
+    paths.iter().for_each(|path| drop(store.remove(path)));
 }
 
 /// What a manifest says of a run beside its progress.

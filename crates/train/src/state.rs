@@ -2,20 +2,20 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::Arc;
 
-use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 use shardwise_checkpoint::{Band, Checkpoint, FILE_BYTES, SaveId, UnitLayout, UnitReader};
 use shardwise_comm::{Group, Pending};
 use shardwise_model::{Model, Parameter, Unit};
 use shardwise_plan::Dtype;
-use shardwise_torch::tch::{Device, Tensor};
-use shardwise_torch::{Block, storage};
+use shardwise_torch::Block;
+use shardwise_torch::tch::Device;
 use shardwise_zero::{Saved, StartError};
 
 use crate::agreement::agreed;
 use crate::outliers::PassedOver;
+use crate::snapshot::{Builder, Content, Snapshot, copy, first_line, into_bytes};
 use crate::{Error, Options, Ranks, Result, Trainer};
 
 /// What training needs to go on, beside tensors.
@@ -34,36 +34,6 @@ pub struct Progress {
     /// Steps that are not taken again, past and to come.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub passed_over: Vec<PassedOver>,
-}
-
-/// A file that this rank writes, with a copy of what is in it.
-pub(crate) struct OwnFile {
-    /// The unit's place in the model.
-    pub(crate) unit: usize,
-    /// The file's place among the unit's.
-    pub(crate) file: usize,
-    pub(crate) name: String,
-    parts: Mutex<Vec<Part>>,
-    copied: OnceLock<std::result::Result<Vec<Bytes>, String>>,
-}
-
-/// A part of a file.
-enum Part {
-    Copied(Bytes),
-    /// A tensor of the trainer's, which stays as it is until the next update.
-    Tensor(Tensor),
-}
-
-impl OwnFile {
-    /// All of it, one part after the other. What has not been copied yet is copied now, or waited for where another thread is
-    /// at it.
-    pub(crate) fn contents(&self) -> std::result::Result<&[Bytes], String> {
-        let copied = self.copied.get_or_init(|| {
-            let mut parts = self.parts.lock().map_err(|_| "a thread that copied it has panicked".to_string())?;
-            std::mem::take(&mut *parts).into_iter().map(Part::copied).collect()
-        });
-        copied.as_deref().map_err(String::clone)
-    }
 }
 
 /// How a model is laid out in a checkpoint that `owners` ranks write.
@@ -120,26 +90,28 @@ impl Trainer {
         layouts(&self.model, &self.options, self.ranks.groups.shard.size())
     }
 
-    /// What this rank is to write, its own slices and those that others send it. Replicas have the same, and take turns. Only
-    /// what the next step would touch is copied here; the next update waits until the rest has been. Where a rank has no memory
-    /// for its copies, no rank has a snapshot, and all of them know why.
+    /// What this rank is to write, its own slices, which stay where they are, and those that others send it. Replicas have the same,
+    /// and take turns. While it is written, `buffer_bytes` of it may be copied. Where a rank has no memory for what it sends and
+    /// receives, no rank has a snapshot, and all of them know why.
     pub(crate) fn snapshot(
         &mut self,
         layouts: &[UnitLayout],
         save: SaveId,
-    ) -> Result<std::result::Result<Arc<Vec<OwnFile>>, String>> {
-        self.unbroken(|trainer| trainer.take_snapshot(layouts, save))
+        buffer_bytes: usize,
+    ) -> Result<std::result::Result<Arc<Snapshot>, String>> {
+        self.unbroken(|trainer| trainer.take_snapshot(layouts, save, buffer_bytes))
     }
 
     fn take_snapshot(
         &mut self,
         layouts: &[UnitLayout],
         save: SaveId,
-    ) -> Result<std::result::Result<Arc<Vec<OwnFile>>, String>> {
+        buffer_bytes: usize,
+    ) -> Result<std::result::Result<Arc<Snapshot>, String>> {
         let Ranks { world, groups } = &self.ranks;
         let (replicas, replica) = (groups.replicate.size(), groups.replicate.rank());
         let mut fails = self.position.copy_fails();
-        let mut own_files = Vec::new();
+        let mut builder = Builder::default();
         for (unit, (layout, shard)) in layouts.iter().zip(&mut self.shards).enumerate() {
             shard.settle()?;
             let prepared = match unit % replicas == replica {
@@ -153,20 +125,13 @@ impl Trainer {
                 Ok(prepared) => prepared,
                 Err(error) => return Ok(Err(error)),
             };
-            own_files.extend(exchange(unit, prepared, world, |owner| groups.shard.ranks().rank_at(owner))?);
+            for (file, name, contents) in exchange(prepared, world, |owner| groups.shard.ranks().rank_at(owner))? {
+                builder.add(unit, file, name, contents);
+            }
         }
-        let own_files = Arc::new(own_files);
-        self.snapshot = Arc::downgrade(&own_files);
-        Ok(Ok(own_files))
-    }
-
-    /// Nothing is updated while a snapshot still reads it.
-    pub(crate) fn finish_snapshot(&mut self) {
-        let files = std::mem::take(&mut self.snapshot).upgrade();
-        for file in files.iter().flat_map(|files| files.iter()) {
-            // What could not be copied, the save reports.
-            drop(file.contents());
-        }
+        let snapshot = Arc::new(builder.finish(buffer_bytes));
+        self.snapshot = Some(Arc::downgrade(&snapshot));
+        Ok(Ok(snapshot))
     }
 
     /// A trainer whose parameters are a checkpoint's, and which has not trained yet.
@@ -236,12 +201,12 @@ enum Prepared {
     /// Another rank writes it, and is sent these parts.
     Sent { writer: usize, parts: Vec<Block> },
     /// This rank writes it.
-    Written { file: usize, name: String, parts: Vec<Content> },
+    Written { file: usize, name: String, parts: Vec<Part> },
 }
 
 /// A part of a file that this rank writes.
-enum Content {
-    Here(Part),
+enum Part {
+    Here(Content),
     /// Its owner sends it, and there is room for it.
     Coming {
         owner: usize,
@@ -251,20 +216,20 @@ enum Content {
 
 /// The same while it is on its way.
 enum Arriving {
-    Here(Part),
+    Here(Content),
     Coming(Pending<Block>),
 }
 
 impl Arriving {
-    fn wait(self) -> Result<Part> {
+    fn wait(self) -> Result<Content> {
         match self {
-            Arriving::Here(part) => Ok(part),
-            Arriving::Coming(pending) => Ok(Part::Copied(into_bytes(pending.wait()?))),
+            Arriving::Here(content) => Ok(content),
+            Arriving::Coming(pending) => Ok(Content::Bytes(into_bytes(pending.wait()?))),
         }
     }
 }
 
-/// Copies what has to be copied of a unit that `me`, one of its owners, has `saved`, and gets the memory for what others send.
+/// Copies what of a unit other ranks write and `me`, one of its owners, has `saved`, and gets the memory for what they send.
 fn prepare(
     layout: &UnitLayout,
     save: SaveId,
@@ -280,16 +245,15 @@ fn prepare(
             prepared.push(Prepared::Sent { writer: plan.writer, parts });
             continue;
         }
-        let mut parts = vec![Content::Here(Part::Copied(plan.header.into()))];
+        let mut parts = vec![Part::Here(Content::Bytes(plan.header.into()))];
         for segment in segments {
             let Saved { tensor, stays } = &saved[segment.band];
             parts.push(match segment.owner == me {
-                true if *stays => Content::Here(Part::Tensor(tensor.shallow_clone())),
-                true => Content::Here(Part::Copied(into_bytes(copy(tensor)?))),
+                true => Part::Here(Content::Tensor { tensor: tensor.shallow_clone(), is_lent: !stays }),
                 false => {
                     let len = (segment.range.end - segment.range.start) as usize;
                     let room = Block::new(layout.bands[segment.band].dtype, len, Device::Cpu);
-                    Content::Coming { owner: segment.owner, room: room.map_err(|error| first_line(&error))? }
+                    Part::Coming { owner: segment.owner, room: room.map_err(|error| first_line(&error))? }
                 }
             });
         }
@@ -298,13 +262,11 @@ fn prepare(
     Ok(prepared)
 }
 
-/// Sends and receives the parts of a unit's files; the files that this rank writes.
-fn exchange(
-    unit: usize,
-    prepared: Vec<Prepared>,
-    world: &Group,
-    world_rank: impl Fn(usize) -> usize,
-) -> Result<Vec<OwnFile>> {
+/// A file that this rank writes: its place among the unit's, its name, and what is in it.
+type Written = (usize, String, Vec<Content>);
+
+/// Sends and receives the parts of a unit's files; those that this rank writes.
+fn exchange(prepared: Vec<Prepared>, world: &Group, world_rank: impl Fn(usize) -> usize) -> Result<Vec<Written>> {
     let label = "checkpoint";
     let (mut sent, mut written) = (Vec::new(), Vec::new());
     for of_file in prepared {
@@ -313,9 +275,9 @@ fn exchange(
                 sent.extend(parts.into_iter().map(|part| world.send(label, world_rank(writer), part)));
             }
             Prepared::Written { file, name, parts } => {
-                let begin = |part: Content| match part {
-                    Content::Here(part) => Arriving::Here(part),
-                    Content::Coming { owner, room } => Arriving::Coming(world.receive(label, world_rank(owner), room)),
+                let begin = |part: Part| match part {
+                    Part::Here(content) => Arriving::Here(content),
+                    Part::Coming { owner, room } => Arriving::Coming(world.receive(label, world_rank(owner), room)),
                 };
                 written.push((file, name, parts.into_iter().map(begin).collect::<Vec<_>>()));
             }
@@ -323,43 +285,10 @@ fn exchange(
     }
     let mut own_files = Vec::new();
     for (file, name, parts) in written {
-        let parts = Mutex::new(parts.into_iter().map(Arriving::wait).collect::<Result<_>>()?);
-        own_files.push(OwnFile { unit, file, name, parts, copied: OnceLock::new() });
+        own_files.push((file, name, parts.into_iter().map(Arriving::wait).collect::<Result<_>>()?));
     }
     for pending in sent {
         pending.wait()?;
     }
     Ok(own_files)
-}
-
-impl Part {
-    fn copied(self) -> std::result::Result<Bytes, String> {
-        match self {
-            Part::Copied(bytes) => Ok(bytes),
-            Part::Tensor(tensor) => Ok(into_bytes(copy(&tensor)?)),
-        }
-    }
-}
-
-/// A tensor's elements in memory of the host, which libtorch's allocator keeps for the next save.
-fn copy(tensor: &Tensor) -> std::result::Result<Block, String> {
-    let copy = tensor.f_to_device_(Device::Cpu, tensor.kind(), false, true).map_err(|error| first_line(&error))?;
-    storage::take(&copy, "it has been copied").map_err(|error| first_line(&error))
-}
-
-/// What libtorch says of an error. What follows is its stack.
-fn first_line(error: &dyn std::error::Error) -> String {
-    error.to_string().lines().next().unwrap_or_default().to_string()
-}
-
-fn into_bytes(memory: Block) -> Bytes {
-    Bytes::from_owner(Copy(memory))
-}
-
-struct Copy(Block);
-
-impl AsRef<[u8]> for Copy {
-    fn as_ref(&self) -> &[u8] {
-        self.0.bytes().expect("it was copied to the host")
-    }
 }

@@ -14,9 +14,9 @@ use crate::guard::{Guard, Outlier};
 use crate::outliers::PassedOver;
 use crate::position::{Phase, Position};
 use crate::scale::Scale;
+use crate::snapshot::{Released, Snapshot};
 use crate::spot_check::{MicroBatchesOf, Spot};
 use crate::start::Start;
-use crate::state::OwnFile;
 use crate::{Accumulation, Error, Options, Ranks, Recomputation, Result};
 
 /// What a step did.
@@ -79,8 +79,8 @@ pub struct Trainer {
     pub(crate) passed_over: Vec<PassedOver>,
     pub(crate) guard: Guard,
     pub(crate) spot: Spot,
-    /// What a save may not have copied yet.
-    pub(crate) snapshot: Weak<Vec<OwnFile>>,
+    /// What a save may still read, since the last update.
+    pub(crate) snapshot: Option<Weak<Snapshot>>,
     /// Whether a step has been completed, so that the report on missing gradients has been made.
     has_stepped: bool,
     /// The error that interrupted a call halfway. From then on every call is refused.
@@ -159,7 +159,7 @@ impl Trainer {
             passed_over: Vec::new(),
             guard: Guard::default(),
             spot: Spot::default(),
-            snapshot: Weak::new(),
+            snapshot: None,
             has_stepped: false,
             broken_by: None,
         })
@@ -245,8 +245,8 @@ impl Trainer {
             outlier = self.judged(loss, &unit_norms)?;
             let clip = self.options.clip_norm.map_or(1., |largest| (largest / gradient_norm).min(1.));
             let optimizer = self.options.optimizer.at(pace.rate, pace.momentum);
-            self.finish_snapshot();
-            self.update(&optimizer, clip / loss_scale)?;
+            let released = self.release_saved()?;
+            self.update(&optimizer, clip / loss_scale, released)?;
             self.scale.went_well();
         } else {
             skipped = Some(self.skip(fault)?);
@@ -479,8 +479,8 @@ impl Trainer {
         Ok(squares)
     }
 
-    /// Updates what this rank owns, with gradients that are multiplied by `factor`.
-    fn update(&mut self, optimizer: &Optimizer, factor: f64) -> Result<()> {
+    /// Updates what this rank owns, which no save reads any more, with gradients that are multiplied by `factor`.
+    fn update(&mut self, optimizer: &Optimizer, factor: f64, _: Released) -> Result<()> {
         for (index, shard) in self.shards.iter_mut().enumerate() {
             self.position.enter_unit(Phase::Optimizer, index);
             shard.update(optimizer, factor)?;

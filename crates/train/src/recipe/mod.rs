@@ -419,9 +419,12 @@ pub struct CheckpointsRecipe {
     pub keep_last: Option<usize>,
     /// Which ones are kept for good: those of every so manieth step.
     pub keep_every: Option<u64>,
-    /// Whether training goes on while they are written, for the memory of a copy.
+    /// Whether training goes on while they are written.
     #[serde(default = "yes")]
     pub background: bool,
+    /// How many bytes a rank may copy at a time for a save in the background (1 GiB); training waits for what has no room.
+    #[serde(default = "one_gib")]
+    pub buffer: u64,
 }
 
 fn three() -> Option<usize> {
@@ -430,6 +433,10 @@ fn three() -> Option<usize> {
 
 fn yes() -> bool {
     true
+}
+
+fn one_gib() -> u64 {
+    1 << 30
 }
 
 impl CheckpointsRecipe {
@@ -442,6 +449,7 @@ impl CheckpointsRecipe {
             keep_last: three(),
             keep_every: None,
             background: true,
+            buffer: one_gib(),
         }
     }
 }
