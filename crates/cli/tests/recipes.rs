@@ -109,6 +109,24 @@ fn reads_back(recipe: &Recipe, ranks: usize) {
 const BASE: &str = include_str!("wrong/base.toml");
 
 #[test]
+fn a_save_takes_the_buffer_at_most_and_nothing_where_training_waits() {
+    let folder = folder();
+    let saving = |settings: &str, ranks: usize| {
+        let text = format!("{BASE}\n[checkpoints]\nfolder = \"saved\"\n{settings}\n");
+        Need::of(&Recipe::read(&written(&folder, &text)).unwrap(), ranks).unwrap().saving
+    };
+    let state = saving("", 1);
+    assert!(state > 1 << 20, "{state} bytes of parameters and moments");
+    // Headers of files are in memory whatever is copied.
+    let headers = saving("background = false", 1);
+    assert!(headers < 32 << 10, "{headers}");
+    assert_eq!(saving("buffer = 100_000", 1), headers + 100_000);
+    assert_eq!(saving("background = false\nbuffer = 100_000", 1), headers);
+    // Of a file that two ranks share, the one that writes it holds what the other sends.
+    assert!(saving("background = false", 2) > headers + state / 8);
+}
+
+#[test]
 fn what_config_prints_is_the_same_recipe() {
     let folder = folder();
     for (from, to) in [

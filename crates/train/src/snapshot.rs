@@ -2,7 +2,8 @@
 //!
 //! A snapshot is a list of pieces, each a range of a file. Most are still in the trainer's own tensors, and are written straight
 //! from there, in the order in which training will need the tensors again. What has not been written when it does is copied first,
-//! into a buffer of limited size; where that is full, training waits. A save that training waits for copies nothing.
+//! into a buffer of limited size; where that is full, training waits. It copies from the end, where the writer comes last, so that
+//! nothing is copied that is about to be written. A save that training waits for copies nothing.
 //!
 //! # Note: who may touch a saved tensor
 //! While a thread writes a snapshot, it reads tensors that belong to the trainer. So the thread that trains neither writes to them
@@ -275,10 +276,11 @@ impl Snapshot {
         let deadline = Instant::now() + WAIT;
         let mut state = self.lock();
         state.is_stale = true;
-        let mut index = 0;
-        while index < state.pieces.len() {
+        let mut left = state.pieces.len();
+        while left > 0 {
+            let index = left - 1;
             if !state.pieces[index].is_held(which) {
-                index += 1;
+                left -= 1;
                 continue;
             }
             match std::mem::replace(&mut state.pieces[index], Piece::Busy) {
@@ -309,11 +311,11 @@ impl Snapshot {
                     continue;
                 }
             }
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
+            let time_left = deadline.saturating_duration_since(Instant::now());
+            if time_left.is_zero() {
                 return false;
             }
-            (state, _) = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner);
+            (state, _) = self.changed.wait_timeout(state, time_left).unwrap_or_else(PoisonError::into_inner);
         }
         true
     }
