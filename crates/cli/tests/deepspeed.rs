@@ -59,6 +59,7 @@ fn every_honoured_key_has_its_effect() {
     let schedule = |kind: &str, params: &str| {
         format!(r#"{{"scheduler": {{"type": "{kind}", "params": {{"warmup_type": "linear", {params}}}}}}}"#)
     };
+    let fp16 = |keys: &str| format!(r#"{{"fp16": {{"enabled": true, {keys}}}}}"#);
     let total = r#""total_num_steps": 70, "warmup_num_steps": 7"#;
     let cases: Vec<(String, &str, &str, &str)> = vec![
         (r#"{"train_batch_size": 64}"#.into(), "batch.global", "64", "train_batch_size"),
@@ -114,6 +115,34 @@ fn every_honoured_key_has_its_effect() {
         (r#"{"gradient_clipping": 0.7}"#.into(), "optimizer.clip_norm", "0.7", "gradient_clipping"),
         (r#"{"gradient_clipping": "auto"}"#.into(), "optimizer.clip_norm", "1.0", "recipe.toml:23"),
         (r#"{"fp16": {"enabled": true, "loss_scale": 0}}"#.into(), "precision.parameters", "\"f16\"", "fp16.enabled"),
+        (fp16(r#""initial_scale_power": 20"#), "precision.loss_scale_initial", "1048576.0", "fp16.initial_scale_power"),
+        (fp16(r#""loss_scale_window": 500"#), "precision.loss_scale_window", "500", "fp16.loss_scale_window"),
+        (fp16(r#""hysteresis": 4"#), "precision.loss_scale_hysteresis", "4", "fp16.hysteresis"),
+        (
+            fp16(r#""consecutive_hysteresis": true"#),
+            "precision.loss_scale_consecutive_hysteresis",
+            "true",
+            "fp16.consecutive_hysteresis",
+        ),
+        (fp16(r#""min_loss_scale": 0.5"#), "precision.loss_scale_min", "0.5", "fp16.min_loss_scale"),
+        // What DeepSpeed does when nothing is said of it.
+        (fp16(r#""loss_scale": 0"#), "precision.loss_scale_initial", "65536.0", "fp16, by default"),
+        (fp16(r#""loss_scale": 0"#), "precision.loss_scale_window", "1000", "fp16, by default"),
+        (fp16(r#""loss_scale": 0"#), "precision.loss_scale_hysteresis", "2", "fp16, by default"),
+        (fp16(r#""loss_scale": 0"#), "precision.loss_scale_min", "1.0", "fp16, by default"),
+        (fp16(r#""loss_scale_window": "auto""#), "precision.loss_scale_window", "2000", "default"),
+        (
+            r#"{"bf16": {"enabled": true}, "fp16": {"enabled": false, "loss_scale": 128, "hysteresis": 4}}"#.into(),
+            "precision.parameters",
+            "\"bf16\"",
+            "bf16.enabled",
+        ),
+        (
+            r#"{"bf16": {"enabled": true, "check_grad_overflow": true}}"#.into(),
+            "run.on_not_finite",
+            "\"skip\"",
+            "bf16.check_grad_overflow",
+        ),
         (r#"{"bf16": {"enabled": true}}"#.into(), "precision.parameters", "\"bf16\"", "bf16.enabled"),
         (
             r#"{"bf16": {"enabled": false}, "fp16": {"enabled": false, "loss_scale": 128}}"#.into(),
@@ -147,8 +176,11 @@ fn every_honoured_key_has_its_effect() {
         let text = laid(&json, &[]).unwrap_or_else(|error| panic!("{json}: {error}"));
         let (found, from) = value(&text, key).unwrap_or_else(|| panic!("{json}: no {key} in {text}"));
         assert_eq!(found, expected, "{json}: {key}");
-        let source =
-            if source.is_empty() || source.contains(':') { source.into() } else { format!("ds.json: {source}") };
+        let source = if ["", "default"].contains(&source) || source.contains(':') {
+            source.into()
+        } else {
+            format!("ds.json: {source}")
+        };
         assert!(source.is_empty() || from == source, "{json}: {key} is from {from}, not {source}");
     }
 }
@@ -163,6 +195,11 @@ fn what_a_section_replaces_is_gone() {
         laid(r#"{"bf16": {"enabled": false}}"#, &[("[optimizer]", "[precision]\nparameters = \"bf16\"\n[optimizer]")])
             .unwrap();
     assert_eq!(value(&off, "precision.parameters").unwrap().0, "\"f32\"");
+    // A recipe that is f16 already has its scale moved as the file says; one that is not has none to move.
+    let scaled = r#"{"fp16": {"enabled": "auto", "loss_scale_window": 30}}"#;
+    let half = [("[optimizer]", "[precision]\nparameters = \"f16\"\n[optimizer]")];
+    assert_eq!(value(&laid(scaled, &half).unwrap(), "precision.loss_scale_window").unwrap().0, "30");
+    assert_eq!(value(&laid(scaled, &[]).unwrap(), "precision.loss_scale_window"), None);
     let cycle = [("kind = \"cosine\"\nwarmup_steps = 5", "kind = \"1-cycle\"\nrising = 0.2\nmomentum = [0.9, 0.8]")];
     let warmup = r#"{"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "linear"}}}"#;
     assert_eq!(value(&laid(warmup, &cycle).unwrap(), "schedule.rising"), None);
@@ -173,7 +210,9 @@ fn keys_without_meaning_are_noted_and_others_refused() {
     let notes =
         laid(r#"{"zero_optimization": {"stage": 3, "reduce_bucket_size": 5e8, "overlap_comm": false}}"#, &[]).unwrap();
     assert!(
-        notes.contains("have no meaning here: zero_optimization.overlap_comm, zero_optimization.reduce_bucket_size"),
+        notes.contains("have no meaning here: zero_optimization.overlap_comm\n")
+            && notes
+                .contains("`shardwise train --dry-run` prints how much it is: zero_optimization.reduce_bucket_size\n"),
         "{notes}"
     );
     for (json, expected) in [
@@ -191,7 +230,15 @@ fn keys_without_meaning_are_noted_and_others_refused() {
         ),
         (r#"{"scheduler": {"type": "LRRangeTest"}}"#, "scheduler.type: DeepSpeed's rate rises by equal steps"),
         (r#"{"fp16": {"enabled": true, "loss_scale": 128}}"#, "fp16.loss_scale: it is 128"),
-        (r#"{"fp16": {"enabled": true, "initial_scale_power": 32}}"#, "fp16.initial_scale_power: it is 32"),
+        (r#"{"fp16": {"enabled": true, "initial_scale_power": 65}}"#, "fp16.initial_scale_power: it is 65"),
+        (r#"{"fp16": {"enabled": true, "loss_scale_window": 0}}"#, "`precision.loss_scale_window` is 0"),
+        (r#"{"fp16": {"enabled": true, "hysteresis": 0}}"#, "`precision.loss_scale_hysteresis` is 0"),
+        (r#"{"fp16": {"enabled": true, "hysteresis": "often"}}"#, "fp16.hysteresis: it is \"often\""),
+        (r#"{"fp16": {"enabled": true, "min_loss_scale": 0}}"#, "`precision.loss_scale_min` is 0"),
+        (r#"{"fp16": {"enabled": true, "initial_scale_power": 0, "min_loss_scale": 4}}"#, "larger than the first"),
+        (r#"{"bf16": {"enabled": true, "check_grad_overflow": false}}"#, "bf16.check_grad_overflow: it is false"),
+        (r#"{"zero_optimization": {"ignore_unused_parameters": false}}"#, "ignore_unused_parameters: it is false"),
+        (r#"{"dataloader_drop_last": false}"#, "dataloader_drop_last: it is false"),
         (r#"{"fp16": {"enabled": true}, "bf16": {"enabled": true}}"#, "enable one of them"),
         (
             r#"{"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "bf16"}"#,

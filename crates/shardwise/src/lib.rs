@@ -67,8 +67,8 @@ use std::sync::Arc;
 
 pub use shardwise_torch::tch;
 pub use shardwise_train::{
-    Accumulation, Error, Evaluation, Fault, LossScale, OnNotFinite, OnOutlier, Options, Outlier, Portion, Progress,
-    Ranks, Recomputation, Report, Result, Sampling, Schedule, Source, SourceError, Trainer, generate, save,
+    Accumulation, DynamicScale, Error, Evaluation, Fault, LossScale, OnNotFinite, OnOutlier, Options, Outlier, Portion,
+    Progress, Ranks, Recomputation, Report, Result, Sampling, Schedule, Source, SourceError, Trainer, generate, save,
 };
 pub use shardwise_zero::{AdamW, Bytes, Elements, Elementwise, Groups, Lamb, Optimizer, Precision, Sgd, Sharding};
 

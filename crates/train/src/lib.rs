@@ -75,7 +75,7 @@ pub use recipe::Recipe;
 pub use run::{Ended, Line, run};
 pub use sabotage::{Deed, Sabotage};
 pub use saving::{Asked, save};
-pub use scale::LossScale;
+pub use scale::{DynamicScale, LossScale};
 pub use schedule::{Kind, Pace, Schedule};
 pub use source::{Portion, Source, SourceError};
 pub use spot_check::{Finding, MicroBatchesOf};

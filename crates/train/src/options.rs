@@ -8,7 +8,7 @@ use shardwise_plan::{Axis, Dtype, Mesh};
 use shardwise_torch::tch::Device;
 use shardwise_zero::{Groups, Optimizer, Precision, Sharding};
 
-use crate::{Error, LossScale, OnNotFinite, OnOutlier, Result, Schedule, scale};
+use crate::{DynamicScale, Error, LossScale, OnNotFinite, OnOutlier, Result, Schedule, scale};
 
 /// How to train.
 #[derive(Clone, Debug)]
@@ -84,7 +84,7 @@ impl Options {
         if self.precision.gradients == Dtype::F16 && self.precision.parameters != Dtype::F16 {
             return refuse("gradients in f16 overflow where parameters are not f16; use f32 or bf16 for them");
         }
-        let (LossScale::Fixed(value) | LossScale::Dynamic { initial: value, .. }) = self.loss_scale;
+        let (LossScale::Fixed(value) | LossScale::Dynamic(DynamicScale { initial: value, .. })) = self.loss_scale;
         let is_usable = value > 0. && value <= scale::LARGEST;
         if !is_usable {
             return refuse(&format!("a loss scale of {value} spoils gradients; use a positive one that f32 can hold"));
@@ -189,7 +189,9 @@ mod tests {
         };
         assert!(with(LossScale::DYNAMIC).is_ok());
         for value in [0., -2., 1e39, f64::INFINITY, f64::NAN] {
-            for loss_scale in [LossScale::Fixed(value), LossScale::Dynamic { initial: value, patience: 3 }] {
+            for loss_scale in
+                [LossScale::Fixed(value), LossScale::Dynamic(DynamicScale { initial: value, ..DynamicScale::DEFAULT })]
+            {
                 let error = with(loss_scale).unwrap_err().to_string();
                 assert!(error.contains(&format!("a loss scale of {value}")), "{error}");
             }

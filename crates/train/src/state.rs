@@ -31,6 +31,9 @@ pub struct Progress {
     pub loss_scale: Option<f64>,
     /// Since when it has gone well.
     pub good_steps: u32,
+    /// How many more overflows it takes for the loss scale to be halved, where that is not one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hysteresis_left: Option<u32>,
     /// Steps that are not taken again, past and to come.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub passed_over: Vec<PassedOver>,
@@ -82,6 +85,7 @@ impl Trainer {
             skipped: self.skipped,
             loss_scale: self.scale.moving(),
             good_steps: self.scale.good_steps(),
+            hysteresis_left: self.scale.hysteresis_left(),
             passed_over: self.passed_over.clone(),
         }
     }
@@ -168,7 +172,7 @@ impl Trainer {
         trainer.steps = progress.step;
         trainer.skipped = progress.skipped;
         trainer.passed_over = progress.passed_over;
-        trainer.scale.resume(progress.loss_scale, progress.good_steps);
+        trainer.scale.resume(progress.loss_scale, progress.good_steps, progress.hysteresis_left);
         Ok(trainer)
     }
 }

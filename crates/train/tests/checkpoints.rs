@@ -13,7 +13,7 @@ use shardwise_comm::{Group, mpi};
 use shardwise_harness::{Launch, ranks};
 use shardwise_model::{Batch, IGNORED, Llama, Model};
 use shardwise_torch::tch::{Device, Kind, Tensor};
-use shardwise_train::{LossScale, OnNotFinite, Options, Ranks, Schedule, Trainer, save, start};
+use shardwise_train::{DynamicScale, LossScale, OnNotFinite, Options, Ranks, Schedule, Trainer, save, start};
 use shardwise_zero::{AdamW, Optimizer, Precision, Sharding};
 
 const VOCABULARY: i64 = 101;
@@ -36,7 +36,10 @@ fn options(stage: u8, precision: Precision) -> Options {
         precision,
         clip_norm: Some(0.5),
         // Large enough for steps to be skipped, so that the scale has moved when it is saved.
-        loss_scale: if is_f16 { LossScale::Dynamic { initial: 1e9, patience: 2 } } else { LossScale::Fixed(1.) },
+        loss_scale: match is_f16 {
+            true => LossScale::Dynamic(DynamicScale { initial: 1e9, window: 2, ..DynamicScale::DEFAULT }),
+            false => LossScale::Fixed(1.),
+        },
         on_not_finite: if is_f16 { OnNotFinite::Skip } else { OnNotFinite::Stop },
         ..Options::new(Sharding::stage(stage).unwrap(), Optimizer::AdamW(adamw), Schedule::constant(3e-3))
     }

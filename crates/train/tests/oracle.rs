@@ -16,7 +16,7 @@ use shardwise_model::{
     Activations, Batch, Gpt2, IGNORED, Init, Layer, Llama, Model, Parameter, Parameters, Result, Unit, init,
 };
 use shardwise_torch::tch::{Device, Kind, Tensor};
-use shardwise_train::{LossScale, OnNotFinite, Options, Ranks, Recomputation, Schedule, Trainer, start};
+use shardwise_train::{DynamicScale, LossScale, OnNotFinite, Options, Ranks, Recomputation, Schedule, Trainer, start};
 use shardwise_zero::{AdamW, Lamb, Optimizer, Precision, Sgd, Sharding};
 
 const VOCABULARY: i64 = 101;
@@ -84,9 +84,9 @@ impl Run {
         optimizer["rate"] = json!(options.schedule.rate);
         let loss_scale = match options.loss_scale {
             LossScale::Fixed(_) => Value::Null,
-            LossScale::Dynamic { initial, patience } => {
+            LossScale::Dynamic(DynamicScale { initial, window, .. }) => {
                 json!({
-                    "init_scale": initial, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": patience,
+                    "init_scale": initial, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": window,
                 })
             }
         };
@@ -285,7 +285,7 @@ fn scaled_run(name: &'static str, precision: Precision, initial: f64, tolerance:
     let options = Options {
         precision,
         clip_norm: Some(0.1),
-        loss_scale: LossScale::Dynamic { initial, patience: 3 },
+        loss_scale: LossScale::Dynamic(DynamicScale { initial, window: 3, ..DynamicScale::DEFAULT }),
         on_not_finite: OnNotFinite::Skip,
         ..run.options
     };

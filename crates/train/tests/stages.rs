@@ -10,7 +10,9 @@ use shardwise_harness::{Launch, ranks};
 use shardwise_model::{Batch, Gpt2, IGNORED, Llama, Model};
 use shardwise_plan::{Dtype, Partition};
 use shardwise_torch::tch::{Device, Kind, Tensor};
-use shardwise_train::{Accumulation, LossScale, OnNotFinite, Options, Ranks, Recomputation, Schedule, Trainer, start};
+use shardwise_train::{
+    Accumulation, DynamicScale, LossScale, OnNotFinite, Options, Ranks, Recomputation, Schedule, Trainer, start,
+};
 use shardwise_zero::{AdamW, Lamb, Optimizer, Precision, Sgd, ShardedUnit, Sharding};
 
 const VOCABULARY: i64 = 101;
@@ -365,7 +367,7 @@ fn numbers_that_are_not_finite_are_named_and_follow_the_policy() {
             // Finite parameters, but an infinite gradient: f16 overflows on the way back, not on the way there.
             let skipping = Options {
                 precision: Precision::F16,
-                loss_scale: LossScale::Dynamic { initial: 1e9, patience: 5 },
+                loss_scale: LossScale::Dynamic(DynamicScale { initial: 1e9, window: 5, ..DynamicScale::DEFAULT }),
                 on_not_finite: OnNotFinite::Skip,
                 ..options
             };

@@ -15,7 +15,9 @@ use super::{
     AccumulationRecipe, FloatRecipe, NotFiniteRecipe, OptimizerKind, OptimizerRecipe, OutlierRecipe, Recipe,
     RecomputationRecipe, ScheduleKind,
 };
-use crate::{Accumulation, Kind, LossScale, OnNotFinite, OnOutlier, Options, Recomputation, Result, Schedule};
+use crate::{
+    Accumulation, DynamicScale, Kind, LossScale, OnNotFinite, OnOutlier, Options, Recomputation, Result, Schedule,
+};
 
 /// The most sequences that a rank computes at once, of micro-batches, and of tokens that it computes at once: far beyond what
 /// anybody trains, and far below where sizes could overflow.
@@ -203,7 +205,7 @@ impl Recipe {
             schedule: self.schedule_of()?,
             clip_norm: self.optimizer.clip_norm,
             loss_scale: match self.precision.parameters {
-                FloatRecipe::F16 => LossScale::DYNAMIC,
+                FloatRecipe::F16 => LossScale::Dynamic(self.dynamic_scale()),
                 _ => LossScale::Fixed(1.),
             },
             on_not_finite: match self.on_not_finite() {
@@ -217,6 +219,18 @@ impl Recipe {
             },
             device,
         })
+    }
+
+    /// How the loss scale of f16 moves.
+    pub(super) fn dynamic_scale(&self) -> DynamicScale {
+        let (given, default) = (&self.precision, DynamicScale::DEFAULT);
+        DynamicScale {
+            initial: given.loss_scale_initial.unwrap_or(default.initial),
+            window: given.loss_scale_window.unwrap_or(default.window),
+            hysteresis: given.loss_scale_hysteresis.unwrap_or(default.hysteresis),
+            consecutive_hysteresis: given.loss_scale_consecutive_hysteresis.unwrap_or(default.consecutive_hysteresis),
+            min: given.loss_scale_min.unwrap_or(default.min),
+        }
     }
 
     pub(super) fn on_not_finite(&self) -> NotFiniteRecipe {

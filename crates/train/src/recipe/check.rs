@@ -24,6 +24,7 @@ impl Recipe {
         self.check_optimizer()?;
         self.check_schedule()?;
         self.check_sharding()?;
+        self.check_precision()?;
         self.check_checkpoints()?;
         self.check_supervision()?;
         if self.start.seed.is_some() && self.start.weights.is_some() {
@@ -252,6 +253,10 @@ impl Recipe {
             let problem = "sharded accumulation needs gradients that are sliced: use stage 2 or 3, or leave it out";
             return Err(Wrong::between(&keys, problem));
         }
+        Ok(())
+    }
+
+    fn check_precision(&self) -> Checked {
         let precision = &self.precision;
         if precision.gradients == FloatRecipe::F16 && precision.parameters != FloatRecipe::F16 {
             let keys = [
@@ -260,6 +265,43 @@ impl Recipe {
             ];
             let problem = "gradients in f16 overflow where parameters are not f16: use \"f32\" or \"bf16\" for them";
             return Err(Wrong::between(&keys, problem));
+        }
+        let given = [
+            ("precision.loss_scale_initial", precision.loss_scale_initial.map(number)),
+            ("precision.loss_scale_window", precision.loss_scale_window.map(|steps| steps.to_string())),
+            ("precision.loss_scale_hysteresis", precision.loss_scale_hysteresis.map(|count| count.to_string())),
+            (
+                "precision.loss_scale_consecutive_hysteresis",
+                precision.loss_scale_consecutive_hysteresis.map(|flag| flag.to_string()),
+            ),
+            ("precision.loss_scale_min", precision.loss_scale_min.map(number)),
+        ];
+        if precision.parameters != FloatRecipe::F16
+            && let Some((key, value)) = given.into_iter().find_map(|(key, value)| Some((key, value?)))
+        {
+            let of = word(&precision.parameters);
+            let problem = format!("`{key}` is of \"f16\", and parameters are {of}: leave it out");
+            return Err(Wrong::between(&[(key, value), ("precision.parameters", of)], problem));
+        }
+        let scale = self.dynamic_scale();
+        for (key, value) in [("precision.loss_scale_initial", scale.initial), ("precision.loss_scale_min", scale.min)] {
+            if !(value > 0. && value.is_finite()) {
+                return Err(Wrong::at(key, format!("`{key}` is {value}, and must be a positive number")));
+            }
+        }
+        for (key, count) in
+            [("precision.loss_scale_window", scale.window), ("precision.loss_scale_hysteresis", scale.hysteresis)]
+        {
+            if count == 0 {
+                return Err(Wrong::at(key, format!("`{key}` is 0, and must be at least 1")));
+            }
+        }
+        if scale.min > scale.initial {
+            let keys = [
+                ("precision.loss_scale_min", number(scale.min)),
+                ("precision.loss_scale_initial", number(scale.initial)),
+            ];
+            return Err(Wrong::between(&keys, "the smallest loss scale is larger than the first: make it smaller"));
         }
         Ok(())
     }

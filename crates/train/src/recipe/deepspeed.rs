@@ -18,6 +18,12 @@ use super::Source;
 use super::layers::Change;
 use crate::{Error, Result};
 
+/// The largest power of two that a loss scale may begin with: far beyond what f16 can hold, and far below where f32 ends.
+const SCALE_POWER_MAX: i64 = 64;
+
+/// The largest count that is read into 32 bits.
+const COUNT_MAX: i64 = u32::MAX as i64;
+
 /// What a configuration changes, and what its user should know.
 pub(super) struct Translated {
     pub(super) changes: Vec<Change>,
@@ -29,7 +35,7 @@ pub(super) fn translated(file: &Path, text: &str, recipe: &Table) -> Result<Tran
     let fail = |problem: String| Error::Recipe { place: file.display().to_string(), problem };
     let leaves = json::leaves(text).map_err(fail)?;
     let mut translation =
-        Translation { leaves, recipe, changes: Vec::new(), notes: Vec::new(), idle: Vec::new(), refused: Vec::new() };
+        Translation { leaves, recipe, changes: vec![], notes: vec![], idle: vec![], memory: vec![], refused: vec![] };
     translation.batch();
     translation.optimizer();
     translation.scheduler();
@@ -37,7 +43,7 @@ pub(super) fn translated(file: &Path, text: &str, recipe: &Table) -> Result<Tran
     translation.plain_keys();
     translation.sections();
     translation.leftovers();
-    let Translation { changes, mut notes, idle, mut refused, .. } = translation;
+    let Translation { changes, mut notes, idle, memory, mut refused, .. } = translation;
     if !refused.is_empty() {
         refused.sort();
         let count = if refused.len() == 1 { "a key".to_string() } else { format!("{} keys", refused.len()) };
@@ -47,12 +53,19 @@ pub(super) fn translated(file: &Path, text: &str, recipe: &Table) -> Result<Tran
     if !idle.is_empty() {
         notes.push(format!("these keys tune DeepSpeed itself, and have no meaning here: {}", idle.join(", ")));
     }
+    if !memory.is_empty() {
+        notes.push(format!(
+            "these keys bound DeepSpeed's buffers; here memory follows from sharding.units_in_flight, sharding.accumulation and \
+             recomputation, and `shardwise train --dry-run` prints how much it is: {}",
+            memory.join(", ")
+        ));
+    }
     let name = file.file_name().map_or_else(String::new, |name| name.to_string_lossy().into_owned());
     Ok(Translated { changes, notes: notes.into_iter().map(|note| format!("{name}: {note}")).collect() })
 }
 
 /// Every key of DeepSpeed's that is known here, by what becomes of it: the guide's table.
-pub fn deepspeed_keys() -> [Fates; 4] {
+pub fn deepspeed_keys() -> [Fates; 5] {
     rules::fates()
 }
 
@@ -73,6 +86,7 @@ struct Translation<'a> {
     changes: Vec<Change>,
     notes: Vec<String>,
     idle: Vec<String>,
+    memory: Vec<String>,
     refused: Vec<(String, String)>,
 }
 
@@ -314,6 +328,7 @@ impl Translation<'_> {
     }
 
     fn precision(&mut self) {
+        let scales = self.has("fp16");
         let (bf16, fp16) = (self.flag("bf16.enabled"), self.flag("fp16.enabled"));
         let was = self.of_recipe("precision.parameters").and_then(Value::as_str).unwrap_or("f32").to_string();
         match (&bf16, &fp16) {
@@ -327,14 +342,29 @@ impl Translation<'_> {
             _ => {}
         }
         let is_half = matches!(bf16, Said::Value(true)) || matches!(fp16, Said::Value(true));
-        if !is_half {
+        let is_f16 = match (&bf16, &fp16) {
+            (Said::Value(true), _) | (_, Said::Value(false)) => false,
+            (_, Said::Value(true)) => true,
+            _ => was == "f16",
+        };
+        match is_f16 && scales {
+            true => self.loss_scale(),
             // How a loss would be scaled does not matter where none is.
-            self.leaves.retain(|key, _| !(is_within(key, "fp16") && rules::LOSS_SCALE.contains(&key.as_str())));
+            false => self.leaves.retain(|key, _| !rules::LOSS_SCALE.contains(&key.as_str())),
         }
-        if let Said::Value(scale) = self.number("fp16.loss_scale")
-            && scale != 0.
-        {
-            self.refuse("fp16.loss_scale", format!("it is {scale}, and the scale moves by itself here: write 0"));
+        let is_bf16 = match &bf16 {
+            Said::Value(enabled) => *enabled,
+            Said::Absent | Said::Auto => was == "bf16" && !is_f16,
+        };
+        match self.flag("bf16.check_grad_overflow") {
+            _ if !is_bf16 => {}
+            Said::Value(true) => self.set("run.on_not_finite", "skip", "bf16.check_grad_overflow"),
+            Said::Value(false) => self.refuse(
+                "bf16.check_grad_overflow",
+                "it is false, and numbers that are not finite are always found here: write true to skip such a step, or leave \
+                 it to run.on_not_finite",
+            ),
+            Said::Absent | Said::Auto => {}
         }
         let types = ["data_types.grad_accum_dtype", "communication_data_type"];
         let [kept, sent] = types.map(|key| (key, self.float(key)));
@@ -350,6 +380,52 @@ impl Translation<'_> {
             ),
             _ => {}
         }
+    }
+
+    /// How the loss scale of f16 moves, which decides which steps are skipped.
+    fn loss_scale(&mut self) {
+        if let Said::Value(scale) = self.number("fp16.loss_scale")
+            && scale != 0.
+        {
+            self.refuse("fp16.loss_scale", format!("it is {scale}, and the scale moves by itself here: write 0"));
+        }
+        let key = "fp16.initial_scale_power";
+        match self.whole(key) {
+            Said::Value(power @ 0..=SCALE_POWER_MAX) => {
+                self.set("precision.loss_scale_initial", 2f64.powi(power as i32), key);
+            }
+            Said::Value(power) => self.refuse(key, format!("it is {power}, and must be at most {SCALE_POWER_MAX}")),
+            Said::Absent => self.set("precision.loss_scale_initial", 65536., "fp16, by default"),
+            Said::Auto => {}
+        }
+        for (theirs, ours, default) in [
+            ("fp16.loss_scale_window", "precision.loss_scale_window", 1000),
+            ("fp16.hysteresis", "precision.loss_scale_hysteresis", 2),
+        ] {
+            match self.whole(theirs) {
+                Said::Value(count @ 0..=COUNT_MAX) => self.set(ours, count, theirs),
+                Said::Value(count) => self.refuse(theirs, format!("it is {count}, and must be at most {COUNT_MAX}")),
+                Said::Absent => self.set(ours, default, "fp16, by default"),
+                Said::Auto => {}
+            }
+        }
+        let (theirs, ours) = ("fp16.consecutive_hysteresis", "precision.loss_scale_consecutive_hysteresis");
+        match self.flag(theirs) {
+            Said::Value(flag) => self.set(ours, flag, theirs),
+            Said::Absent => self.set(ours, false, "fp16, by default"),
+            Said::Auto => {}
+        }
+        let (theirs, ours) = ("fp16.min_loss_scale", "precision.loss_scale_min");
+        match self.number(theirs) {
+            Said::Value(scale) => self.set(ours, scale, theirs),
+            Said::Absent => self.set(ours, 1., "fp16, by default"),
+            Said::Auto => {}
+        }
+        self.notes.push(
+            "fp16.loss_scale_window: the loss scale is doubled after as many steps without an overflow here; DeepSpeed waits for one \
+             step more at the start and after each overflow"
+                .to_string(),
+        );
     }
 
     fn float(&mut self, key: &str) -> Option<&'static str> {
@@ -393,6 +469,11 @@ impl Translation<'_> {
         for &key in rules::IDLE {
             if self.leaves.remove(key).is_some() {
                 self.idle.push(key.to_string());
+            }
+        }
+        for &key in rules::MEMORY {
+            if self.leaves.remove(key).is_some() {
+                self.memory.push(key.to_string());
             }
         }
     }

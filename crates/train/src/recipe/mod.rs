@@ -257,11 +257,29 @@ pub struct PrecisionRecipe {
     pub parameters: FloatRecipe,
     /// Gradients, as they are added up and sent to be reduced.
     pub gradients: FloatRecipe,
+    /// The first loss scale of f16.
+    pub loss_scale_initial: Option<f64>,
+    /// Double the loss scale after this many steps in a row without an overflow.
+    pub loss_scale_window: Option<u32>,
+    /// Halve the loss scale at this overflow, and at every further one until it is doubled again.
+    pub loss_scale_hysteresis: Option<u32>,
+    /// Count overflows for the hysteresis anew after every step without one.
+    pub loss_scale_consecutive_hysteresis: Option<bool>,
+    /// The smallest loss scale: an overflow at this scale ends the run.
+    pub loss_scale_min: Option<f64>,
 }
 
 impl Default for PrecisionRecipe {
     fn default() -> Self {
-        PrecisionRecipe { parameters: FloatRecipe::F32, gradients: FloatRecipe::F32 }
+        PrecisionRecipe {
+            parameters: FloatRecipe::F32,
+            gradients: FloatRecipe::F32,
+            loss_scale_initial: None,
+            loss_scale_window: None,
+            loss_scale_hysteresis: None,
+            loss_scale_consecutive_hysteresis: None,
+            loss_scale_min: None,
+        }
     }
 }
 

@@ -5,7 +5,7 @@ use shardwise_zero::Optimizer;
 
 use super::build::number;
 use super::{Recipe, Source};
-use crate::{Error, Kind, Result};
+use crate::{Error, Kind, LossScale, Result};
 
 /// Where comments begin, at the least.
 const COMMENT_COLUMN: usize = 40;
@@ -124,6 +124,14 @@ fn filled(recipe: &Recipe, ranks: Option<usize>) -> Result<Recipe> {
             (schedule.end, schedule.momentum) = (Some(end), Some(momentum));
         }
         Kind::RangeTest { from } => schedule.from = Some(from),
+    }
+    if let LossScale::Dynamic(scale) = options.loss_scale {
+        let precision = &mut full.precision;
+        precision.loss_scale_initial = Some(scale.initial);
+        precision.loss_scale_window = Some(scale.window);
+        precision.loss_scale_hysteresis = Some(scale.hysteresis);
+        precision.loss_scale_consecutive_hysteresis = Some(scale.consecutive_hysteresis);
+        precision.loss_scale_min = Some(scale.min);
     }
     full.run.folder = Some(recipe.folder());
     full.run.on_not_finite = Some(recipe.on_not_finite());

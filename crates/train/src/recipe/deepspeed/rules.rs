@@ -12,6 +12,12 @@ const TRANSLATED: &[(&str, &str)] = &[
     ("bf16.enabled", "`precision.parameters = \"bf16\"`"),
     ("fp16.enabled", "`precision.parameters = \"f16\"`"),
     ("fp16.loss_scale", "0 alone: the scale moves by itself"),
+    ("fp16.initial_scale_power", "`precision.loss_scale_initial`, 2 to this power"),
+    ("fp16.loss_scale_window", "`precision.loss_scale_window`"),
+    ("fp16.hysteresis", "`precision.loss_scale_hysteresis`"),
+    ("fp16.consecutive_hysteresis", "`precision.loss_scale_consecutive_hysteresis`"),
+    ("fp16.min_loss_scale", "`precision.loss_scale_min`"),
+    ("bf16.check_grad_overflow", "true: `run.on_not_finite = \"skip\"`; false is refused"),
     ("data_types.grad_accum_dtype", "`precision.gradients`"),
     ("communication_data_type", "`precision.gradients`, and so the same as `data_types.grad_accum_dtype`"),
     (
@@ -41,21 +47,26 @@ const TRANSLATED: &[(&str, &str)] = &[
 /// Sections that may be there if their `device` is `"none"`.
 pub(super) const OFFLOAD: &[&str] = &["zero_optimization.offload_optimizer", "zero_optimization.offload_param"];
 
-/// Keys about buckets, streams and DeepSpeed's own files: the numbers are the same whatever they say.
-pub(super) const IDLE: &[&str] = &[
-    "zero_optimization.overlap_comm",
-    "zero_optimization.contiguous_gradients",
+/// Keys that bound what DeepSpeed holds in passing. The numbers are the same whatever they say, but DeepSpeed's memory is not, so
+/// their user is told what decides it here.
+pub(super) const MEMORY: &[&str] = &[
     "zero_optimization.reduce_bucket_size",
     "zero_optimization.allgather_bucket_size",
-    "zero_optimization.allgather_partitions",
-    "zero_optimization.reduce_scatter",
-    "zero_optimization.round_robin_gradients",
     "zero_optimization.sub_group_size",
     "zero_optimization.stage3_prefetch_bucket_size",
     "zero_optimization.stage3_param_persistence_threshold",
     "zero_optimization.stage3_model_persistence_threshold",
     "zero_optimization.stage3_max_live_parameters",
     "zero_optimization.stage3_max_reuse_distance",
+];
+
+/// Keys about streams, checks and DeepSpeed's own files: numbers, skipped steps and memory are the same whatever they say.
+pub(super) const IDLE: &[&str] = &[
+    "zero_optimization.overlap_comm",
+    "zero_optimization.contiguous_gradients",
+    "zero_optimization.allgather_partitions",
+    "zero_optimization.reduce_scatter",
+    "zero_optimization.round_robin_gradients",
     "zero_optimization.stage3_gather_16bit_weights_on_model_save",
     "zero_optimization.stage3_gather_fp16_weights_on_model_save",
     "zero_optimization.stage3_module_granularity_threshold",
@@ -64,7 +75,6 @@ pub(super) const IDLE: &[&str] = &[
     "zero_optimization.use_multi_rank_bucket_allreduce",
     "zero_optimization.memory_efficient_linear",
     "zero_optimization.elastic_checkpoint",
-    "zero_optimization.ignore_unused_parameters",
     "zero_optimization.grad_hooks",
     "zero_optimization.log_trace_cache_warnings",
     "zero_optimization.enable_sanity_checks",
@@ -72,10 +82,6 @@ pub(super) const IDLE: &[&str] = &[
     "zero_optimization.override_module_apply",
     "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer",
-    "fp16.loss_scale_window",
-    "fp16.hysteresis",
-    "fp16.consecutive_hysteresis",
-    "fp16.min_loss_scale",
     "bf16.immediate_grad_update",
     "activation_checkpointing.contiguous_memory_optimization",
     "activation_checkpointing.number_checkpoints",
@@ -92,7 +98,6 @@ pub(super) const IDLE: &[&str] = &[
     "aio.overlap_events",
     "aio.use_gds",
     "checkpoint.tag_validation",
-    "dataloader_drop_last",
     "log_level",
 ];
 
@@ -112,6 +117,7 @@ pub(super) const ONLY: &[(&str, &str, &str)] = &[
     ("gradient_predivide_factor", "1", "gradients are divided once, after they are summed: write 1"),
     ("gradient_allreduce_op", "\"mean\"", "gradients are averaged here: write \"mean\""),
     ("managed_gradient_accumulation", "true", "the step is made here: write true"),
+    ("dataloader_drop_last", "true", "every step has a whole batch here: write true"),
     ("sparse_gradients", "false", "there are no sparse gradients here: write false"),
     ("disable_allgather", "false", "updated parameters are gathered here: write false"),
     ("fp32_allreduce", "false", "it is said by data_types.grad_accum_dtype here: leave it out"),
@@ -119,15 +125,9 @@ pub(super) const ONLY: &[(&str, &str, &str)] = &[
     ("memory_breakdown", "false", "there is no such breakdown here; `shardwise train --dry-run` has one: write false"),
     ("dump_state", "false", "`shardwise config` prints the settings instead: write false"),
     ("fp16.auto_cast", "false", "inputs are token ids here: write false"),
-    ("fp16.initial_scale_power", "16", "the loss scale begins with 2^16 here: write 16"),
     ("fp16.fp16_master_weights_and_grads", "false", "masters are f32 here: write false"),
     ("bf16.bf16_master_weights_and_grads", "false", "masters are f32 here: write false"),
     ("bf16.bf16_optimizer_states", "false", "optimizer state is f32 here: write false"),
-    (
-        "bf16.check_grad_overflow",
-        "true",
-        "numbers that are not finite are always found here (run.on_not_finite): write true",
-    ),
     ("optimizer.params.bias_correction", "true", "moments are corrected here: write true"),
     ("optimizer.params.amsgrad", "false", "there is no AMSGrad here: write false"),
     ("optimizer.params.nesterov", "false", "there is no Nesterov momentum here: write false"),
@@ -138,6 +138,11 @@ pub(super) const ONLY: &[(&str, &str, &str)] = &[
         "zero_optimization.load_from_fp32_weights",
         "true",
         "masters begin with a checkpoint's f32 numbers here: write true",
+    ),
+    (
+        "zero_optimization.ignore_unused_parameters",
+        "true",
+        "a parameter without a gradient is reported here and does not end the run: write true",
     ),
     ("zero_optimization.cpu_offload", "false", "offloading is not built yet"),
     ("zero_optimization.cpu_offload_params", "false", "offloading is not built yet"),
@@ -250,7 +255,7 @@ pub(super) fn is_listed(key: &str) -> bool {
 pub type Fates = (&'static str, Vec<(&'static str, String)>);
 
 /// Every key and section that is known here, by what becomes of it.
-pub(super) fn fates() -> [Fates; 4] {
+pub(super) fn fates() -> [Fates; 5] {
     let translated = TRANSLATED.iter().map(|&(key, becomes)| (key, becomes.to_string()));
     let only = ONLY.iter().map(|&(key, value, why)| (key, format!("`{value}`: {}", reason(why))));
     let offload = OFFLOAD.iter().map(|&section| (section, "its `device` is not `\"none\"`".to_string()));
@@ -260,10 +265,12 @@ pub(super) fn fates() -> [Fates; 4] {
         false => (key, format!("it is there: {why}")),
     });
     let idle = IDLE.iter().map(|&key| (key, String::new()));
+    let memory = MEMORY.iter().map(|&key| (key, String::new()));
     [
         ("What becomes a key of the recipe", translated.collect()),
         ("What may have one value only", only.collect()),
         ("What is refused, if", offload.chain(switched).chain(refused).collect()),
+        ("What bounds DeepSpeed's buffers, and is noted", memory.collect()),
         ("What tunes DeepSpeed itself, and means nothing here", idle.collect()),
     ]
 }
