@@ -122,8 +122,8 @@ impl Facts {
             if step.tokens_per_s > 0. {
                 add("pace", 5, format!("{} tokens/s", thousands(step.tokens_per_s)));
             }
-            if step.utilisation > 0. {
-                add("peak", 3, format!("{:.0}% of peak", 100. * step.utilisation));
+            if let Some(part) = step.known_utilisation() {
+                add("peak", 3, format!("{:.0}% of peak", 100. * part));
             }
             if step.memory_bytes > 0 {
                 let limit = start.memory_limit_bytes;
@@ -265,6 +265,15 @@ mod tests {
         assert_eq!(facts.line(14, false), "step  412/2000");
         assert_eq!(facts.line(6, false), "step  ");
         assert!(facts.line(60, true).contains("\x1b[38;2;86;180;233m███"));
+    }
+
+    #[test]
+    fn more_than_the_peak_is_not_shown() {
+        let mut facts = facts();
+        let step = Step { step: 413, loss: 3.2, tokens_per_s: 12_345., utilisation: 2.52, ..Step::default() };
+        facts.hear(&Entry { time_s: 8., what: What::Step(step) });
+        let line = facts.line(120, false);
+        assert!(line.contains("12.3k tokens/s") && !line.contains("peak"), "{line}");
     }
 
     #[test]

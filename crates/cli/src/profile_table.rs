@@ -128,12 +128,21 @@ fn machine(profiled: &Profiled) -> Vec<String> {
     let communication = profiled.profile.communication;
     let mut lines = Vec::new();
     let achieved = profiled.flops / profiled.step_s.max(1e-9);
-    lines.push(format!(
-        "Arithmetic: {} of {}, which a large matrix product reaches here: {:.1}%",
-        flops(achieved),
-        flops(profiled.peak_flops_per_s),
-        100. * achieved / profiled.peak_flops_per_s.max(1.)
-    ));
+    let peak = profiled.peak_flops_per_s;
+    lines.push(match achieved <= peak {
+        true => format!(
+            "Arithmetic: {} of {}, which a large matrix product reaches here: {:.1}%",
+            flops(achieved),
+            flops(peak),
+            100. * achieved / peak.max(1.)
+        ),
+        // Nothing is faster than its peak.
+        false if peak > 0. => format!(
+            "Arithmetic: {}; the machine was too busy to measure what a large matrix product reaches here",
+            flops(achieved)
+        ),
+        false => format!("Arithmetic: {}; what a large matrix product reaches here is not known", flops(achieved)),
+    });
     if profiled.ranks > 1 {
         lines.push(format!(
             "Communication: {} a step, {:.0}% of it hidden; ranks stand still for {}, of which {} for a rank that is late",
@@ -285,6 +294,8 @@ mod tests {
         }
         let many = table(&profiled(40), Some(100));
         assert!(many.contains("38 blocks") && many.contains("380.0"), "{many}");
+        let busy = table(&Profiled { peak_flops_per_s: 1e9, ..profiled(3) }, None);
+        assert!(busy.contains("too busy to measure") && !busy.contains("2000.0%"), "{busy}");
         let none = table(&Profiled { changes: Vec::new(), ..profiled(3) }, None);
         assert!(none.contains("Nothing stands out"), "{none}");
     }

@@ -134,7 +134,7 @@ pub struct Step {
     pub tokens_per_s: f64,
     /// The mean time of a step since the line before, without evaluations and saves.
     pub step_s: f64,
-    /// The part of the machine's peak that went into the model's own arithmetic.
+    /// The part of the machine's peak that went into the model's own arithmetic; 0 where the peak is not known.
     pub utilisation: f64,
     /// Resident memory of the rank that has the most.
     pub memory_bytes: u64,
@@ -152,6 +152,13 @@ pub struct Step {
     /// What is far outside what it usually is, if something is.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub outlier: Option<String>,
+}
+
+impl Step {
+    /// The utilisation, where it is known. More than the peak is none: the peak was measured on a machine that was busy.
+    pub fn known_utilisation(&self) -> Option<f64> {
+        Some(self.utilisation).filter(|part| *part > 0. && *part <= 1.)
+    }
 }
 
 /// What a rank holds, in bytes, by kind.

@@ -9,9 +9,12 @@ use std::time::{Duration, Instant};
 
 use shardwise_comm::{Count, Group, Reduce, Verb};
 use shardwise_journal::{RANKS_KEPT_MAX, RankMemory, Step, StepTraffic, VerbTraffic};
+use shardwise_plan::Dtype;
 use shardwise_torch::take_peak_bytes;
+use shardwise_torch::tch::Device;
 use shardwise_zero::Bytes;
 
+use crate::peak::{Peak, flops_per_s};
 use crate::theory::{ByVerb, Theory};
 use crate::{Report, Result, Trainer};
 
@@ -19,10 +22,15 @@ use crate::{Report, Result, Trainer};
 const LOOK: Duration = Duration::from_secs(5);
 const LOOK_STEPS_MAX: u64 = 10_000;
 
+/// What is agreed on beside the figures of verbs and ranks: resident memory now and at most, bytes sent, the step of the next look,
+/// and whether the peak is measured again.
+const FIGURES_OF_RUN: usize = 5;
+
 /// Calls, bytes, and what theory has for them.
 const FIGURES_OF_VERB: usize = 3;
 
 /// What does not change from step to step.
+#[derive(Clone, Copy)]
 pub(crate) struct Scale {
     /// Tokens that a step reads on all ranks, whether they count or not.
     pub(crate) tokens_per_step: u64,
@@ -30,12 +38,16 @@ pub(crate) struct Scale {
     pub(crate) flops_per_token: f64,
     /// What all ranks reach of them in a second when they do nothing else.
     pub(crate) peak_flops_per_s: f64,
+    /// In which type, and where.
+    pub(crate) dtype: Dtype,
+    pub(crate) device: Device,
 }
 
 /// What a run counts.
 pub(crate) struct Meter<'a> {
     world: &'a Group,
     scale: Scale,
+    peak: Peak,
     theory: Theory,
     began: Instant,
     loading: Duration,
@@ -54,6 +66,7 @@ pub(crate) struct Meter<'a> {
 }
 
 /// What was counted since the last line.
+#[derive(Clone, Copy)]
 struct Lately {
     /// When that was, or later by what was not training.
     since: Instant,
@@ -82,6 +95,7 @@ impl<'a> Meter<'a> {
         let now = Instant::now();
         Meter {
             world,
+            peak: Peak::new(scale.peak_flops_per_s),
             scale,
             theory,
             began: now,
@@ -137,11 +151,14 @@ impl<'a> Meter<'a> {
         self.add(sent, report);
         let looks = report.step >= self.next_look || report.step == last;
         let mut sent_bytes = sent.iter().map(|count| count.bytes).sum();
-        let mut look = None;
+        let (mut look, mut measures_again) = (None, false);
         if is_printed || looks {
-            let mut own = vec![resident_bytes("VmRSS:"), resident_bytes("VmHWM:"), sent_bytes, 0];
+            let mut own = vec![resident_bytes("VmRSS:"), resident_bytes("VmHWM:"), sent_bytes, 0, 0];
             if looks {
                 own[3] = if self.world.rank() == 0 { report.step + steps_within(LOOK, step_s) } else { 0 };
+                // The first rank's figures are the ones that people see.
+                let measures = self.world.rank() == 0 && report.step < last && self.peak.is_worth_measuring();
+                own[4] = u64::from(measures);
                 self.put(trainer, &mut own);
             }
             let own = own.into_iter().map(|figure| figure as i64).collect();
@@ -150,11 +167,18 @@ impl<'a> Meter<'a> {
             (self.memory_bytes, sent_bytes) = ([most[0], most[1]], most[2]);
             if looks {
                 self.next_look = most[3];
-                look = Some(self.take(report.step, &most[4..]));
+                look = Some(self.take(report.step, &most[FIGURES_OF_RUN..]));
+                measures_again = most[4] > 0;
             }
         }
         let step = self.step(report, step_s, sent_bytes);
-        Ok(Counted { step, pace: is_printed.then(|| self.pace()), look })
+        let pace = is_printed.then(|| self.pace());
+        if measures_again {
+            let (world, Scale { dtype, device, .. }) = (self.world, self.scale);
+            let reached = self.apart(|| flops_per_s(world, dtype, device))?;
+            self.peak.raise(reached);
+        }
+        Ok(Counted { step, pace, look })
     }
 
     /// The part of the time that data took, on the rank where it was the most.
@@ -210,7 +234,7 @@ impl<'a> Meter<'a> {
         Look { memory: memory.collect(), traffic }
     }
 
-    fn step(&self, report: &Report, step_s: f64, sent_bytes: u64) -> Step {
+    fn step(&mut self, report: &Report, step_s: f64, sent_bytes: u64) -> Step {
         Step {
             step: report.step,
             loss: report.loss,
@@ -232,19 +256,16 @@ impl<'a> Meter<'a> {
 
     /// Tokens per second and utilisation since the last line, which is now.
     fn pace(&mut self) -> [f64; 2] {
-        let Lately { since, tokens, steps } = &self.lately;
+        let Lately { since, tokens, steps } = self.lately;
         let seconds = since.elapsed().as_secs_f64();
-        let pace = [*tokens as f64 / seconds, self.utilisation(*steps, seconds)];
+        let pace = [tokens as f64 / seconds, self.utilisation(steps, seconds)];
         self.lately = Lately { since: Instant::now(), tokens: 0, steps: 0 };
         pace
     }
 
-    fn utilisation(&self, steps: u64, seconds: f64) -> f64 {
-        let Scale { tokens_per_step, flops_per_token, peak_flops_per_s } = self.scale;
-        match peak_flops_per_s > 0. {
-            true => (steps * tokens_per_step) as f64 * flops_per_token / seconds / peak_flops_per_s,
-            false => 0.,
-        }
+    fn utilisation(&mut self, steps: u64, seconds: f64) -> f64 {
+        let Scale { tokens_per_step, flops_per_token, .. } = self.scale;
+        self.peak.utilisation((steps * tokens_per_step) as f64 * flops_per_token / seconds)
     }
 }
 

@@ -57,6 +57,8 @@ impl fmt::Display for Line {
             width = self.steps.to_string().len(),
         )?;
         match 100. * self.utilisation {
+            // No machine is faster than its peak: this one's was measured while it was busy.
+            percent if percent > 100. => (),
             percent if percent >= 9.95 => write!(f, "{percent:.0}% of peak  ")?,
             percent if percent > 0. => write!(f, "{percent:.1}% of peak  ")?,
             _ => (),
@@ -397,6 +399,8 @@ fn scale(recipe: &Recipe, model: &Model, options: &Options, world: &Group) -> Re
         tokens_per_step: (recipe.batch(world.size())?.global * positions) as u64,
         flops_per_token: model.flops_per_token(positions),
         peak_flops_per_s: flops_per_s(world, options.precision.parameters, options.device)?,
+        dtype: options.precision.parameters,
+        device: options.device,
     })
 }
 

@@ -114,7 +114,8 @@ fn every_step_is_written_though_few_are_printed() {
         for (_, step) in &steps {
             assert!(step.memory_bytes > 10 << 20 && step.memory_peak_bytes >= step.memory_bytes, "{step:?}");
             assert!(step.tokens == 64 && step.tokens_per_s > 0. && step.sent_bytes > 0, "{step:?}");
-            assert!(step.utilisation > 0. && step.utilisation < 2., "{step:?}");
+            // It is 0 where the machine was too busy to measure its peak.
+            assert!((0. ..=1.).contains(&step.utilisation), "{step:?}");
         }
         let Start { name, ranks, stage, precision, parameters, tokens_per_step, steps, .. } = run.starts()[0].1.clone();
         assert_eq!((name.as_str(), ranks, stage, precision.as_str()), ("recipe", 2, 3, "bf16"));

@@ -325,8 +325,8 @@ pub(crate) fn facts(story: &Story) -> Vec<String> {
         if let Some((_, speed)) = story.speeds.last() {
             parts.push(format!("{} tokens/s", thousands(*speed)));
         }
-        if last.utilisation > 0. {
-            parts.push(format!("{:.0}% of peak", 100. * last.utilisation));
+        if let Some(part) = last.known_utilisation() {
+            parts.push(format!("{:.0}% of peak", 100. * part));
         }
         if last.memory_bytes > 0 {
             parts.push(amount(last.memory_bytes, start.memory_limit_bytes));

@@ -141,7 +141,10 @@ fn utilisation(runs: &[History]) -> Chart {
     let figure = |point: &Point| f64::from(point.utilisation) * 100.;
     let mut chart = over_steps("utilisation", "Utilisation", "% of the machine's peak", runs, figure, true);
     chart.from_zero = true;
+    // A step whose utilisation is not known is nothing to mark.
+    chart.curves = chart.curves.into_iter().map(Curve::without_gaps).collect();
     chart.description = each(runs, |run| match median(run.points.iter().map(|point| point.utilisation)) {
+        None if !run.points.is_empty() => "The machine's peak is not known.".to_string(),
         Some(middle) => format!(
             "In the median step {:.1}% of what the ranks reach in large matrix products went into the model's own arithmetic.",
             middle * 100.

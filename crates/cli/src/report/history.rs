@@ -209,7 +209,7 @@ fn point(time_s: f64, attempt: u32, step: &Step) -> Point {
         gradient_norm: step.gradient_norm as f32,
         rate: step.rate as f32,
         tokens_per_s: step.tokens_per_s as f32,
-        utilisation: step.utilisation as f32,
+        utilisation: step.known_utilisation().map_or(f32::NAN, |part| part as f32),
         memory_bytes: step.memory_bytes as f32,
         memory_peak_bytes: step.memory_peak_bytes as f32,
         sent_bytes: step.sent_bytes as f32,
