@@ -22,6 +22,8 @@ use crate::{
 pub const CONFIG: &str = "config.json";
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
+/// What an export replaces before it writes anything.
+const REPLACED: [&str; 3] = [CONFIG, SINGLE, INDEX];
 
 /// Limits on what is believed.
 const CONFIG_BYTES_MAX: u64 = 1 << 20;
@@ -183,6 +185,16 @@ struct Exported {
     entry: Entry,
 }
 
+/// The first file of a Hugging Face checkpoint that is in a folder: what [`export`] would remove.
+pub fn existing(store: &Store) -> Result<Option<&'static str>> {
+    for file in REPLACED {
+        if store.bytes_of(file)?.is_some() {
+            return Ok(Some(file));
+        }
+    }
+    Ok(None)
+}
+
 /// Writes the parameters of a checkpoint as Hugging Face does, with `config` beside them and what `like`, a Hugging Face
 /// checkpoint, has of tokenizer and settings. `progress` is told of bytes as they are written. Only a few mebibytes are ever in
 /// memory.
@@ -202,7 +214,7 @@ pub fn export(
         return refuse("its model is of no family that Hugging Face knows");
     }
     // What an earlier export has left must not be taken for this one's.
-    for file in [CONFIG, SINGLE, INDEX] {
+    for file in REPLACED {
         to.remove(file)?;
     }
     let prefix = if config["model_type"] == "gpt2" { "transformer." } else { "" };

@@ -88,6 +88,9 @@ pub(crate) enum Command {
         /// A Hugging Face checkpoint whose tokenizer and generation settings are handed on
         #[arg(long, value_name = "FOLDER")]
         like: Option<String>,
+        /// Write over an export or another model that is there
+        #[arg(long)]
+        force: bool,
     },
     /// Make a checkpoint of a Hugging Face checkpoint, at step 0
     #[command(after_help = "Example:\n  shardwise checkpoint import models/llama runs/small")]
@@ -116,7 +119,10 @@ pub(crate) fn run(command: &Command) -> Result<ExitCode> {
         Command::Prune { folder, keep_last, keep_every, dry_run } => {
             prune(&opened(folder)?, *keep_last as usize, *keep_every, *dry_run)
         }
-        Command::Export { folder, to, step, dtype, file_mb, like } => {
+        Command::Export { folder, to, step, dtype, file_mb, like, force } => {
+            if !force {
+                refuse_to_overwrite(to)?;
+            }
             let how = Export { dtype: *dtype, file_bytes: file_mb * 1_000_000 };
             export(&opened(folder)?, to, *step, &how, like.as_deref())
         }
@@ -188,6 +194,16 @@ fn prune(store: &Arc<Store>, keep_last: usize, keep_every: Option<u64>, dry_run:
         }
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// A model that is there is not lost to an export without being asked for.
+fn refuse_to_overwrite(to: &str) -> Result<()> {
+    // Where there is no folder yet there is nothing to lose.
+    let Ok(store) = Store::open(to) else { return Ok(()) };
+    if let Some(file) = hugging_face::existing(&store)? {
+        bail!("{} is there already: name another folder, or say --force", store.display(file));
+    }
+    Ok(())
 }
 
 fn export(store: &Arc<Store>, to: &str, step: Option<u64>, how: &Export, like: Option<&str>) -> Result<ExitCode> {

@@ -117,6 +117,17 @@ fn a_run_that_was_ended_goes_on_as_if_it_had_not_been() {
     assert!(good(&folder.checkpoint(&["verify", "saved"])).contains("step 8: whole"));
     good(&folder.checkpoint(&["prune", "saved", "--keep-last", "1", "--keep-every", "8"]));
     assert_eq!(good(&folder.checkpoint(&["ls", "saved"])).lines().count(), 2);
+
+    // A second export does not write over the first unless it is told to.
+    good(&folder.checkpoint(&["export", "saved", "exported"]));
+    let first = std::fs::read(folder.path("exported/model.safetensors")).unwrap();
+    let again = folder.checkpoint(&["export", "saved", "exported", "--step", "8"]);
+    assert_eq!(again.status.code(), Some(1));
+    assert!(said(&again).contains("exported/config.json is there already"), "{}", said(&again));
+    assert!(said(&again).contains("--force"), "{}", said(&again));
+    assert!(std::fs::read(folder.path("exported/model.safetensors")).unwrap() == first);
+    good(&folder.checkpoint(&["export", "saved", "exported", "--step", "8", "--force"]));
+    assert!(std::fs::read(folder.path("exported/model.safetensors")).unwrap() != first);
 }
 
 #[test]
