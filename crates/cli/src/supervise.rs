@@ -144,7 +144,9 @@ pub(crate) fn supervise(
 ) -> Result<ExitCode> {
     let mut past = Past::new(chronicle.screen.clone());
     let ended = attempts(work, asked, settings, places, faults, chronicle, &mut past);
-    if past.attempts > 0 {
+    // Ranks that found nothing left to do have added nothing to the run: its story is as it was.
+    let is_idle = matches!(ended, Ok(0)) && chronicle.is_idle();
+    if past.attempts > 0 && !is_idle {
         let (code, lost_s) = (*ended.as_ref().unwrap_or(&1), past.lost.as_secs_f64());
         chronicle.note(What::Ended { code, restarts: past.attempts - 1, lost_s }, None);
     }

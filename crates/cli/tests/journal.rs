@@ -9,7 +9,7 @@ use std::path::Path;
 use std::process::Output;
 
 use shardwise_harness::tensorboard;
-use shardwise_journal::{METRICS, Run, What};
+use shardwise_journal::{METRICS, Run, Story, What};
 use support::{good, shardwise};
 
 const RECIPE: &str = r#"
@@ -150,4 +150,28 @@ fn a_run_has_a_folder_of_its_own_name_where_it_saves_nothing_or_elsewhere() {
         let expected = format!("folder = \"{}\"", folder.join(expected).display());
         assert!(line.starts_with(&expected), "{line}, and not {expected}");
     }
+}
+
+#[test]
+fn a_command_that_finds_nothing_left_to_do_is_no_part_of_the_story() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    std::fs::write(folder.join("recipe.toml"), RECIPE.replace("steps = 10", "steps = 4")).unwrap();
+    std::fs::write(folder.join("tokens.bin"), [1u8, 0].repeat(200)).unwrap();
+    let entries = || Run::open(folder.join("saved")).unwrap().entries().to_vec();
+    good(&in_folder(folder, &["train", "recipe.toml", "-n", "1"]));
+    let before = entries();
+    let story = Story::of(&before);
+
+    let text = good(&in_folder(folder, &["train", "recipe.toml", "-n", "1"]));
+    assert!(text.contains("there is nothing left to do: run.steps is 4"), "{text}");
+    assert_eq!(entries(), before, "{text}");
+    assert_eq!((story.attempts().len(), Story::of(&entries()).time_s()), (1, story.time_s()));
+
+    // What goes on with the run is.
+    good(&in_folder(folder, &["train", "recipe.toml", "-n", "1", "--set", "run.steps=6"]));
+    let longer = Story::of(&entries());
+    assert_eq!(longer.attempts().len(), 2);
+    assert!(longer.attempts()[1].launch.is_some() && longer.attempts()[1].steps == Some((5, 6)));
+    assert!(longer.time_s() > story.time_s());
 }

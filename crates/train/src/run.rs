@@ -190,13 +190,17 @@ impl<'a> Session<'a> {
         trainer.report_to(position.clone());
         let first_step = trainer.steps + 1;
         plan_sabotage(&mut trainer, position, first_step)?;
-        diary.enter(|| What::Start(Box::new(start(recipe, &trainer, &scale, resumed_from))));
-        notes.into_iter().for_each(|text| diary.enter(|| What::Note { step: first_step - 1, text }));
+        let is_done = first_step > recipe.run.steps;
+        // A run that was through before stays as it was written down.
+        if !is_done {
+            diary.enter(|| What::Start(Box::new(start(recipe, &trainer, &scale, resumed_from))));
+            notes.into_iter().for_each(|text| diary.enter(|| What::Note { step: first_step - 1, text }));
+        }
         let saver = store.clone().zip(recipe.checkpoints.clone()).map(|(store, checkpoints)| {
             let about = about(recipe, order.clone());
             Saver::new(store, world.clone(), checkpoints, about, asked.clone(), first_step - 1, position.clone())
         });
-        if first_step > recipe.run.steps {
+        if is_done {
             diary.say(&format!("there is nothing left to do: run.steps is {}", recipe.run.steps));
         }
         if let Some(why) = asked.planned.why_not(first_step, recipe.run.steps) {
