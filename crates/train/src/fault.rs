@@ -20,7 +20,7 @@ pub enum Fault {
         unit: String,
         /// The rank.
         rank: usize,
-        /// The first of its trained parameters that is itself not finite, if one is.
+        /// The first of the parameters that it computes with, frozen and tied ones included, that is itself not finite, if one is.
         parameter: Option<String>,
     },
     /// Gradients, while all outputs were finite.

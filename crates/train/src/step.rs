@@ -638,7 +638,16 @@ impl Trainer {
     fn first_fault(&self, own_output: Option<usize>) -> Result<Fault> {
         if let Some((unit, rank)) = self.first_of_all(own_output)? {
             let parameter = self.first_of_all(self.shards[unit].first_parameter_not_finite()?)?;
-            let parameter = parameter.map(|(parameter, _)| self.named(unit, parameter));
+            let parameter = match (parameter, self.model.units()[unit].tied()) {
+                (Some((parameter, _)), _) => Some(self.named(unit, parameter)),
+                // It also computes with another unit's.
+                (None, Some(tied)) => {
+                    let is_finite = self.shards[tied.unit].is_parameter_finite(tied.parameter)?;
+                    let at_fault = self.first_of_all((!is_finite).then_some(tied.parameter))?;
+                    at_fault.map(|(parameter, _)| self.named(tied.unit, parameter))
+                }
+                (None, None) => None,
+            };
             return Ok(Fault::Output { unit: self.shards[unit].name().to_string(), rank, parameter });
         }
         let mut own = None;

@@ -392,6 +392,33 @@ fn numbers_that_are_not_finite_are_named_and_follow_the_policy() {
 }
 
 #[test]
+fn a_frozen_or_tied_parameter_that_is_not_finite_is_named() {
+    ranks!(3, || {
+        let ranks = Ranks::sharded(world());
+        let frozen = || {
+            let mut model = llama();
+            model.freeze(&["model.layers.1.mlp."]).unwrap();
+            model
+        };
+        let tied = || Llama { tied: true, ..Llama::new(VOCABULARY as usize, 36, 3, 6, 53) }.model().unwrap();
+        // What is spoiled is of token 0, which the batch does not have: the embedding's own output is finite.
+        let tokens = batch(0, ranks.world.rank() as i64).inputs.remainder(VOCABULARY - 1) + 1;
+        let own = Batch::new(tokens.shallow_clone(), tokens);
+        let cases: [(&dyn Fn() -> Model, &str, &str); 2] =
+            [(&frozen, "block.1", "model.layers.1.mlp.up_proj.weight"), (&tied, "head", "model.embed_tokens.weight")];
+        for (model, unit, name) in cases {
+            for stage in [0, 3] {
+                let options = options(stage, Recomputation::None);
+                let mut trainer = Trainer::new(model(), ranks.clone(), options, &mut spoiled(name, f32::NAN)).unwrap();
+                let error = trainer.step(std::slice::from_ref(&own)).unwrap_err().to_string();
+                let expected = format!("the output of unit {unit} on rank 0 is not finite, as is its parameter {name}");
+                assert!(error.contains(&expected), "stage {stage}: {error}");
+            }
+        }
+    });
+}
+
+#[test]
 fn uneven_batches_equal_one_big_batch() {
     ranks!(3, || {
         let ranks = Ranks::sharded(world());

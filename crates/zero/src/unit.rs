@@ -74,6 +74,8 @@ pub struct ShardedUnit {
     views: Vec<Tensor>,
     /// Where a parameter stands in the trainable buffer, if it does.
     places: Vec<Option<Range<usize>>>,
+    /// The same of the frozen buffer.
+    frozen_places: Vec<Option<Range<usize>>>,
     /// Which parameters have ever received a gradient on this rank.
     received: Vec<bool>,
     own: Own,
@@ -168,6 +170,8 @@ impl ShardedUnit {
             .collect();
         let places: Vec<Option<Range<usize>>> =
             both.iter().zip(shapes).map(|(place, shape)| shape.trainable.then(|| place.clone())).collect();
+        let frozen_places =
+            both.iter().zip(shapes).map(|(place, shape)| (!shape.trainable).then(|| place.clone())).collect();
 
         let group = &layout.groups.shard;
         let owners = if layout.sharding.optimizer { group.rank()..group.rank() + 1 } else { 0..group.size() };
@@ -193,6 +197,7 @@ impl ShardedUnit {
             views,
             received: vec![false; places.len()],
             places,
+            frozen_places,
             own: Own::None,
             sums: Sums::None,
             slices,
@@ -449,9 +454,32 @@ impl ShardedUnit {
         self.first_run_not_finite(|slice| self.summed_slice(slice.owner))
     }
 
-    /// The first parameter of which this rank's slice has an element that is not finite, as it is updated.
+    /// The first parameter, trained or frozen, of which this rank's slice has an element that is not finite.
     pub fn first_parameter_not_finite(&self) -> Result<Option<usize>> {
-        self.first_run_not_finite(|slice| self.updated(slice))
+        for parameter in 0..self.places.len() {
+            if !self.is_parameter_finite(parameter)? {
+                return Ok(Some(parameter));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Whether all elements of a parameter are finite that are in this rank's slice: as they are updated, where they are trained.
+    pub fn is_parameter_finite(&self, parameter: usize) -> Result<bool> {
+        let part = match &self.frozen_places[parameter] {
+            Some(place) => {
+                let kept = self.frozen.kept();
+                let inside = intersection(place, &kept);
+                inside.map(|inside| (self.frozen.kept_elements(), inside.start - kept.start..inside.end - kept.start))
+            }
+            None => {
+                let own = self.own_slice();
+                let run = own.runs.iter().find(|run| run.parameter == parameter);
+                run.map(|run| (self.updated(own), run.range.clone()))
+            }
+        };
+        let Some((elements, range)) = part else { return Ok(true) };
+        self.faults.tch(is_finite(&elements.narrow(0, range.start as i64, range.len() as i64)))
     }
 
     /// The first parameter that is not finite in `elements`, looked for in this rank's own slice.
