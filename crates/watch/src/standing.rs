@@ -22,7 +22,8 @@ pub struct Standing {
     pub step: u64,
     /// The first step that this process made, once it has begun it.
     pub first_step: u64,
-    /// What it is at: `forward`, `backward`, `update`, `save`. Empty before there is anything to say.
+    /// What it is at: `gather`, `forward`, `backward`, `optimizer`, `save` and whatever else `Phase` in
+    /// `crates/train/src/position.rs` has. Empty before there is anything to say.
     pub phase: String,
     /// On which unit, where that means something.
     pub unit: String,
