@@ -2,7 +2,7 @@
 //!
 //! A model's own chat template says how a conversation is written. It is a Jinja template, meant for Python's Jinja as Hugging
 //! Face's `transformers` sets it up; here `minijinja` renders it with the same settings, functions and methods. Templates come
-//! from others, so what one may compute and write is limited.
+//! from others, so what one may compute, hold in memory and write is limited (`template`).
 //!
 //! Which characters are an answer is found with the template itself: what it writes of the conversation before the answer, with
 //! the beginning of the model's turn, is a prefix of what it writes up to the answer's end, and the rest is the answer with
@@ -15,18 +15,16 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use chrono::{DateTime, Utc};
-use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Value};
 use minijinja::{Environment, ErrorKind, context};
 use serde::{Deserialize, Serialize};
 use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
 
 use crate::source::Lines;
+use crate::template::{Compiled, set_limits};
 use crate::tokenizer::{ChatTemplates, SpecialToken, configured, read_text};
 use crate::{Error, Result, Tokenizer};
 
-/// Instructions that a template may take. Those of today take some hundred for a message.
-const FUEL: u64 = 5_000_000;
 /// The longest conversation, as it is written: a quarter of a million tokens. `tokenizers` needs 130 times as much.
 const RENDERED_BYTES_MAX: usize = 1 << 20;
 const TEMPLATE_BYTES_MAX: u64 = 4 << 20;
@@ -48,6 +46,7 @@ pub type Message = Value;
 #[derive(Debug)]
 pub struct ChatTemplate {
     path: PathBuf,
+    source: String,
     environment: Environment<'static>,
     bos_token: Option<String>,
     eos_token: Option<String>,
@@ -80,10 +79,7 @@ impl ChatTemplate {
 
     fn new(path: PathBuf, template: String, names: [Option<String>; 2], now: SystemTime) -> Result<Self> {
         let mut environment = Environment::new();
-        let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
-        environment.set_syntax(syntax.map_err(|error| template_error(&path, error))?);
-        environment.set_fuel(Some(FUEL));
-        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        set_limits(&mut environment);
         environment.add_filter("tojson", to_json);
         environment.add_function(
             "raise_exception",
@@ -92,25 +88,30 @@ impl ChatTemplate {
             },
         );
         environment.add_function("strftime_now", move |format: String| written_date(now, &format));
-        let template = without_generation_tags(&template);
-        if multiplies(&template) {
+        let source = without_generation_tags(&template);
+        if multiplies(&source) {
             // `'x' * 1000000000` is one operation, and any amount of memory.
             let problem =
                 "it multiplies, which no template of a model's needs, and which could ask for any amount of memory";
             return Err(template_error(&path, problem.to_string()));
         }
-        environment
-            .add_template_owned(TEMPLATE, template)
-            .map_err(|error| template_error(&path, with_causes(&error)))?;
         let [bos_token, eos_token] = names;
-        Ok(ChatTemplate { path, environment, bos_token, eos_token })
+        let template = ChatTemplate { path, source, environment, bos_token, eos_token };
+        // What is wrong with it is worth knowing now.
+        template.compile()?;
+        Ok(template)
+    }
+
+    fn compile(&self) -> Result<Compiled<'_>> {
+        Compiled::new(TEMPLATE, &self.source).map_err(|error| template_error(&self.path, with_causes(&error)))
     }
 
     /// Writes messages, and the beginning of the model's next turn if it is asked for.
     pub fn render(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String> {
-        let fail = |error: minijinja::Error| template_error(&self.path, with_causes(&error));
-        let template = self.environment.get_template(TEMPLATE).map_err(fail)?;
-        let mut written = Limited(Vec::new());
+        self.write(&self.compile()?, messages, add_generation_prompt)
+    }
+
+    fn write(&self, compiled: &Compiled<'_>, messages: &[Message], add_generation_prompt: bool) -> Result<String> {
         // What a model does not have is not defined, and written as nothing.
         let named = |token: &Option<String>| token.as_deref().map_or(Value::UNDEFINED, Value::from);
         let variables = context! {
@@ -121,13 +122,22 @@ impl ChatTemplate {
             tools => (),
             documents => (),
         };
-        template.render_captured_to(variables, &mut written).map(drop).map_err(fail)?;
-        String::from_utf8(written.0).map_err(|error| template_error(&self.path, error))
+        let written = compiled.render(&self.environment, variables);
+        let written = written.map_err(|error| template_error(&self.path, with_causes(&error)))?;
+        if written.len() > RENDERED_BYTES_MAX {
+            let problem = format!("a conversation is longer than {RENDERED_BYTES_MAX} bytes");
+            return Err(template_error(&self.path, problem));
+        }
+        Ok(written)
     }
 
     /// A conversation in tokens.
     pub fn conversation(&self, tokenizer: &Tokenizer, messages: &[Message]) -> Result<Conversation> {
-        let (text, answers) = self.answers(messages)?;
+        self.encode(&self.compile()?, tokenizer, messages)
+    }
+
+    fn encode(&self, compiled: &Compiled<'_>, tokenizer: &Tokenizer, messages: &[Message]) -> Result<Conversation> {
+        let (text, answers) = self.answers(compiled, messages)?;
         let encoded = tokenizer.encode_with_places(&text)?;
         let is_answer = |place: &Range<usize>| {
             let next = answers.partition_point(|answer| answer.end < place.end);
@@ -138,12 +148,12 @@ impl ChatTemplate {
     }
 
     /// The conversation as it is written, and where its answers are, in bytes.
-    fn answers(&self, messages: &[Message]) -> Result<(String, Vec<Range<usize>>)> {
-        let whole = self.render(messages, false)?;
+    fn answers(&self, compiled: &Compiled<'_>, messages: &[Message]) -> Result<(String, Vec<Range<usize>>)> {
+        let whole = self.write(compiled, messages, false)?;
         let mut answers = Vec::new();
         for (number, _) in messages.iter().enumerate().filter(|(_, message)| is_of_model(message)) {
-            let before = self.render(&messages[..number], true)?;
-            let after = self.render(&messages[..=number], false)?;
+            let before = self.write(compiled, &messages[..number], true)?;
+            let after = self.write(compiled, &messages[..=number], false)?;
             if !after.starts_with(&before) || !whole.starts_with(&after) {
                 let problem = format!(
                     "what it writes up to message {} changes once later messages follow, so that answers cannot be told \
@@ -165,11 +175,12 @@ impl ChatTemplate {
     ) -> Result<impl Iterator<Item = Result<Conversation>> + 'a> {
         let path = path.as_ref().to_path_buf();
         let mut lines = Lines::open(&path)?;
+        let compiled = self.compile()?;
         let next = move || -> Result<Option<Conversation>> {
             let Some((number, line)) = lines.line()? else { return Ok(None) };
             let fail = |problem: String| Error::document(&path, number, problem);
             let Line { messages } = serde_json::from_slice(line).map_err(|error| fail(error.to_string()))?;
-            self.conversation(tokenizer, &messages).map(Some).map_err(|error| fail(error.to_string()))
+            self.encode(&compiled, tokenizer, &messages).map(Some).map_err(|error| fail(error.to_string()))
         };
         let mut next = Some(next);
         Ok(std::iter::from_fn(move || {
@@ -223,23 +234,6 @@ fn multiplies(template: &str) -> bool {
         rest = rest.get(rest.chars().next().map_or(0, char::len_utf8)..).unwrap_or_default();
     }
     false
-}
-
-/// Memory that takes so much and no more.
-struct Limited(Vec<u8>);
-
-impl io::Write for Limited {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        if self.0.len() + bytes.len() > RENDERED_BYTES_MAX {
-            return Err(io::Error::other(format!("a conversation is longer than {RENDERED_BYTES_MAX} bytes")));
-        }
-        self.0.extend_from_slice(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
 }
 
 /// As Python's `strftime`.

@@ -48,6 +48,7 @@ mod mixture;
 mod order;
 mod packing;
 mod source;
+mod template;
 mod tokenize;
 mod tokenizer;
 mod windows;

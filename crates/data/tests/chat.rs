@@ -129,6 +129,63 @@ fn templates_that_run_forever_or_rewrite_the_past_are_refused() {
 }
 
 #[test]
+fn a_template_cannot_take_much_memory() {
+    for doubles in [
+        "{% set ns.x = ns.x ~ ns.x %}",
+        "{% set ns.x = ns.x + ns.x %}",
+        "{% set ns.x = [ns.x, ns.x]|join %}",
+        "{% set ns.x = ''.join([ns.x, ns.x]) %}",
+        "{% set ns.x = ns.x|replace('x', 'xx') %}",
+        "{% set ns.x = ns.x.replace('x', 'xx') %}",
+        "{% set ns.x = '{}{}'.format(ns.x, ns.x) %}",
+        "{% set x %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = x %}",
+        "{% macro twice(x) %}{{ x }}{{ x }}{% endmacro %}{% set ns.x = twice(ns.x) %}",
+        "{% set ns.x = ns.x|replace('', ns.x) %}",
+        "{% set ns.l = ns.l + ns.l %}",
+        "{% set ns.l = [ns.l, ns.l] %}",
+        "{% set ns.l = (ns.l, ns.l) %}",
+        "{% set ns.l = {'a': ns.l, 'b': ns.l} %}",
+    ] {
+        let template =
+            format!("{{% set ns = namespace(x='x', l=[1]) %}}{{% for i in range(40) %}}{doubles}{{% endfor %}}");
+        let error = rendered(&template).expect_err(doubles).to_string();
+        assert!(error.contains("it makes a value of more than 2097152 bytes"), "{doubles}: {error}");
+    }
+    let large = "{% set l = [0]|string|replace('0', 'x')|indent(1000000000, true) %}";
+    assert!(rendered(large).unwrap_err().to_string().contains("more than 2097152 bytes"));
+    assert!(rendered("{{ '{:1000000000}'.format(1) }}").unwrap_err().to_string().contains("a width"));
+    assert!(rendered("{{ '{:{}}'.format(1, 1000000000) }}").unwrap_err().to_string().contains("a width"));
+    // A namespace could grow after the list was looked at.
+    assert!(rendered("{% set ns = namespace() %}{% set l = [ns] %}").unwrap_err().to_string().contains("a namespace"));
+    assert!(rendered("{{ [namespace()] }}").unwrap_err().to_string().contains("namespaces"));
+    // Many values, none of which is large.
+    let many = "{% set ns = namespace(x='x') %}{% for i in range(20) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}\
+                {% for i in range(9999) %}{% set y = ns.x ~ i %}{% endfor %}";
+    assert!(rendered(many).unwrap_err().to_string().contains("more than 134217728 bytes in all"));
+    // What is written into a variable, by few instructions.
+    let text = "x".repeat(9999);
+    let captured = format!("{{% set x %}}{{% for i in range(9999) %}}{text}{{% endfor %}}{{% endset %}}");
+    assert!(rendered(&captured).unwrap_err().to_string().contains("longer than 16777216 bytes"));
+}
+
+#[test]
+fn what_is_limited_does_what_jinja_does() {
+    let is = |template: &str, text: &str| assert_eq!(rendered(template).unwrap(), text, "{template}");
+    is("{{ 'a-b-c'|replace('-', '+') }}{{ 'aab'.replace('a', 'c', 1) }}", "a+b+ccab");
+    is(
+        "{{ [1, 'b', none]|join(', ') }}|{{ ['a', 'b']|join }}|{{ messages|join('', attribute='role') }}",
+        "1, b, None|ab|user",
+    );
+    is("{{ 'a\n\nb\n'|indent }}|{{ 'a\nb'|indent(2, first=true) }}", "a\n\n    b|  a\n  b");
+    is("{{ '{} and {:>3}'.format(1, 2) }}{{ ', '.join(['a', 'b']) }}", "1 and   2a, b");
+    is("{% macro m(x) %}<{{ x }}>{% endmacro %}{{ m(1) ~ m('a' + 'b') }}", "<1><ab>");
+    is("{% for m in messages[0:] %}{% if loop.last %}{{ m.role }}{% endif %}{% else %}none{% endfor %}", "user");
+    is("{% for i in [[1, [2]], 3] recursive %}{{ loop(i) if i is iterable else i }};{% endfor %}", "1;2;;;3;");
+    is("{% set a = namespace(b=namespace(c=1)) if false else namespace(c=2) %}{% set a.d = a.c %}{{ a.d }}", "2");
+    is("{% set x %}a{{ 1 + 1 }}{% endset %}{{ x }}{{ [1, [2]]|string }}", "a2[1, [2]]");
+}
+
+#[test]
 fn a_template_may_be_a_file_or_one_of_several() {
     let folder = folder_with("old");
     let config =
