@@ -200,6 +200,12 @@ fn what_a_section_replaces_is_gone() {
     let half = [("[optimizer]", "[precision]\nparameters = \"f16\"\n[optimizer]")];
     assert_eq!(value(&laid(scaled, &half).unwrap(), "precision.loss_scale_window").unwrap().0, "30");
     assert_eq!(value(&laid(scaled, &[]).unwrap(), "precision.loss_scale_window"), None);
+    // Whoever chooses another type by hand leaves the scale behind, and what is printed can be read again.
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("ds.json"), r#"{"fp16": {"enabled": true}}"#).unwrap();
+    let sets = ["precision.parameters=\"bf16\"".to_string()];
+    let other = Recipe::layered(&recipe(), Some(&folder.path().join("ds.json")), &sets).unwrap();
+    assert_eq!(value(&other.resolved(Some(4)).unwrap(), "precision.loss_scale_window"), None);
     let cycle = [("kind = \"cosine\"\nwarmup_steps = 5", "kind = \"1-cycle\"\nrising = 0.2\nmomentum = [0.9, 0.8]")];
     let warmup = r#"{"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "linear"}}}"#;
     assert_eq!(value(&laid(warmup, &cycle).unwrap(), "schedule.rising"), None);

@@ -64,6 +64,7 @@ impl Recipe {
             let change = setting(set, schema, &table)?;
             lay(&mut table, &mut sources, change);
         }
+        drop_loss_scale(&mut table, &sources);
         let mut found = faults(&table, schema);
         found.sort_by_key(|fault| fault.keys.first().map_or(0, |(key, _)| sources.line(key)));
         if !found.is_empty() {
@@ -104,6 +105,22 @@ impl Recipe {
             self.model.config = Some(config);
         }
         Ok(())
+    }
+}
+
+/// Leaves a DeepSpeed configuration's loss scale behind where `--set` has chosen a type that has none.
+fn drop_loss_scale(table: &mut Table, sources: &Sources) {
+    let Some(Value::Table(precision)) = table.get_mut("precision") else { return };
+    if precision.get("parameters").and_then(Value::as_str) == Some("f16") {
+        return;
+    }
+    let is_left_behind = |name: &str| {
+        let source = sources.of(&format!("precision.{name}"));
+        name.starts_with("loss_scale_") && matches!(source, Source::DeepSpeed(_))
+    };
+    let names: Vec<String> = precision.keys().filter(|name| is_left_behind(name.as_str())).cloned().collect();
+    for name in names {
+        precision.remove(&name);
     }
 }
 
