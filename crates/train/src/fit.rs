@@ -95,6 +95,13 @@ impl Need {
                 gradients: kept(trained, gradients) * gradient_bytes,
             });
         }
+        // A tied parameter's gradient is there from the backward pass of the unit that uses it on. A sliced one is in flight till then.
+        for (index, unit) in units.iter().enumerate().filter(|_| !gradients) {
+            if let Some(tied) = unit.tied() {
+                let bytes = std::mem::take(&mut passes[tied.unit].gradients);
+                passes[index].gradients += bytes;
+            }
+        }
         let accumulates = micro_batches > 1;
         let worst = worst(&passes, accumulates);
         (need.activations, need.passing, need.gradients) = (worst.activations, worst.passing, worst.gradients);
