@@ -20,6 +20,7 @@ use shardwise_zero::{Elements, Elementwise, Optimizer, Precision, Sharding};
 /// Adam's state, and an update that notes what is allocated: gradients are reduced then, and not given up yet.
 #[derive(Debug)]
 struct Noting {
+    gradients: Dtype,
     first_bytes: Arc<AtomicUsize>,
 }
 
@@ -28,9 +29,11 @@ impl Elementwise for Noting {
         &["first_moment", "second_moment"]
     }
 
-    fn update(&self, _: Elements) -> shardwise_torch::Result<()> {
+    fn update(&self, elements: Elements) -> shardwise_torch::Result<()> {
+        // What is updated at once has gradients in f32 of its own, for as long as this takes.
+        let passing = if self.gradients == Dtype::F32 { 0 } else { elements.grads.numel() * Dtype::F32.bytes() };
         // The first call of a step finds the most.
-        self.first_bytes.fetch_max(allocated_bytes(), Ordering::Relaxed);
+        self.first_bytes.fetch_max(allocated_bytes() - passing, Ordering::Relaxed);
         Ok(())
     }
 }
@@ -58,7 +61,7 @@ fn main() -> Result<()> {
 fn measured(world: &Arc<shardwise_comm::Group>, stage: u8, gradients: Dtype) -> Result<serde_json::Value> {
     let sharding = Sharding::stage(stage)?;
     let first_bytes = Arc::new(AtomicUsize::new(0));
-    let optimizer = Optimizer::own(Noting { first_bytes: first_bytes.clone() });
+    let optimizer = Optimizer::own(Noting { gradients, first_bytes: first_bytes.clone() });
     let options = Options {
         precision: Precision { parameters: Dtype::Bf16, gradients },
         accumulation: if sharding.gradients { Accumulation::Sharded } else { Accumulation::Whole },

@@ -107,13 +107,14 @@ pub(crate) enum Then {
 
 /// What all ranks know after the backward pass.
 struct Agreed {
-    loss_sum: f64,
+    /// The mean over all tokens that count.
+    loss: f64,
     /// Of all gradients together, before clipping.
     gradient_norm: f64,
     /// Of each unit's.
     unit_norms: Vec<f64>,
-    /// Whether some rank has a trainable parameter that has not received a gradient there yet.
-    any_without_gradient: bool,
+    /// Trainable parameters that have not received a gradient on any rank. Looked for in the first step only.
+    without_gradient: Vec<String>,
 }
 
 /// The unit, the place in it, and the gradient.
@@ -194,17 +195,21 @@ impl Trainer {
         self.stepped(micro_batches, None)
     }
 
-    // ---- the step -----------------------------------------------------------------------------------------------------
-
     /// One step, all of it or nothing. It is checked against other ranks' arithmetic where their micro-batches are given.
     pub(crate) fn stepped(&mut self, micro_batches: &[Batch], checked: Option<&MicroBatchesOf<'_>>) -> Result<Report> {
         let before = (self.steps, self.skipped, self.scale);
         let report = self.unbroken(|trainer| trainer.take_step(micro_batches, checked));
-        if report.is_err() {
-            (self.steps, self.skipped, self.scale) = before;
+        match report {
+            Ok(_) => {
+                self.has_stepped = true;
+                self.position.enter(Phase::Between);
+            }
+            Err(_) => (self.steps, self.skipped, self.scale) = before,
         }
         report
     }
+
+    // ---- the step -----------------------------------------------------------------------------------------------------
 
     fn take_step(&mut self, micro_batches: &[Batch], checked: Option<&MicroBatchesOf<'_>>) -> Result<Report> {
         self.steps += 1;
@@ -228,13 +233,7 @@ impl Trainer {
             self.backward(&batch, passed, &weight, if reduce { Then::Reduce } else { Then::Add })?;
         }
         let squares = self.finish_reduce()?;
-        let Agreed { loss_sum, gradient_norm, unit_norms, any_without_gradient } =
-            self.agree(loss, &squares, loss_scale)?;
-        let loss = loss_sum / tokens as f64;
-        let without_gradient = match any_without_gradient && !self.has_stepped {
-            true => self.without_gradient()?,
-            false => Vec::new(),
-        };
+        let Agreed { loss, gradient_norm, unit_norms, without_gradient } = self.agree(loss, &squares, tokens)?;
         if let Some(of_rank) = checked {
             self.spot_check(of_rank, &weight)?;
         }
@@ -251,8 +250,6 @@ impl Trainer {
         } else {
             skipped = Some(self.skip(fault)?);
         }
-        self.position.enter(Phase::Between);
-        self.has_stepped = true;
         Ok(Report {
             step: self.steps,
             loss,
@@ -276,8 +273,8 @@ impl Trainer {
             for next in index + 1..=index + self.options.units_in_flight {
                 self.begin_gather(next)?;
             }
-            let learns = index > self.first_trained;
-            let input = passed.last().map(|before| before.output.detach().set_requires_grad(learns));
+            let input =
+                passed.last().map(|before| before.output.detach().set_requires_grad(index > self.first_trained));
             let output = match self.is_computed_again(index) || index < self.first_trained {
                 true => no_grad(|| self.compute(index, input.as_ref(), batch, Activations::Kept))?,
                 false => self.compute(index, input.as_ref(), batch, self.options.recomputation.activations())?,
@@ -333,6 +330,8 @@ impl Trainer {
         Ok(())
     }
 
+    // ---- its parts ----------------------------------------------------------------------------------------------------
+
     /// Does `work`, unless something was interrupted before: then units may be gathered, gradients half added up, or
     /// parameters half updated, and what is computed with them would be silently wrong.
     pub(crate) fn unbroken<T>(&mut self, work: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
@@ -353,8 +352,6 @@ impl Trainer {
             None => Ok(()),
         }
     }
-
-    // ---- its parts ----------------------------------------------------------------------------------------------------
 
     /// A unit's output.
     pub(crate) fn compute(
@@ -523,20 +520,23 @@ impl Trainer {
     }
 
     /// What ranks have to agree on before the update, from every rank's loss and its sums of squares per unit, of gradients
-    /// that are `loss_scale` times as large as they should be. All are added in f64, in rank order.
-    fn agree(&self, loss: f64, squares: &[f64], loss_scale: f64) -> Result<Agreed> {
-        let missing: usize = self.shards.iter().map(|shard| shard.without_gradient().count()).sum();
+    /// that are as many times as large as they should be as the loss was scaled. All are added in f64, in rank order.
+    fn agree(&self, loss: f64, squares: &[f64], tokens: i64) -> Result<Agreed> {
+        let missing: usize = match self.has_stepped {
+            true => 0,
+            false => self.shards.iter().map(|shard| shard.without_gradient().count()).sum(),
+        };
         let own: Vec<f64> = [loss, missing as f64].into_iter().chain(squares.iter().copied()).collect();
         let all = self.ranks.world.all_reduce("loss and norm", Reduce::Sum, own).wait()?;
         let (loss_sum, missing, squares) = (all[0], all[1], &all[2..]);
         // Every replica has counted the same gradients.
         let replicas = self.ranks.groups.replicate.size() as f64;
-        let norm = |squares: f64| (squares / replicas).sqrt() / loss_scale;
+        let norm = |squares: f64| (squares / replicas).sqrt() / self.scale.value();
         Ok(Agreed {
-            loss_sum,
+            loss: loss_sum / tokens as f64,
             gradient_norm: norm(squares.iter().sum()),
             unit_norms: squares.iter().map(|&squares| norm(squares)).collect(),
-            any_without_gradient: missing > 0.,
+            without_gradient: if missing > 0. { self.without_gradient()? } else { Vec::new() },
         })
     }
 
