@@ -94,7 +94,7 @@ pub(crate) fn set_limits(environment: &mut Environment<'_>) {
 fn add_checks(code: &mut Instructions<'_>) {
     let check = |name: &'static str| Instruction::ApplyFilter(name, Some(1), !0);
     let len = len_of(code);
-    // A template ends where there is no instruction. What follows now is jumped over.
+    // A template ends where the instructions do, so the end has to jump over those that are added from here on.
     let end = code.add(Instruction::Jump(0));
     for place in 0..len {
         let Some(instruction) = code.get(place).cloned() else { continue };
@@ -170,7 +170,7 @@ fn check_made(state: &mut State<'_, '_>, value: Value) -> Result<Value, Error> {
     Ok(value)
 }
 
-/// A value that is used as a whole is no namespace.
+/// Refuses a namespace that is used as a whole.
 fn check_operand(value: Value) -> Result<Value, Error> {
     match is_namespace(&value) {
         true => refuse("it uses a namespace as a value; it may be used by its names alone".to_string()),

@@ -306,7 +306,7 @@ impl Saver {
         Ok(())
     }
 
-    /// Says why there is no snapshot, and that there will be another attempt or none.
+    /// Reports why the snapshot failed and whether it will be tried again.
     fn snapshot_failed(&mut self, step: u64, retry: Retry, error: String, say: &mut dyn FnMut(News)) {
         let name = folder_of(step);
         let text = match (self.attempt < ATTEMPTS, retry) {
