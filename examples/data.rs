@@ -1,7 +1,7 @@
-//! A data source of one's own: the bytes of files that you name, cut into samples at random places.
+//! A custom data source: the bytes of the files on the command line, cut into samples at random positions.
 //!
-//! A sample is a function of its number, so the same samples are trained on by any number of ranks, and there is nothing to
-//! remember where a run goes on. Each rank reads what it needs, and no list of samples is ever made.
+//! A sample is a function of its index, so any number of ranks trains on the same samples, and a resumed run needs no state. Each
+//! rank reads the samples that it needs, and there is no list of samples.
 //!
 //! ```sh
 //! cargo build --release --example data
@@ -11,16 +11,16 @@
 use std::error::Error;
 use std::ops::ControlFlow;
 
-use shardwise::model::{Batch, Llama, mixed};
+use shardwise::model::{Batch, Llama, splitmix64};
 use shardwise::schedule::Kind;
 use shardwise::tch::Tensor;
 use shardwise::{
-    AdamW, Optimizer, Options, Portion, Sampling, Schedule, Sharding, Source, SourceError, Trainer, generate, start,
+    AdamW, BatchSize, Optimizer, Options, Sampling, Schedule, Sharding, Source, SourceError, Trainer, generate, init,
 };
 
-const POSITIONS: usize = 64;
+const SEQ_LEN: usize = 64;
 
-/// Text as bytes: a byte is a token.
+/// Text as bytes. A byte is a token.
 struct Files(Vec<u8>);
 
 impl Files {
@@ -29,9 +29,9 @@ impl Files {
         for path in paths {
             bytes.extend(std::fs::read(path).map_err(|error| format!("{path}: {error}"))?);
         }
-        match bytes.len() > POSITIONS {
+        match bytes.len() > SEQ_LEN {
             true => Ok(Files(bytes)),
-            false => Err(format!("give files with more than {POSITIONS} bytes, such as README.md").into()),
+            false => Err(format!("give files with more than {SEQ_LEN} bytes, such as README.md").into()),
         }
     }
 }
@@ -39,14 +39,14 @@ impl Files {
 impl Source for Files {
     fn batch(&self, numbers: &[u64]) -> Result<Batch, SourceError> {
         let Files(bytes) = self;
-        // One byte more than positions: each one's target is the next.
+        // One more byte than the sequence length: the target of each byte is the next one.
         let window = |&number: &u64| {
-            let begin = mixed(number) as usize % (bytes.len() - POSITIONS);
-            bytes[begin..=begin + POSITIONS].iter().map(|&byte| i64::from(byte))
+            let start = splitmix64(number) as usize % (bytes.len() - SEQ_LEN);
+            bytes[start..=start + SEQ_LEN].iter().map(|&byte| i64::from(byte))
         };
         let rows = Tensor::f_from_slice(&numbers.iter().flat_map(window).collect::<Vec<i64>>())?;
         let rows = rows.f_view([numbers.len() as i64, -1])?;
-        let part = |from| rows.f_narrow(1, from, POSITIONS as i64);
+        let part = |from| rows.f_narrow(1, from, SEQ_LEN as i64);
         Ok(Batch::new(part(0)?, part(1)?))
     }
 }
@@ -59,13 +59,13 @@ fn main() -> Result<(), Box<dyn Error>> {
         println!("{} bytes to learn from, on {size} ranks", files.0.len());
     }
     let model = Llama::new(256, 96, 2, 4, 256).model()?;
-    let schedule = Schedule { rate: 4e-3, warmup_steps: 20, steps: 240, kind: Kind::Cosine { end: 0.1 } };
+    let schedule = Schedule { lr: 4e-3, warmup_steps: 20, steps: 240, kind: Kind::Cosine { min_lr_ratio: 0.1 } };
     let options = Options::new(Sharding::stage(3)?, Optimizer::AdamW(AdamW::default()), schedule);
-    let options = Options { clip_norm: Some(1.), ..options };
-    let mut trainer = Trainer::new(model, ranks, options, &mut start::from_seed(5))?;
-    // 16 samples a step, whoever takes them.
-    let portion = Portion { samples: 16 / size, micro_batches: 1 };
-    trainer.train(&files, portion, 240, &mut |report| {
+    let options = Options { max_grad_norm: Some(1.), ..options };
+    let mut trainer = Trainer::new(model, ranks, options, &mut init::from_seed(5))?;
+    // 16 samples per step on any number of ranks.
+    let batch_size = BatchSize { micro_batch_size: 16 / size, gradient_accumulation_steps: 1 };
+    trainer.train(&files, batch_size, 240, &mut |report| {
         if is_first && (report.step == 1 || report.step % 40 == 0) {
             println!("step {:>3}  {:.4} bits per byte", report.step, report.loss / std::f64::consts::LN_2);
         }

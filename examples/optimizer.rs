@@ -1,7 +1,7 @@
-//! An optimizer of one's own: Lion, which steps by the sign of an interpolated momentum, and keeps half of what AdamW keeps.
+//! A custom optimizer: Lion, which updates by the sign of an interpolated momentum, and needs half the state of AdamW.
 //!
-//! It is written for some elements at a time. Slicing, masters, clipping and checkpoints come by themselves, and the losses are
-//! the same at stage 0, where every rank updates everything, and at stage 3, where each updates its slice.
+//! It is elementwise. Sharding, master weights, clipping and checkpoints need no code, and the losses are the same at stage 0, where
+//! every rank updates everything, and at stage 3, where each rank updates its shard.
 //!
 //! ```sh
 //! cargo build --release --example optimizer
@@ -13,8 +13,8 @@ use std::error::Error;
 use shardwise::model::{Batch, Llama};
 use shardwise::tch::Tensor;
 use shardwise::{
-    Elements, Elementwise, Optimizer, Options, Portion, Ranks, Schedule, Sharding, SourceError, Trainer, optimizer,
-    start,
+    BatchSize, Elements, Elementwise, Optimizer, Options, Ranks, Schedule, Sharding, SourceError, Trainer, init,
+    optimizer,
 };
 
 /// Lion (Chen et al., 2023).
@@ -31,57 +31,57 @@ impl Elementwise for Lion {
     }
 
     fn update(&self, elements: Elements) -> optimizer::Result<()> {
-        let Elements { mut parameters, grads, mut state, decays, rate, .. } = elements;
+        let Elements { mut parameters, grads, mut state, decays, lr, .. } = elements;
         let momentum = &mut state[0];
         let direction = momentum.f_lerp(&grads, 1. - self.beta1)?.f_sign()?;
         if decays {
-            let _ = parameters.f_mul_scalar_(1. - rate * self.weight_decay)?;
+            let _ = parameters.f_mul_scalar_(1. - lr * self.weight_decay)?;
         }
-        let _ = parameters.f_sub_(&direction.f_mul_scalar(rate)?)?;
+        let _ = parameters.f_sub_(&direction.f_mul_scalar(lr)?)?;
         let _ = momentum.f_lerp_(&grads, 1. - self.beta2)?;
         Ok(())
     }
 }
 
-const VOCABULARY: i64 = 61;
+const VOCAB_SIZE: i64 = 61;
 
-/// Sequences in which every token is the square of the one before, and the sequence's number more.
+/// Sequences in which every token is the square of the previous one plus the sequence's index.
 fn squares(numbers: &[u64]) -> Result<Batch, SourceError> {
     let row = |&number: &u64| {
-        let number = number as i64 % VOCABULARY;
-        std::iter::successors(Some(number), move |token| Some((token * token + number) % VOCABULARY)).take(17)
+        let number = number as i64 % VOCAB_SIZE;
+        std::iter::successors(Some(number), move |token| Some((token * token + number) % VOCAB_SIZE)).take(17)
     };
     let rows = Tensor::f_from_slice(&numbers.iter().flat_map(row).collect::<Vec<i64>>())?.f_view([-1, 17])?;
     Ok(Batch::new(rows.f_narrow(1, 0, 16)?, rows.f_narrow(1, 1, 16)?))
 }
 
-/// The losses of 60 steps, and the bytes that this rank holds for the optimizer.
+/// The losses of 60 steps, and the bytes of optimizer state on this rank.
 fn losses(ranks: &Ranks, stage: u8) -> shardwise::Result<(Vec<f64>, usize)> {
-    let model = Llama::new(VOCABULARY as usize, 64, 2, 4, 160).model();
+    let model = Llama::new(VOCAB_SIZE as usize, 64, 2, 4, 160).model();
     let model = model.map_err(|error| shardwise::Error::Options(error.to_string()))?;
-    let lion = Optimizer::own(Lion { beta1: 0.9, beta2: 0.99, weight_decay: 0.1 });
+    let lion = Optimizer::custom(Lion { beta1: 0.9, beta2: 0.99, weight_decay: 0.1 });
     let options =
-        Options { clip_norm: Some(1.), ..Options::new(Sharding::stage(stage)?, lion, Schedule::constant(1e-3)) };
-    let mut trainer = Trainer::new(model, ranks.clone(), options, &mut start::from_seed(3))?;
-    let portion = Portion { samples: 16 / ranks.world.size(), micro_batches: 2 };
+        Options { max_grad_norm: Some(1.), ..Options::new(Sharding::stage(stage)?, lion, Schedule::constant(1e-3)) };
+    let mut trainer = Trainer::new(model, ranks.clone(), options, &mut init::from_seed(3))?;
+    let batch_size = BatchSize { micro_batch_size: 16 / ranks.world.size(), gradient_accumulation_steps: 2 };
     let mut losses = Vec::new();
-    trainer.train(&squares, portion, 60, &mut |report| losses.push(report.loss))?;
+    trainer.train(&squares, batch_size, 60, &mut |report| losses.push(report.loss))?;
     Ok((losses, trainer.bytes().0.optimizer))
 }
 
 fn main() -> Result<(), Box<dyn Error>> {
     let ranks = shardwise::ranks()?;
-    let ((whole, whole_bytes), (sliced, sliced_bytes)) = (losses(&ranks, 0)?, losses(&ranks, 3)?);
+    let ((whole, whole_bytes), (sharded, sharded_bytes)) = (losses(&ranks, 0)?, losses(&ranks, 3)?);
     if ranks.world.rank() > 0 {
         return Ok(());
     }
     println!("Lion on {} ranks", ranks.world.size());
     println!("          stage 0          stage 3");
     for step in [1, 15, 30, 45, 60] {
-        println!("step {step:>2}  {:.12}  {:.12}", whole[step - 1], sliced[step - 1]);
+        println!("step {step:>2}  {:.12}  {:.12}", whole[step - 1], sharded[step - 1]);
     }
-    println!("momentum  {:>11.1} kB  {:>11.1} kB", whole_bytes as f64 / 1e3, sliced_bytes as f64 / 1e3);
-    let same = whole.iter().zip(&sliced).all(|(a, b)| a.to_bits() == b.to_bits());
+    println!("momentum  {:>11.1} kB  {:>11.1} kB", whole_bytes as f64 / 1e3, sharded_bytes as f64 / 1e3);
+    let same = whole.iter().zip(&sharded).all(|(a, b)| a.to_bits() == b.to_bits());
     println!("{}", if same { "the same, to the last bit" } else { "NOT the same" });
     Ok(())
 }

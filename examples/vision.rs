@@ -1,23 +1,23 @@
-//! A model of one's own: a small vision transformer that tells discs, squares, rings and crosses apart, sharded at stage 3.
+//! A custom model: a small vision transformer that classifies discs, squares, rings and crosses, sharded at stage 3.
 //!
 //! ```sh
 //! cargo build --release --example vision
 //! mpirun -n 2 target/release/examples/vision     # or alone, without mpirun
 //! ```
 
-use shardwise::model::{Activations, Batch, Init, Layer, Model, Parameter, Parameters, Result, Unit, mixed};
+use shardwise::model::{Activations, Batch, Init, Layer, Model, Parameter, Parameters, Result, Unit, splitmix64};
 use shardwise::schedule::Kind;
 use shardwise::tch::{self, Reduction, Tensor};
-use shardwise::{AdamW, Optimizer, Options, Portion, Schedule, Sharding, SourceError, Trainer, start};
+use shardwise::{AdamW, BatchSize, Optimizer, Options, Schedule, Sharding, SourceError, Trainer, init};
 
 const CLASSES: [&str; 4] = ["disc", "square", "ring", "cross"];
 const SIDE: i64 = 16; // of an image, in pixels
-const PATCH: i64 = 4; // of a patch
+const PATCH: i64 = 4; // the side of a patch
 const PATCHES: i64 = (SIDE / PATCH) * (SIDE / PATCH);
-const WIDTH: usize = 48;
+const HIDDEN_SIZE: usize = 48;
 const HEADS: i64 = 4;
 
-/// The first unit: patches of an image as hidden states, with their places.
+/// The first unit: embeds the patches of an image and their positions.
 struct Patches;
 
 impl Layer for Patches {
@@ -47,12 +47,12 @@ impl Layer for Block {
     }
 }
 
-/// The last unit: the mean of all patches, a score for each class, and the loss, summed over images.
+/// The last unit: the mean of all patches, the logits of the classes, and the loss summed over images.
 struct Head;
 
 impl Layer for Head {
     fn forward(&self, p: &Parameters<'_>, input: Option<&Tensor>, batch: &Batch, _: Activations) -> Result<Tensor> {
-        let scores = self.logits(p, input.expect("the head has an input"))?.expect("it has just been made");
+        let scores = self.logits(p, input.expect("the head has an input"))?.expect("the head has logits");
         Ok(scores.f_cross_entropy_loss(&batch.targets, None::<&Tensor>, Reduction::Sum, -100, 0.)?)
     }
 
@@ -63,33 +63,33 @@ impl Layer for Head {
 }
 
 fn norm(x: &Tensor) -> Result<Tensor> {
-    Ok(x.f_layer_norm([WIDTH as i64], None::<&Tensor>, None::<&Tensor>, 1e-5, false)?)
+    Ok(x.f_layer_norm([HIDDEN_SIZE as i64], None::<&Tensor>, None::<&Tensor>, 1e-5, false)?)
 }
 
 fn vision_transformer(blocks: usize) -> Result<Model> {
     let matrix = |name: String, out: usize, into: usize| Parameter::matrix(name, [out, into], (into as f64).powf(-0.5));
-    let patch = matrix("patch".to_string(), WIDTH, (PATCH * PATCH) as usize);
-    let place = Parameter::matrix("place", [PATCHES as usize, WIDTH], 0.02);
+    let patch = matrix("patch".to_string(), HIDDEN_SIZE, (PATCH * PATCH) as usize);
+    let place = Parameter::matrix("place", [PATCHES as usize, HIDDEN_SIZE], 0.02);
     let mut units = vec![Unit::new("patches", vec![patch, place], Patches)];
     for index in 0..blocks {
         let name = |ending: &str| format!("block.{index}.{ending}");
         let parameters = vec![
-            matrix(name("qkv"), 3 * WIDTH, WIDTH),
-            matrix(name("out"), WIDTH, WIDTH),
-            matrix(name("up"), 4 * WIDTH, WIDTH),
-            Parameter::vector(name("up_bias"), 4 * WIDTH, Init::Zeros),
-            matrix(name("down"), WIDTH, 4 * WIDTH),
+            matrix(name("qkv"), 3 * HIDDEN_SIZE, HIDDEN_SIZE),
+            matrix(name("out"), HIDDEN_SIZE, HIDDEN_SIZE),
+            matrix(name("up"), 4 * HIDDEN_SIZE, HIDDEN_SIZE),
+            Parameter::vector(name("up_bias"), 4 * HIDDEN_SIZE, Init::Zeros),
+            matrix(name("down"), HIDDEN_SIZE, 4 * HIDDEN_SIZE),
         ];
         units.push(Unit::new(format!("block.{index}"), parameters, Block));
     }
-    units.push(Unit::new("head", vec![matrix("classes".to_string(), CLASSES.len(), WIDTH)], Head));
+    units.push(Unit::new("head", vec![matrix("classes".to_string(), CLASSES.len(), HIDDEN_SIZE)], Head));
     Model::new(units)
 }
 
 /// Image `number`: its pixels, and its class.
 fn image(number: u64) -> (Vec<f32>, i64) {
-    // A number between 0 and 1 that looks random, for each image and each use.
-    let chance = |of: u64| (mixed(number ^ mixed(of)) >> 40) as f32 / (1 << 24) as f32;
+    // A pseudorandom number between 0 and 1, for each image and each use.
+    let chance = |of: u64| (splitmix64(number ^ splitmix64(of)) >> 40) as f32 / (1 << 24) as f32;
     let class = (4. * chance(0)) as i64;
     let (x, y, radius) = (5. + 5. * chance(1), 5. + 5. * chance(2), 3.5 + 2. * chance(3));
     let pixel = |place: i64| {
@@ -118,13 +118,13 @@ fn main() -> std::result::Result<(), SourceError> {
     if is_first {
         println!("{} parameters at stage 3 on {} ranks; chance is 25.0%", model.elements(), world.size());
     }
-    let schedule = Schedule { rate: 3e-3, warmup_steps: 20, steps: 300, kind: Kind::Cosine { end: 0.1 } };
+    let schedule = Schedule { lr: 3e-3, warmup_steps: 20, steps: 300, kind: Kind::Cosine { min_lr_ratio: 0.1 } };
     let options = Options::new(Sharding::stage(3)?, Optimizer::AdamW(AdamW::default()), schedule);
-    let mut trainer = Trainer::new(model, ranks, options, &mut start::from_seed(7))?;
-    let portion = Portion { samples: 64 / world.size(), micro_batches: 1 };
+    let mut trainer = Trainer::new(model, ranks, options, &mut init::from_seed(7))?;
+    let batch_size = BatchSize { micro_batch_size: 64 / world.size(), gradient_accumulation_steps: 1 };
     let unseen = images(&(1 << 40..(1 << 40) + 256).collect::<Vec<u64>>())?;
     for steps in (0..=300).step_by(60) {
-        trainer.train(&images, portion, steps, &mut |_report| ())?;
+        trainer.train(&images, batch_size, steps, &mut |_report| ())?;
         let evaluation = trainer.evaluate(std::slice::from_ref(&unseen))?;
         let guesses = trainer.logits(&unseen.inputs)?.argmax(1, false);
         let right = guesses.eq_tensor(&unseen.targets).sum(tch::Kind::Double).double_value(&[]) / 2.56;

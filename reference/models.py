@@ -1,6 +1,6 @@
 """The two model families in plain PyTorch, as the oracle for Shardwise's own: no kernels chosen by hand, no sharding.
 
-Parameters have the names and shapes of Hugging Face checkpoints, and configurations the keys of Shardwise's. A third model, much
+Parameters have the names and shapes of Hugging Face checkpoints, and configurations the keys of Hugging Face's config.json. A third model, much
 smaller, is for tests of loss scaling.
 """
 
@@ -36,18 +36,18 @@ class Llama:
         self.config, self.parameters = config, parameters
 
     def norm(self, x, weight):
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.config["norm_epsilon"]) * weight
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.config["rms_norm_eps"]) * weight
 
     def frequencies(self):
-        width = self.config["head_width"]
-        frequencies = [self.config["rope_base"] ** (-2 * pair / width) for pair in range(width // 2)]
+        head_dim = self.config["head_dim"]
+        frequencies = [self.config["rope_theta"] ** (-2 * pair / head_dim) for pair in range(head_dim // 2)]
         scaling = self.config.get("rope_scaling")
         if scaling is None:
             return frequencies
         stretched = []
         for frequency in frequencies:
-            turns = scaling["original_context"] * frequency / (2 * math.pi)
-            low, high = scaling["low_frequency_factor"], scaling["high_frequency_factor"]
+            turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
+            low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
             smooth = min(max((turns - low) / (high - low), 0.0), 1.0)
             stretched.append(smooth * frequency + (1 - smooth) * frequency / scaling["factor"])
         return stretched
@@ -62,25 +62,25 @@ class Llama:
     def loss(self, tokens, targets):
         c, p = self.config, self.parameters
         x = p["model.embed_tokens.weight"][tokens]
-        for i in range(c["blocks"]):
+        for i in range(c["num_hidden_layers"]):
             layer = lambda name: p.get(f"model.layers.{i}.{name}")  # noqa: E731
             normed = self.norm(x, layer("input_layernorm.weight"))
 
             def heads(name, norm=None):
                 y = F.linear(normed, layer(f"self_attn.{name}.weight"), layer(f"self_attn.{name}.bias"))
-                y = y.unflatten(-1, (-1, c["head_width"]))
+                y = y.unflatten(-1, (-1, c["head_dim"]))
                 weight = layer(f"self_attn.{norm}.weight") if norm else None
                 return (y if weight is None else self.norm(y, weight)).transpose(1, 2)
 
             query, key = self.turn(heads("q_proj", "q_norm")), self.turn(heads("k_proj", "k_norm"))
-            seen = attention(query, key, heads("v_proj"), c.get("window"))
+            seen = attention(query, key, heads("v_proj"), c.get("sliding_window"))
             x = x + F.linear(seen.transpose(1, 2).flatten(2), layer("self_attn.o_proj.weight"))
             normed = self.norm(x, layer("post_attention_layernorm.weight"))
             gate = F.linear(normed, layer("mlp.gate_proj.weight"))
             gated = gate * torch.sigmoid(gate) * F.linear(normed, layer("mlp.up_proj.weight"))
             x = x + F.linear(gated, layer("mlp.down_proj.weight"))
         x = self.norm(x, p["model.norm.weight"])
-        return loss_sum(F.linear(x, p["model.embed_tokens.weight" if c["tied"] else "lm_head.weight"]), targets)
+        return loss_sum(F.linear(x, p["model.embed_tokens.weight" if c["tie_word_embeddings"] else "lm_head.weight"]), targets)
 
 
 class Gpt2:
@@ -89,7 +89,7 @@ class Gpt2:
 
     def norm(self, x, name):
         p, variance = self.parameters, x.var(-1, keepdim=True, unbiased=False)
-        normed = (x - x.mean(-1, keepdim=True)) * torch.rsqrt(variance + self.config["norm_epsilon"])
+        normed = (x - x.mean(-1, keepdim=True)) * torch.rsqrt(variance + self.config["layer_norm_epsilon"])
         return normed * p[f"{name}.weight"] + p[f"{name}.bias"]
 
     def linear(self, x, name):
@@ -98,9 +98,9 @@ class Gpt2:
     def loss(self, tokens, targets):
         c, p = self.config, self.parameters
         x = p["wte.weight"][tokens] + p["wpe.weight"][: tokens.shape[1]]
-        for i in range(c["blocks"]):
+        for i in range(c["n_layer"]):
             all_heads = self.linear(self.norm(x, f"h.{i}.ln_1"), f"h.{i}.attn.c_attn")
-            heads = [part.unflatten(-1, (c["heads"], -1)).transpose(1, 2) for part in all_heads.chunk(3, dim=-1)]
+            heads = [part.unflatten(-1, (c["n_head"], -1)).transpose(1, 2) for part in all_heads.chunk(3, dim=-1)]
             x = x + self.linear(attention(*heads).transpose(1, 2).flatten(2), f"h.{i}.attn.c_proj")
             wide = self.linear(self.norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc")
             gelu = 0.5 * wide * (1 + torch.tanh(math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)))

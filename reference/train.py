@@ -26,9 +26,9 @@ def make_optimizer(config: dict, parameters: list[torch.Tensor]) -> torch.optim.
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
     if config["kind"] == "sgd":
-        return torch.optim.SGD(groups, lr=config["rate"], momentum=config["momentum"])
+        return torch.optim.SGD(groups, lr=config["lr"], momentum=config["momentum"])
     adaptive = {"adamw": torch.optim.AdamW, "lamb": Lamb}[config["kind"]]
-    return adaptive(groups, lr=config["rate"], betas=(config["beta1"], config["beta2"]), eps=config["epsilon"])
+    return adaptive(groups, lr=config["lr"], betas=(config["beta1"], config["beta2"]), eps=config["eps"])
 
 
 def clip(parameters: list[torch.Tensor], largest: float) -> torch.Tensor:
@@ -56,7 +56,7 @@ def train(folder: Path):
         loss = model.loss(step_tokens, step_targets) / (step_targets != IGNORED).sum()
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
-        norm = clip(parameters, config["clip_norm"])
+        norm = clip(parameters, config["max_grad_norm"])
         scale = scaler.get_scale()
         scaler.step(optimizer)
         scaler.update()

@@ -1,6 +1,6 @@
-"""The gloo side of the comparison of collectives: comm_gloo.py RANKS BYTES REPEATS.
+"""The gloo side of the benchmark of collectives: comm_gloo.py RANKS BYTES REPEATS.
 
-Prints what bench-comm prints: for each call the verb and the seconds of the slowest rank.
+Prints what bench-comm prints: for each call, the operation and the seconds of the slowest rank.
 """
 
 import os

@@ -1,6 +1,6 @@
-"""The model that every PyTorch side trains: a Llama of plain modules, as one finds it in people's repositories.
+"""The model that every PyTorch side trains: a Llama of plain modules, as in common open-source repositories.
 
-Parameters have the names of Hugging Face checkpoints. The head is the embedding's matrix.
+Parameters have the names of Hugging Face checkpoints. The head is tied to the embedding.
 """
 
 import torch
@@ -9,44 +9,44 @@ import torch.nn.functional as F
 
 
 class Attention(nn.Module):
-    def __init__(self, width, heads):
+    def __init__(self, hidden_size, heads):
         super().__init__()
-        self.head_width = width // heads
-        self.q_proj = nn.Linear(width, width, bias=False)
-        self.k_proj = nn.Linear(width, width, bias=False)
-        self.v_proj = nn.Linear(width, width, bias=False)
-        self.o_proj = nn.Linear(width, width, bias=False)
+        self.head_dim = hidden_size // heads
+        self.q_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.k_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.v_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
 
     def forward(self, x, cosines, sines):
-        heads = lambda y: y.unflatten(-1, (-1, self.head_width)).transpose(1, 2)  # noqa: E731
+        heads = lambda y: y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # noqa: E731
 
-        def turned(y):
+        def rotate(y):
             first, second = y.chunk(2, dim=-1)
             return y * cosines + torch.cat([-second, first], dim=-1) * sines
 
-        query, key, value = turned(heads(self.q_proj(x))), turned(heads(self.k_proj(x))), heads(self.v_proj(x))
-        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.o_proj(seen.transpose(1, 2).flatten(2))
+        query, key, value = rotate(heads(self.q_proj(x))), rotate(heads(self.k_proj(x))), heads(self.v_proj(x))
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.o_proj(attended.transpose(1, 2).flatten(2))
 
 
 class Mlp(nn.Module):
-    def __init__(self, width, mlp_width):
+    def __init__(self, hidden_size, intermediate_size):
         super().__init__()
-        self.gate_proj = nn.Linear(width, mlp_width, bias=False)
-        self.up_proj = nn.Linear(width, mlp_width, bias=False)
-        self.down_proj = nn.Linear(mlp_width, width, bias=False)
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):
-    def __init__(self, width, heads, mlp_width):
+    def __init__(self, hidden_size, heads, intermediate_size):
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(width, eps=1e-5)
-        self.self_attn = Attention(width, heads)
-        self.post_attention_layernorm = nn.RMSNorm(width, eps=1e-5)
-        self.mlp = Mlp(width, mlp_width)
+        self.input_layernorm = nn.RMSNorm(hidden_size, eps=1e-5)
+        self.self_attn = Attention(hidden_size, heads)
+        self.post_attention_layernorm = nn.RMSNorm(hidden_size, eps=1e-5)
+        self.mlp = Mlp(hidden_size, intermediate_size)
 
     def forward(self, x, cosines, sines):
         x = x + self.self_attn(self.input_layernorm(x), cosines, sines)
@@ -56,16 +56,16 @@ class Block(nn.Module):
 class Inner(nn.Module):
     def __init__(self, shape):
         super().__init__()
-        self.head_width = shape["width"] // shape["heads"]
-        self.embed_tokens = nn.Embedding(shape["vocabulary"], shape["width"])
-        block = lambda: Block(shape["width"], shape["heads"], shape["mlp_width"])  # noqa: E731
-        self.layers = nn.ModuleList(block() for _ in range(shape["blocks"]))
-        self.norm = nn.RMSNorm(shape["width"], eps=1e-5)
+        self.head_dim = shape["hidden_size"] // shape["num_attention_heads"]
+        self.embed_tokens = nn.Embedding(shape["vocab_size"], shape["hidden_size"])
+        sizes = shape["hidden_size"], shape["num_attention_heads"], shape["intermediate_size"]
+        self.layers = nn.ModuleList(Block(*sizes) for _ in range(shape["num_hidden_layers"]))
+        self.norm = nn.RMSNorm(shape["hidden_size"], eps=1e-5)
 
     def forward(self, tokens):
         x = self.embed_tokens(tokens)
-        pairs = torch.arange(0, self.head_width, 2).float()
-        angles = torch.outer(torch.arange(tokens.shape[1]).float(), 10000.0 ** (-pairs / self.head_width))
+        pairs = torch.arange(0, self.head_dim, 2).float()
+        angles = torch.outer(torch.arange(tokens.shape[1]).float(), 10000.0 ** (-pairs / self.head_dim))
         angles = torch.cat([angles, angles], dim=-1)
         cosines, sines = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         for block in self.layers:
@@ -77,7 +77,7 @@ class Llama(nn.Module):
     def __init__(self, shape):
         super().__init__()
         self.model = Inner(shape)
-        self.lm_head = nn.Linear(shape["width"], shape["vocabulary"], bias=False)
+        self.lm_head = nn.Linear(shape["hidden_size"], shape["vocab_size"], bias=False)
         self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, tokens, targets):

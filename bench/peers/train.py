@@ -1,11 +1,11 @@
 """One PyTorch side of the comparison, under mpirun: train.py SIDE RECIPE PORT
 
 SIDE is bare, ddp, zero1 (DDP with ZeroRedundancyOptimizer), fsdp2-keep and fsdp2 (fully_shard without and with resharding
-after the forward pass), or deepspeed-1, -2, -3. With -compiled at the end of ddp, fsdp2-keep and fsdp2, Inductor compiles each block.
-RECIPE is the recipe that `bench-train` trains, PORT one of loopback's that is
-free, by which ranks find each other. Prints the lines that `bench-train` prints: one of JSON for each step, and one at the end.
+after the forward pass), or deepspeed-1, -2, -3. With -compiled after ddp, fsdp2-keep and fsdp2, Inductor compiles each block.
+RECIPE is the recipe that `bench-train` trains, PORT a free port on loopback for the rendezvous. Prints the lines that
+`bench-train` prints: a line of JSON for each step, and one at the end.
 
-Settings are those that people use: one unit per block for FSDP2, DeepSpeed's buckets as Hugging Face's "auto" sizes them and its
+The settings are common ones: one unit per block for FSDP2, DeepSpeed's buckets as Hugging Face's "auto" sizes them and its
 overlap on, torch's fused AdamW, the libraries' defaults for the rest. bf16 is autocast for DDP, and FSDP2 then reduces in f32;
 DeepSpeed reduces in bf16.
 """
@@ -32,7 +32,7 @@ from torch import nn  # noqa: E402
 
 
 def mixed(bits):
-    """splitmix64's finaliser."""
+    """splitmix64's finalizer."""
     mask = (1 << 64) - 1
     z = (bits + 0x9E3779B97F4A7C15) & mask
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
@@ -41,12 +41,12 @@ def mixed(bits):
 
 
 def batch(recipe):
-    """The first step's. It is trained on in every step: the loss then moves by much."""
-    sequences, positions = recipe["batch"]["sequences"], recipe["batch"]["positions"]
-    vocabulary = recipe["model"]["llama"]["vocabulary"]
-    first = RANK * sequences
-    keys = [mixed(recipe["data"].get("seed", 0) ^ mixed(number)) for number in range(first, first + sequences)]
-    ids = torch.tensor([[mixed(key ^ place) % vocabulary for place in range(positions + 1)] for key in keys])
+    """The batch of the first step. Every step trains on it, so that the loss changes fast."""
+    size, seq_len = recipe["batch"]["micro_batch_size"], recipe["batch"]["seq_len"]
+    vocab_size = recipe["model"]["llama"]["vocab_size"]
+    first = RANK * size
+    keys = [mixed(recipe["data"].get("seed", 0) ^ mixed(number)) for number in range(first, first + size)]
+    ids = torch.tensor([[mixed(key ^ place) % vocab_size for place in range(seq_len + 1)] for key in keys])
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
@@ -59,16 +59,16 @@ def optimizer_of(model, recipe, make=torch.optim.AdamW):
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": o["weight_decay"]},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return make(groups, lr=o["rate"], betas=tuple(o["betas"]), eps=o["epsilon"], fused=True)
+    return make(groups, lr=o["lr"], betas=tuple(o["betas"]), eps=o["eps"], fused=True)
 
 
 def torch_side(side, model, recipe):
-    """A function that makes one step and returns this rank's loss."""
+    """Returns a function that takes one step and returns this rank's loss."""
     if side.endswith("-compiled"):
         side = side.removesuffix("-compiled")
         for block in model.model.layers:
             block.compile()
-    bf16 = recipe["precision"]["parameters"] == "bf16"
+    bf16 = recipe["precision"]["param_dtype"] == "bf16"
     cast = lambda: torch.autocast("cpu", torch.bfloat16, enabled=bf16)  # noqa: E731
     make = torch.optim.AdamW
     if side in ("ddp", "zero1"):
@@ -81,7 +81,7 @@ def torch_side(side, model, recipe):
         settings = {"mesh": init_device_mesh("cpu", (RANKS,)), "mp_policy": policy}
         for block in model.model.layers:
             fully_shard(block, **settings, reshard_after_forward=side == "fsdp2")
-        # The embedding and the head, which the backward pass needs first: they stay, by default.
+        # The embedding and the head, which the backward pass needs first: by default they are not resharded.
         fully_shard(model, **settings)
         cast = contextlib.nullcontext
     if side == "zero1":
@@ -110,18 +110,18 @@ def deepspeed_side(stage, model, recipe):
     import deepspeed
 
     deepspeed.utils.logger.setLevel(logging.ERROR)
-    width = recipe["model"]["llama"]["width"]
+    hidden_size = recipe["model"]["llama"]["hidden_size"]
     settings = {
-        "train_micro_batch_size_per_gpu": recipe["batch"]["sequences"],
+        "train_micro_batch_size_per_gpu": recipe["batch"]["micro_batch_size"],
         "zero_optimization": {
             "stage": stage,
             "overlap_comm": True,
-            "reduce_bucket_size": width * width,
-            "stage3_prefetch_bucket_size": int(0.9 * width * width),
-            "stage3_param_persistence_threshold": 10 * width,
+            "reduce_bucket_size": hidden_size * hidden_size,
+            "stage3_prefetch_bucket_size": int(0.9 * hidden_size * hidden_size),
+            "stage3_param_persistence_threshold": 10 * hidden_size,
         },
-        "bf16": {"enabled": recipe["precision"]["parameters"] == "bf16"},
-        # Unless told otherwise, it clips at 1.
+        "bf16": {"enabled": recipe["precision"]["param_dtype"] == "bf16"},
+        # The default is to clip at 1.
         "gradient_clipping": 0.0,
         "steps_per_print": None,
     }
@@ -140,24 +140,24 @@ def deepspeed_side(stage, model, recipe):
 
 
 def field(file, key):
-    """A figure of this process's in bytes, as the system counts it."""
+    """Reads a figure of this process from /proc, in bytes."""
     with open(file) as lines:
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key))
 
 
-def forget_peak():
-    """The peak that is measured is that of training."""
+def reset_peak():
+    """Resets the peak, so that only training is measured."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def loopback_bytes():
-    """What all programs have sent over the loopback device, which is where gloo sends."""
+    """Bytes sent by all programs over the loopback device, which gloo uses."""
     with open("/proc/net/dev") as lines:
         return next(int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith("lo:"))
 
 
 def most(figure):
-    """The greatest of all ranks."""
+    """The maximum over all ranks."""
     figure = torch.tensor(figure, dtype=torch.double)
     dist.all_reduce(figure, op=dist.ReduceOp.MAX)
     return figure.item()
@@ -169,11 +169,11 @@ def mean(figure):
     return figure.item()
 
 
-def begun(recipe, folder):
-    """The model, with the recipe's weights."""
+def load_model(recipe, folder):
+    """Creates the model with the recipe's weights."""
     with torch.device("meta"):
         model = Llama(recipe["model"]["llama"])
-    weights = load_file(folder / recipe["start"]["weights"])
+    weights = load_file(folder / recipe["init"]["weights"])
     model.load_state_dict({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}, assign=True)
     model.lm_head.weight = model.model.embed_tokens.weight
     return model.requires_grad_(True)
@@ -185,21 +185,21 @@ def main(side, recipe_path, port):
     recipe = tomllib.loads(recipe_path.read_text())
     steps, warm_up = recipe["run"]["steps"], int(os.environ["SHARDWISE_WARM_UP"])
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=RANK, world_size=RANKS)
-    model = begun(recipe, recipe_path.parent)
+    model = load_model(recipe, recipe_path.parent)
     if side.startswith("deepspeed-"):
         step = deepspeed_side(int(side[-1]), model, recipe)
     else:
         step = torch_side(side, model, recipe)
     ready_s = most(time.time() - float(os.environ["SHARDWISE_LAUNCHED"]))
     tokens, targets = batch(recipe)
-    forget_peak()
+    reset_peak()
     first = time.perf_counter()
     losses = [step(tokens, targets)]
     first_s = time.perf_counter() - first
     losses += [step(tokens, targets) for _ in range(1, warm_up)]
     dist.barrier()
     started, cpu_started, sent_before = time.perf_counter(), time.process_time(), loopback_bytes()
-    # One after the other, as people train: what a step leaves under way, the next one waits for.
+    # Back to back, as in training: a step waits for communication that the previous one left running.
     losses += [step(tokens, targets) for _ in range(warm_up, steps)]
     dist.barrier()
     measured = steps - warm_up
@@ -219,7 +219,7 @@ def main(side, recipe_path, port):
     }
     say(end)
     dist.destroy_process_group()
-    # What was measured is out. Threads that peers leave behind now and then abort a process that ends in the ordinary way.
+    # The results are printed. Threads that some frameworks leave behind sometimes abort a process that exits normally.
     os._exit(0)
 
 

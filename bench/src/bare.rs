@@ -1,4 +1,4 @@
-//! The same model without Shardwise: one graph, one backward pass, fused AdamW, no word between ranks.
+//! The bare baseline: the same model without sharding, with one graph, one backward pass, fused AdamW, and no communication.
 
 use std::time::Duration;
 
@@ -8,32 +8,32 @@ use shardwise_model::{Activations, Batch, Model};
 use shardwise_plan::Dtype;
 use shardwise_torch::autograd::{self, Graph};
 use shardwise_torch::exclusive;
-use shardwise_torch::optim::{AdamW, AdamWSlice, adamw_step};
+use shardwise_torch::optim::{AdamW, AdamWTensors, adamw_step};
 use shardwise_torch::tch::{Device, Kind, Tensor};
-use shardwise_train::start::Start;
+use shardwise_train::init::ParameterInit;
 
-/// A model and its optimizer's state.
+/// A model and its optimizer state.
 pub(crate) struct Bare {
     model: Model,
     adamw: AdamW,
     parameters: Vec<Vec<Tensor>>,
-    /// What the optimizer updates: the parameters themselves, or f32 copies of them.
+    /// The tensors that the optimizer updates: the parameters themselves, or f32 copies of them.
     masters: Vec<Tensor>,
     moments: Vec<[Tensor; 2]>,
     steps: f32,
-    /// What updates have taken of this process's time so far.
+    /// The CPU time of all updates so far.
     pub(crate) optimizer_cpu: Duration,
 }
 
-/// The time that this process's threads have spent computing.
+/// The CPU time of this process.
 pub(crate) fn cpu() -> Duration {
     let time = clock_gettime(ClockId::ProcessCPUTime);
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
 impl Bare {
-    /// Begins a model.
-    pub(crate) fn new(model: Model, dtype: Dtype, adamw: AdamW, start: &mut Start<'_>) -> Result<Self> {
+    /// Initializes a model.
+    pub(crate) fn new(model: Model, dtype: Dtype, adamw: AdamW, start: &mut ParameterInit<'_>) -> Result<Self> {
         let kind = if dtype == Dtype::Bf16 { Kind::BFloat16 } else { Kind::Float };
         let mut masters = Vec::new();
         let mut leaf = |parameter: &shardwise_model::Parameter| -> Result<Tensor> {
@@ -49,12 +49,12 @@ impl Bare {
         Ok(Bare { model, adamw, parameters, masters, moments, steps: 0., optimizer_cpu: Duration::ZERO })
     }
 
-    /// One step, and the mean loss of a token.
+    /// Takes one step, and returns the mean loss per token.
     pub(crate) fn step(&mut self, batch: &Batch) -> Result<f64> {
         let mut x: Option<Tensor> = None;
         for (unit, parameters) in self.model.units().iter().zip(&self.parameters) {
             let tied = unit.tied().map(|tied| &self.parameters[tied.unit][tied.parameter]);
-            x = Some(unit.forward(parameters, tied, x.as_ref(), batch, Activations::Kept)?);
+            x = Some(unit.forward(parameters, tied, x.as_ref(), batch, Activations::All)?);
         }
         let loss = x.context("a model has units")?;
         let tokens = batch.inputs.numel() as f32;
@@ -71,8 +71,8 @@ impl Bare {
             self.masters.iter_mut().zip(&grads).zip(&mut self.moments).zip(parameters)
         {
             let Some(grads) = grads else { continue };
-            let slice = AdamWSlice { parameters, grads, first_moments, second_moments, step: &step };
-            if parameter.decays { &mut decayed } else { &mut others }.push(slice);
+            let tensors = AdamWTensors { parameters, grads, first_moments, second_moments, step: &step };
+            if parameter.decays { &mut decayed } else { &mut others }.push(tensors);
         }
         adamw_step(self.adamw, &mut decayed)?;
         adamw_step(AdamW { weight_decay: 0., ..self.adamw }, &mut others)?;

@@ -1,17 +1,17 @@
-//! One side of the comparison of collectives: `bench-comm SIDE BYTES REPEATS` under `mpirun`.
+//! One side of the benchmark of collectives: `bench-comm SIDE BYTES REPEATS` under `mpirun`.
 //!
-//! SIDE is `shardwise` (this project's groups) or `mpi` (MPI_Reduce_scatter_block and MPI_Allgather, called directly). It
-//! reduces and scatters, and gathers, a whole of BYTES bytes of f32, and prints one line for each call: the verb, and the
-//! seconds of the slowest rank. `bench/peers/comm_gloo.py` prints the same for gloo; `cargo xtask bench-comm` runs them all.
+//! SIDE is `shardwise` (this project's groups) or `mpi` (MPI_Reduce_scatter_block and MPI_Allgather, called directly). It runs a
+//! reduce-scatter and an all-gather of BYTES bytes of f32, and prints one line for each call: the operation, and the seconds of
+//! the slowest rank. `bench/peers/comm_gloo.py` prints the same for gloo; `cargo xtask bench-comm` runs them all.
 
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
-use shardwise_comm::{Group, Reduce};
+use shardwise_comm::{Group, ReduceOp};
 use shardwise_torch::Block;
 use shardwise_torch::tch::Device;
 
-/// The verbs, as all sides name them.
+/// The operations, as all sides name them.
 const VERBS: [&str; 2] = ["reduce-scatter", "all-gather"];
 
 fn main() -> Result<()> {
@@ -19,12 +19,12 @@ fn main() -> Result<()> {
     let [side, bytes, repeats] = &arguments[..] else {
         bail!("usage: mpirun -n RANKS bench-comm shardwise|mpi BYTES REPEATS");
     };
-    let bytes: usize = bytes.parse().context("BYTES is a number")?;
-    let repeats: usize = repeats.parse().context("REPEATS is a number")?;
+    let bytes: usize = bytes.parse().context("BYTES must be a number")?;
+    let repeats: usize = repeats.parse().context("REPEATS must be a number")?;
     match side.as_str() {
         "shardwise" => shardwise(bytes, repeats),
         "mpi" => bare_mpi(bytes, repeats),
-        _ => bail!("'{side}' is not a side: shardwise or mpi"),
+        _ => bail!("unknown side '{side}': use shardwise or mpi"),
     }
 }
 
@@ -40,7 +40,7 @@ fn shardwise(bytes: usize, repeats: usize) -> Result<()> {
             world.barrier("start").wait()?;
             let started = Instant::now();
             if verb == "reduce-scatter" {
-                (whole, part) = world.reduce_scatter(verb, Reduce::Sum, whole, part).wait()?;
+                (whole, part) = world.reduce_scatter(verb, ReduceOp::Sum, whole, part).wait()?;
             } else {
                 (part, whole) = world.all_gather(verb, part, whole).wait()?;
             }
@@ -57,14 +57,14 @@ fn shardwise(bytes: usize, repeats: usize) -> Result<()> {
 }
 
 fn slowest(world: &Group, seconds: f32) -> Result<f32> {
-    Ok(world.all_reduce("time", Reduce::Max, vec![seconds]).wait()?[0])
+    Ok(world.all_reduce("time", ReduceOp::Max, vec![seconds]).wait()?[0])
 }
 
 fn bare_mpi(bytes: usize, repeats: usize) -> Result<()> {
     use mpi::collective::SystemOperation;
     use mpi::traits::*;
 
-    let universe = mpi::initialize().context("MPI starts")?;
+    let universe = mpi::initialize().context("MPI could not be initialized")?;
     let world = universe.world();
     let (rank, size) = (world.rank() as usize, world.size() as usize);
     let part_len = bytes / 4 / size;

@@ -1,15 +1,15 @@
-//! What a rank's memory rises to while a Hugging Face checkpoint is read at stage 3: `bench-load FOLDER` under `mpirun`.
+//! Measures the memory that a rank needs to load a Hugging Face checkpoint at stage 3: `bench-load FOLDER` under `mpirun`.
 //!
-//! The first rank prints a line of JSON with the figures of the rank that rose the most.
+//! Rank 0 prints a line of JSON with the largest figures of all ranks.
 
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
 use serde_json::json;
 use shardwise_checkpoint::hugging_face::Weights;
-use shardwise_comm::{Reduce, mpi};
+use shardwise_comm::{ReduceOp, mpi};
 use shardwise_model::hugging_face::Shape;
-use shardwise_train::{Options, Ranks, Schedule, Trainer, start};
+use shardwise_train::{Options, Ranks, Schedule, Trainer, init};
 use shardwise_zero::{AdamW, Optimizer, Sharding};
 
 mod process;
@@ -20,19 +20,19 @@ const STATUS: &str = "/proc/self/status";
 fn main() -> Result<()> {
     let folder = std::env::args().nth(1).context("usage: bench-load FOLDER")?;
     let world = Arc::new(mpi::world(mpi::Options::default())?);
-    let adamw = AdamW { rate: 0., beta1: 0.9, beta2: 0.95, weight_decay: 0.1, epsilon: 1e-8 };
+    let adamw = AdamW { lr: 0., beta1: 0.9, beta2: 0.95, weight_decay: 0.1, eps: 1e-8 };
     let options = Options::new(Sharding::stage(3)?, Optimizer::AdamW(adamw), Schedule::constant(1e-4));
     let weights = Weights::open(&folder)?;
-    let config = weights.config()?.context("it has a config.json")?;
+    let config = weights.config()?.context("the checkpoint has no config.json")?;
     let model = Shape::from_config(&config)?.model()?;
     let (elements, largest) = (model.elements(), model.units().iter().map(|unit| unit.elements()).max().unwrap_or(0));
     world.barrier("before").wait()?;
     let before = kernel_bytes(STATUS, "VmRSS:")?;
-    let trainer = Trainer::new(model, Ranks::sharded(world.clone()), options, &mut start::from_weights(&weights))?;
+    let trainer = Trainer::new(model, Ranks::sharded(world.clone()), options, &mut init::from_weights(&weights))?;
     let rise = kernel_bytes(STATUS, "VmHWM:")? - before;
     let held = trainer.bytes().0;
     let own = [rise as i64, held.parameters as i64, held.optimizer as i64];
-    let most = world.all_reduce("memory", Reduce::Max, own.to_vec()).wait()?;
+    let most = world.all_reduce("memory", ReduceOp::Max, own.to_vec()).wait()?;
     if world.rank() == 0 {
         println!(
             "{}",

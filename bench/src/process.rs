@@ -1,8 +1,8 @@
-//! What the system says of this process.
+//! Figures of this process from /proc.
 
 use anyhow::{Context, Result};
 
-/// A figure of a file of /proc, in bytes.
+/// Reads a figure from a file of /proc, in bytes.
 pub(crate) fn kernel_bytes(file: &str, key: &str) -> Result<f64> {
     let text = std::fs::read_to_string(file).with_context(|| file.to_string())?;
     let line = text.lines().find(|line| line.starts_with(key)).with_context(|| format!("{file} has no {key}"))?;

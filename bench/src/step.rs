@@ -1,42 +1,42 @@
-//! The step beside the same model in bare libtorch: `bench-step ROUNDS` under `mpirun -n 2`.
+//! Compares the training step with bare libtorch: `bench-step ROUNDS` under `mpirun -n 2`.
 //!
-//! The model is a Llama of 42 million parameters, each rank has 4 sequences of 256 tokens. One side is bare libtorch: one
-//! graph, one backward pass, fused AdamW, no word between the ranks. The others are stages 0 to 3. Each round runs one step of
-//! every side, in turned order; what is printed for each step is the side and the seconds of the slower rank.
+//! The model is a Llama of 42 million parameters, with 4 sequences of 256 tokens per rank. One side is bare libtorch: one graph,
+//! one backward pass, fused AdamW, no communication. The others are stages 0 to 3. Each round runs one step of every side, in
+//! rotating order, and prints the side and the seconds of the slower rank for each step.
 
 use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{Context, Result};
-use shardwise_comm::{Group, Reduce, mpi};
+use shardwise_comm::{Group, ReduceOp, mpi};
 use shardwise_model::{Batch, Llama};
 use shardwise_plan::Dtype;
 use shardwise_torch::tch::{Device, Kind, Tensor};
-use shardwise_train::{Options, Ranks, Schedule, Trainer, start};
+use shardwise_train::{Options, Ranks, Schedule, Trainer, init};
 use shardwise_zero::{AdamW, Optimizer, Sharding};
 
 mod bare;
 use bare::Bare;
 
-const ADAMW: AdamW = AdamW { rate: 3e-4, beta1: 0.9, beta2: 0.95, weight_decay: 0.1, epsilon: 1e-8 };
+const ADAMW: AdamW = AdamW { lr: 3e-4, beta1: 0.9, beta2: 0.95, weight_decay: 0.1, eps: 1e-8 };
 const SIDES: [&str; 5] = ["bare", "stage-0", "stage-1", "stage-2", "stage-3"];
 const TOKENS: [i64; 2] = [4, 256];
 
 fn main() -> Result<()> {
     let rounds: usize =
         std::env::args().nth(1).context("usage: mpirun -n 2 bench-step ROUNDS")?.parse().context("ROUNDS")?;
-    shardwise_torch::keep_freed_memory();
+    shardwise_torch::enable_caching_allocator();
     let world = Arc::new(mpi::world(mpi::Options::default())?);
-    let llama = Llama { tied: true, ..Llama::new(32_000, 512, 8, 8, 1408) };
-    let mut bare = Bare::new(llama.model()?, Dtype::F32, ADAMW, &mut start::from_seed(1))?;
+    let llama = Llama { tie_word_embeddings: true, ..Llama::new(32_000, 512, 8, 8, 1408) };
+    let mut bare = Bare::new(llama.model()?, Dtype::F32, ADAMW, &mut init::from_seed(1))?;
     let mut trainers = (0..4)
         .map(|stage| {
             let optimizer = Optimizer::AdamW(ADAMW);
-            let options = Options::new(Sharding::stage(stage)?, optimizer, Schedule::constant(ADAMW.rate));
-            Ok(Trainer::new(llama.model()?, Ranks::sharded(world.clone()), options, &mut start::from_seed(1))?)
+            let options = Options::new(Sharding::stage(stage)?, optimizer, Schedule::constant(ADAMW.lr));
+            Ok(Trainer::new(llama.model()?, Ranks::sharded(world.clone()), options, &mut init::from_seed(1))?)
         })
         .collect::<Result<Vec<Trainer>>>()?;
-    // The first rounds warm up and are not printed.
+    // The first two rounds are warm-up and are not printed.
     for round in 0..rounds + 2 {
         let tokens = Tensor::randint(32_000, TOKENS, (Kind::Int64, Device::Cpu));
         let targets = tokens.roll(-1, 1);
@@ -49,7 +49,7 @@ fn main() -> Result<()> {
                 0 => drop(bare.step(&batch)?),
                 stage => drop(trainers[stage - 1].step(std::slice::from_ref(&batch))?),
             }
-            // Stages 1 and 2 still gather what they have updated.
+            // Wait for all ranks: stages 1 and 2 are still gathering updated parameters.
             world.barrier("end").wait()?;
             let seconds = slowest(&world, started.elapsed().as_secs_f64())?;
             if world.rank() == 0 && round >= 2 {
@@ -61,5 +61,5 @@ fn main() -> Result<()> {
 }
 
 fn slowest(world: &Group, seconds: f64) -> Result<f64> {
-    Ok(world.all_reduce("time", Reduce::Max, vec![seconds]).wait()?[0])
+    Ok(world.all_reduce("time", ReduceOp::Max, vec![seconds]).wait()?[0])
 }

@@ -1,9 +1,9 @@
-//! Shardwise's side of the comparison with its peers: `mpirun -n 2 bench-train SIDE RECIPE`.
+//! Shardwise's side of the comparison with other frameworks: `mpirun -n 2 bench-train SIDE RECIPE`.
 //!
-//! SIDE is stage-0 to stage-3, or bare: the same model in bare libtorch, with no word between the ranks. Steps are timed one after
-//! the other, as people train: what a step leaves under way, the next one waits for. Prints a line of JSON for each step, and
-//! one at the end; `bench/peers/train.py` prints the same. `bench-train weights RECIPE` writes the file
-//! that the recipe names as its weights, so that all sides begin alike.
+//! SIDE is stage-0 to stage-3, or bare: the same model in bare libtorch, without communication. Steps run back to back, as in
+//! training: a step waits for communication that the previous one left running. Prints a line of JSON for each step, and one at
+//! the end; `bench/peers/train.py` prints the same. `bench-train weights RECIPE` writes the weights file that the recipe names,
+//! so that all sides start from the same weights.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -12,12 +12,12 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::json;
 use shardwise_checkpoint::hugging_face::Weights;
-use shardwise_comm::{Entry, Group, Reduce, mpi};
+use shardwise_comm::{Entry, Group, ReduceOp, mpi};
 use shardwise_model::Batch;
 use shardwise_torch::exclusive;
 use shardwise_torch::tch::{Device, Kind, Tensor};
 use shardwise_train::data::Data;
-use shardwise_train::start::{from_seed, from_weights};
+use shardwise_train::init::{from_seed, from_weights};
 use shardwise_train::{Ranks, Recipe, Trainer};
 use shardwise_zero::Optimizer;
 
@@ -28,7 +28,7 @@ use process::kernel_bytes;
 
 const USAGE: &str = "usage: mpirun -n RANKS bench-train bare|stage-0|stage-1|stage-2|stage-3|weights RECIPE [each]";
 
-/// One of the sides.
+/// A side of the comparison.
 enum Side {
     Bare(Box<Bare>),
     Stage(Box<Trainer>),
@@ -36,23 +36,23 @@ enum Side {
 
 impl Side {
     fn new(name: &str, recipe: &mut Recipe, world: &Arc<Group>) -> Result<Self> {
-        let path = recipe.start.weights.clone().context("the recipe names no weights")?;
+        let path = recipe.init.weights.clone().context("the recipe names no weights")?;
         let weights = Weights::open(&path)?;
         let mut read = from_weights(&weights);
         if let Some(stage) = name.strip_prefix("stage-") {
-            recipe.sharding.stage = stage.parse().context(USAGE)?;
+            recipe.zero.stage = stage.parse().context(USAGE)?;
             let (ranks, options) = (Ranks::hybrid(world.clone(), 1)?, recipe.options(Device::Cpu)?);
             return Ok(Side::Stage(Box::new(Trainer::new(recipe.model()?, ranks, options, &mut read)?)));
         }
         ensure!(name == "bare", USAGE);
         let options = recipe.options(Device::Cpu)?;
-        let Optimizer::AdamW(adamw) = options.optimizer.at(recipe.optimizer.rate, None) else {
-            bail!("bare is AdamW's")
+        let Optimizer::AdamW(adamw) = options.optimizer.with_lr(recipe.optimizer.lr, None) else {
+            bail!("the side 'bare' supports only AdamW")
         };
-        Ok(Side::Bare(Box::new(Bare::new(recipe.model()?, options.precision.parameters, adamw, &mut read)?)))
+        Ok(Side::Bare(Box::new(Bare::new(recipe.model()?, options.precision.param_dtype, adamw, &mut read)?)))
     }
 
-    /// One step, and the mean loss of a token: on all ranks, or on this one where no word goes between them.
+    /// Takes one step, and returns the mean loss per token: over all ranks, or on this rank for bare libtorch.
     fn step(&mut self, micro_batches: &[Batch]) -> Result<f64> {
         match self {
             Side::Bare(bare) => bare.step(&micro_batches[0]),
@@ -60,7 +60,7 @@ impl Side {
         }
     }
 
-    /// What of it has gone into updates, where that can be said.
+    /// The CPU time of all updates so far; 0 if it is not measured.
     fn optimizer_cpu(&self) -> Duration {
         match self {
             Side::Bare(bare) => bare.optimizer_cpu,
@@ -71,7 +71,7 @@ impl Side {
 
 fn main() -> Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let (name, path, is_each_its_own) = match &arguments[..] {
+    let (name, path, new_batch_each_step) = match &arguments[..] {
         [name, path] => (name, path, false),
         [name, path, each] if each == "each" => (name, path, true),
         _ => bail!(USAGE),
@@ -80,26 +80,26 @@ fn main() -> Result<()> {
     if name == "weights" {
         return write_weights(&recipe);
     }
-    shardwise_torch::keep_freed_memory();
+    shardwise_torch::enable_caching_allocator();
     let world = Arc::new(mpi::world(mpi::Options::default())?);
     let mut side = Side::new(name, &mut recipe, &world)?;
     let launched: f64 = variable("SHARDWISE_LAUNCHED")?;
     let ready_s = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs_f64() - launched;
     let data = Data::open(&recipe, world.size())?;
     let (steps, warm_up) = (recipe.run.steps as usize, variable::<usize>("SHARDWISE_WARM_UP")?);
-    // Always the same one: the loss then moves by so much that sides which train differently are found out. Or each step its own,
-    // as a run has it, for as many steps as one likes: a batch that is known by heart has other numbers, and other speed.
+    // By default every step uses the same batch: the loss then changes so fast that differences between the sides show. With
+    // `each`, every step uses a new batch, as in a run: a memorized batch has other numbers, and another speed.
     let mut micro_batches = data.step(1, world.rank(), world.size())?;
-    // The peak that is measured is that of training.
+    // Reset the peak, so that only training is measured.
     std::fs::write("/proc/self/clear_refs", "5").context("/proc/self/clear_refs")?;
 
     let mut losses = (0..warm_up).map(|_| side.step(&micro_batches)).collect::<Result<Vec<f64>>>()?;
     world.barrier("start").wait()?;
     world.meter().reset();
-    let calls_before = world.record().read().len();
+    let calls_before = world.flight_recorder().read().len();
     let (started, cpu_started) = (Instant::now(), cpu());
     for step in warm_up..steps {
-        if is_each_its_own {
+        if new_batch_each_step {
             micro_batches = data.step(step as u64 + 1, world.rank(), world.size())?;
         }
         losses.push(side.step(&micro_batches)?);
@@ -111,19 +111,19 @@ fn main() -> Result<()> {
     let per_step = 1. / (steps - warm_up) as f64;
     let (seconds, cpu_s) = (started.elapsed().as_secs_f64() * per_step, (cpu() - cpu_started).as_secs_f64() * per_step);
     let sent = world.meter().total(|_| true).bytes as f64 * per_step;
-    let (talked, waited) = calls(&world.record().read()[calls_before..]);
+    let (talked, waited) = call_seconds(&world.flight_recorder().read()[calls_before..]);
 
-    let greatest = |figure: f64| all(&world, Reduce::Max, figure);
-    let mean = |figure: f64| Ok::<f64, anyhow::Error>(all(&world, Reduce::Sum, figure)? / world.size() as f64);
-    let say = |line: serde_json::Value| {
+    let greatest = |figure: f64| all(&world, ReduceOp::Max, figure);
+    let mean = |figure: f64| Ok::<f64, anyhow::Error>(all(&world, ReduceOp::Sum, figure)? / world.size() as f64);
+    let print = |line: serde_json::Value| {
         if world.rank() == 0 {
             println!("{line}");
         }
     };
     for (step, &loss) in losses.iter().enumerate() {
-        say(json!({ "step": step + 1, "loss": mean(loss)? }));
+        print(json!({ "step": step + 1, "loss": mean(loss)? }));
     }
-    say(json!({
+    print(json!({
         "ready_seconds": greatest(ready_s)?,
         "step_seconds": greatest(seconds)?,
         "cpu_seconds": mean(cpu_s)?,
@@ -137,13 +137,12 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// What calls took, and how long this rank stood still for them while they were under way. The time that a call took includes
-/// waiting for ranks that were late.
-fn calls(record: &[Entry]) -> (f64, f64) {
-    record.iter().fold((0., 0.), |(talked, waited), call| {
+/// The total duration of calls, including time spent waiting for late ranks, and how long this rank was blocked by them.
+fn call_seconds(entries: &[Entry]) -> (f64, f64) {
+    entries.iter().fold((0., 0.), |(talked, waited), call| {
         let took = call.ended.zip(call.started).map_or(Duration::ZERO, |(ended, started)| ended - started);
-        let stood = call.waited.unwrap_or_default().min(took);
-        (talked + took.as_secs_f64(), waited + stood.as_secs_f64())
+        let blocked = call.waited.unwrap_or_default().min(took);
+        (talked + took.as_secs_f64(), waited + blocked.as_secs_f64())
     })
 }
 
@@ -152,21 +151,21 @@ fn variable<T: std::str::FromStr>(name: &str) -> Result<T> {
     text.parse().ok().with_context(|| format!("{name} is '{text}'"))
 }
 
-/// What all ranks say together.
-fn all(world: &Group, reduce: Reduce, figure: f64) -> Result<f64> {
+/// Reduces a figure over all ranks.
+fn all(world: &Group, reduce: ReduceOp, figure: f64) -> Result<f64> {
     Ok(world.all_reduce("figure", reduce, vec![figure]).wait()?[0])
 }
 
 fn write_weights(recipe: &Recipe) -> Result<()> {
     let model = recipe.model()?;
-    let mut begin = from_seed(1);
+    let mut init = from_seed(1);
     let mut tensors = Vec::new();
     for parameter in model.units().iter().flat_map(|unit| unit.parameters()) {
         let mut tensor = Tensor::zeros(&parameter.shape[..], (Kind::Float, Device::Cpu));
-        begin(parameter, 0..parameter.elements(), exclusive::<f32>(&mut tensor)?).map_err(anyhow::Error::from_boxed)?;
+        init(parameter, 0..parameter.elements(), exclusive::<f32>(&mut tensor)?).map_err(anyhow::Error::from_boxed)?;
         tensors.push((&parameter.name, tensor));
     }
-    let path = recipe.start.weights.as_ref().context("the recipe names no weights")?;
+    let path = recipe.init.weights.as_ref().context("the recipe names no weights")?;
     Tensor::write_safetensors(&tensors, path)?;
     Ok(())
 }

@@ -1,8 +1,8 @@
-//! What the stages hold and send, beside the theory: `bench-zero` under `mpirun`.
+//! Measures the memory and traffic of each ZeRO stage: `bench-zero` under `mpirun`.
 //!
 //! For each stage, and for gradients in bf16 and in f32, it trains a bf16 model for two steps and prints a line of JSON: the
-//! bytes that the allocator has lent out when the update begins, less those before there was a trainer; the pool's share of
-//! them; and what a step sent.
+//! bytes allocated when the update starts, minus those before the trainer was created; the pool's share of them; and the
+//! traffic of a step.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -14,42 +14,42 @@ use shardwise_model::{Batch, Llama};
 use shardwise_plan::Dtype;
 use shardwise_torch::allocated_bytes;
 use shardwise_torch::tch::{Device, Kind, Tensor};
-use shardwise_train::{Accumulation, Options, Ranks, Schedule, Trainer, start};
+use shardwise_train::{Options, Ranks, Schedule, Trainer, init};
 use shardwise_zero::{Elements, Elementwise, Optimizer, Precision, Sharding};
 
-/// Adam's state, and an update that notes what is allocated: gradients are reduced then, and not given up yet.
+/// An optimizer with Adam's state, whose update only measures the allocated memory: by then gradients are reduced, but not freed yet.
 #[derive(Debug)]
-struct Noting {
+struct MemoryProbe {
     gradients: Dtype,
     first_bytes: Arc<AtomicUsize>,
 }
 
-impl Elementwise for Noting {
+impl Elementwise for MemoryProbe {
     fn state_names(&self) -> &[&str] {
         &["first_moment", "second_moment"]
     }
 
     fn update(&self, elements: Elements) -> shardwise_torch::Result<()> {
-        // What is updated at once has gradients in f32 of its own, for as long as this takes.
-        let passing = if self.gradients == Dtype::F32 { 0 } else { elements.grads.numel() * Dtype::F32.bytes() };
-        // The first call of a step finds the most.
-        self.first_bytes.fetch_max(allocated_bytes() - passing, Ordering::Relaxed);
+        // The chunk being updated has a temporary f32 copy of its gradients.
+        let temporary = if self.gradients == Dtype::F32 { 0 } else { elements.grads.numel() * Dtype::F32.bytes() };
+        // The first call of a step measures the most.
+        self.first_bytes.fetch_max(allocated_bytes() - temporary, Ordering::Relaxed);
         Ok(())
     }
 }
 
-/// Divides by little; the head is the embedding's, so that every unit is gathered as often as theory says.
+/// A model whose sizes have few divisors. Its head is tied to its embedding, so that every unit is gathered equally often.
 fn llama() -> Llama {
-    Llama { tied: true, ..Llama::new(8191, 384, 10, 6, 1057) }
+    Llama { tie_word_embeddings: true, ..Llama::new(8191, 384, 10, 6, 1057) }
 }
 
 fn main() -> Result<()> {
     let world = Arc::new(mpi::world(mpi::Options::default())?);
-    // What libtorch keeps from its first use on is not the trainer's.
-    measured(&world, 3, Dtype::F32)?;
+    // Discard a first run: on its first use, libtorch allocates memory that does not belong to the trainer, and keeps it.
+    measure(&world, 3, Dtype::F32)?;
     for gradients in [Dtype::Bf16, Dtype::F32] {
         for stage in 0..4 {
-            let line = measured(&world, stage, gradients)?;
+            let line = measure(&world, stage, gradients)?;
             if world.rank() == 0 {
                 println!("{line}");
             }
@@ -58,13 +58,13 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-fn measured(world: &Arc<shardwise_comm::Group>, stage: u8, gradients: Dtype) -> Result<serde_json::Value> {
+fn measure(world: &Arc<shardwise_comm::Group>, stage: u8, gradients: Dtype) -> Result<serde_json::Value> {
     let sharding = Sharding::stage(stage)?;
     let first_bytes = Arc::new(AtomicUsize::new(0));
-    let optimizer = Optimizer::own(Noting { gradients, first_bytes: first_bytes.clone() });
+    let optimizer = Optimizer::custom(MemoryProbe { gradients, first_bytes: first_bytes.clone() });
     let options = Options {
-        precision: Precision { parameters: Dtype::Bf16, gradients },
-        accumulation: if sharding.gradients { Accumulation::Sharded } else { Accumulation::Whole },
+        precision: Precision { param_dtype: Dtype::Bf16, reduce_dtype: gradients },
+        reduce_each_micro_batch: sharding.gradients,
         ..Options::new(sharding, optimizer, Schedule::constant(1e-4))
     };
     let model = llama().model()?;
@@ -74,18 +74,17 @@ fn measured(world: &Arc<shardwise_comm::Group>, stage: u8, gradients: Dtype) -> 
     let batch = [Batch::new(tokens, targets)];
     world.barrier("before").wait()?;
     let before = allocated_bytes();
-    let mut trainer = Trainer::new(model, Ranks::sharded(world.clone()), options, &mut start::from_seed(1))?;
+    let mut trainer = Trainer::new(model, Ranks::sharded(world.clone()), options, &mut init::from_seed(1))?;
     trainer.step(&batch)?;
     trainer.shards_mut().iter_mut().filter(|_| stage < 3).try_for_each(|shard| shard.gather())?;
     world.meter().reset();
     first_bytes.store(0, Ordering::Relaxed);
     trainer.step(&batch)?;
     let live = first_bytes.load(Ordering::Relaxed) - before;
-    // The last gathers of stages 1 and 2 are under way until the next use.
+    // Wait for the all-gathers of stages 1 and 2, which run until the next use.
     trainer.shards_mut().iter_mut().filter(|_| stage < 3).try_for_each(|shard| shard.gather())?;
-    let units = |verb: Verb| {
-        world.meter().total(|tally| tally.verb == verb && !["tokens", "loss and norm"].contains(&&*tally.label))
-    };
+    let units =
+        |verb: Verb| world.meter().total(|key| key.verb == verb && !["tokens", "loss and norm"].contains(&&*key.label));
     let (gathered, reduced, both) = (units(Verb::AllGather), units(Verb::ReduceScatter), units(Verb::AllReduce));
     let (held, pool) = trainer.bytes();
     Ok(json!({

@@ -4,7 +4,7 @@ use std::env;
 use std::path::PathBuf;
 
 fn main() {
-    let lib = env::var("DEP_TCH_LIBTORCH_LIB").expect("torch-sys says where libtorch is");
+    let lib = env::var("DEP_TCH_LIBTORCH_LIB").expect("torch-sys exports the path of libtorch");
     let libtorch = PathBuf::from(&lib).parent().expect("lib/ has a parent").to_path_buf();
     let cuda = env::var_os("CARGO_FEATURE_CUDA").is_some();
 

@@ -1,15 +1,15 @@
-//! What has been tried on the readers of untrusted input is tried again.
+//! Runs the readers of untrusted input on the whole fuzzing corpus.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use shardwise_fuzz::{TARGETS, checked};
+use shardwise_fuzz::{TARGETS, check};
 
-/// The most that a reader may take for an input of the corpus, which are all short: a chat template that runs for as long as it
-/// may takes half a second without optimisation, and machines may be busy.
-const TIME_LIMIT: Duration = Duration::from_secs(5);
+/// How long a reader may take for one input. A chat template that uses up its instruction limit takes half a second without optimization,
+/// and machines may be busy.
+const TIMEOUT: Duration = Duration::from_secs(5);
 
 #[test]
 fn readers_withstand_the_corpus() {
@@ -19,9 +19,9 @@ fn readers_withstand_the_corpus() {
         assert!(inputs.len() > 5, "{} has no corpus", target.name);
         for input in &inputs {
             let bytes = std::fs::read(input).unwrap();
-            let began = Instant::now();
-            checked(target.name, &bytes);
-            assert!(began.elapsed() < TIME_LIMIT, "{} took {:?}", input.display(), began.elapsed());
+            let started = Instant::now();
+            check(target.name, &bytes);
+            assert!(started.elapsed() < TIMEOUT, "{} took {:?}", input.display(), started.elapsed());
         }
         println!("{}: {} inputs", target.name, inputs.len());
     }

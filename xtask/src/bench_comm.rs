@@ -1,8 +1,8 @@
-//! `cargo xtask bench-comm`: reduce-scatter and all-gather beside MPI's own and gloo's.
+//! `cargo xtask bench-comm`: compares reduce-scatter and all-gather with MPI's and gloo's.
 //!
-//! Every round starts every side once, in an order that rotates. A side prints the seconds of several calls; its figure of a
-//! round is their median, and what is compared is the median over rounds of the ratio within a round, because the machine
-//! is faster in some minutes than in others.
+//! Every round runs every backend once, in rotating order. A backend prints the seconds of several calls; its result in a round is
+//! their median. Backends are compared by the median over rounds of the ratio within a round, because the speed of the machine varies
+//! from minute to minute.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -14,18 +14,17 @@ use anyhow::{Context, Result, ensure};
 use serde::Serialize;
 use shardwise_harness::{launcher, python};
 
-use crate::workspace::{built, keep, machine, median, output_of, root, spread};
+use crate::workspace::{build, machine, median, output_of, root, save_results, spread};
 
-/// What to compare.
 #[derive(clap::Args)]
 pub(crate) struct Options {
     /// Numbers of ranks
     #[arg(long, value_delimiter = ',', default_value = "2,4,8")]
     pub(crate) ranks: Vec<usize>,
-    /// Rounds, each of which runs every side
+    /// Number of rounds; each runs every backend once
     #[arg(long, default_value_t = 5)]
     pub(crate) rounds: usize,
-    /// The size of the whole that is reduced or gathered
+    /// Size of the unsharded buffer, in bytes
     #[arg(long, default_value_t = 168_000_000)]
     pub(crate) bytes: usize,
 }
@@ -36,107 +35,114 @@ impl Default for Options {
     }
 }
 
-/// Calls of each verb that a side makes in a round.
+/// The number of calls of each collective per backend and round.
 const REPEATS: usize = 5;
 
-const SIDES: [Side; 3] = [Side::Shardwise, Side::Mpi, Side::Gloo];
+const BACKENDS: [Backend; 3] = [Backend::Shardwise, Backend::Mpi, Backend::Gloo];
 const VERBS: [&str; 2] = ["reduce-scatter", "all-gather"];
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub(crate) enum Side {
+pub(crate) enum Backend {
     Shardwise,
     Mpi,
     Gloo,
 }
 
-/// One verb at one number of ranks.
+/// One collective at one number of ranks.
 #[derive(Serialize)]
 pub(crate) struct Row {
     pub(crate) ranks: usize,
     pub(crate) verb: &'static str,
-    /// The median of each side.
-    pub(crate) seconds: BTreeMap<Side, f64>,
-    /// How many times faster Shardwise was than the side, in each round.
-    pub(crate) ratios: BTreeMap<Side, Vec<f64>>,
+    /// The median time of each backend.
+    pub(crate) seconds: BTreeMap<Backend, f64>,
+    /// The speedup of Shardwise over each backend, by round.
+    pub(crate) ratios: BTreeMap<Backend, Vec<f64>>,
 }
 
 impl Row {
-    /// How many times faster Shardwise is than the side.
-    pub(crate) fn ratio(&self, side: Side) -> f64 {
-        median(&self.ratios[&side])
+    /// The median speedup of Shardwise over a backend.
+    pub(crate) fn ratio(&self, backend: Backend) -> f64 {
+        median(&self.ratios[&backend])
     }
 }
 
-/// Measures, prints the table, and keeps it in bench/results.
+/// Measures, prints the table, and saves it in bench/results.
 pub(crate) fn run(options: &Options) -> Result<Vec<Row>> {
     ensure!(options.rounds > 0 && !options.ranks.contains(&0), "at least one round and one rank are needed");
-    let program = built("bench-comm", &["build", "--release", "--workspace", "--bins"])?;
+    let program = build("bench-comm", &["build", "--release", "--workspace", "--bins"])?;
     let python = python().map_err(anyhow::Error::msg)?;
     let mut rows = Vec::new();
     for &ranks in &options.ranks {
         let mut rounds = Vec::new();
         for round in 0..options.rounds {
             eprintln!("{ranks} ranks, round {} of {}", round + 1, options.rounds);
-            let mut order = SIDES;
-            order.rotate_left(round % SIDES.len());
-            let times: BTreeMap<Side, BTreeMap<String, f64>> = order
+            let mut order = BACKENDS;
+            order.rotate_left(round % BACKENDS.len());
+            let times: BTreeMap<Backend, BTreeMap<String, f64>> = order
                 .into_iter()
-                .map(|side| Ok((side, measured(side, ranks, options.bytes, &program, &python)?)))
+                .map(|backend| Ok((backend, measure(backend, ranks, options.bytes, &program, &python)?)))
                 .collect::<Result<_>>()?;
             rounds.push(times);
         }
         for verb in VERBS {
-            let of = |side: Side| rounds.iter().map(move |times| times[&side][verb]);
-            let ratios = |side| of(side).zip(of(Side::Shardwise)).map(|(theirs, ours)| theirs / ours).collect();
+            let of = |backend: Backend| rounds.iter().map(move |times| times[&backend][verb]);
+            let ratios =
+                |backend| of(backend).zip(of(Backend::Shardwise)).map(|(theirs, ours)| theirs / ours).collect();
             rows.push(Row {
                 ranks,
                 verb,
-                seconds: SIDES.map(|side| (side, median(&of(side).collect::<Vec<_>>()))).into(),
-                ratios: [Side::Mpi, Side::Gloo].map(|side| (side, ratios(side))).into(),
+                seconds: BACKENDS.map(|backend| (backend, median(&of(backend).collect::<Vec<_>>()))).into(),
+                ratios: [Backend::Mpi, Backend::Gloo].map(|backend| (backend, ratios(backend))).into(),
             });
         }
     }
     let text = table(options, &rows);
-    keep("comm", &text, &rows)?;
+    save_results("comm", &text, &rows)?;
     Ok(rows)
 }
 
-/// The median seconds of a side's calls, by verb.
-fn measured(side: Side, ranks: usize, bytes: usize, program: &Path, python: &Path) -> Result<BTreeMap<String, f64>> {
+/// The median time of a backend's calls, by collective.
+fn measure(
+    backend: Backend,
+    ranks: usize,
+    bytes: usize,
+    program: &Path,
+    python: &Path,
+) -> Result<BTreeMap<String, f64>> {
     let numbers = [bytes.to_string(), REPEATS.to_string()];
-    let printed = match side {
-        Side::Gloo => output_of(
+    let printed = match backend {
+        Backend::Gloo => output_of(
             Command::new(python)
                 .arg(root().join("bench/peers/comm_gloo.py"))
                 .arg(ranks.to_string())
                 .args(&numbers)
                 .env("OMP_NUM_THREADS", "1"),
         )?,
-        Side::Shardwise | Side::Mpi => {
-            let name = if side == Side::Mpi { "mpi" } else { "shardwise" };
+        Backend::Shardwise | Backend::Mpi => {
+            let name = if backend == Backend::Mpi { "mpi" } else { "shardwise" };
             let mut command = launcher(None, ranks, Duration::from_secs(600));
             output_of(command.arg("OMP_NUM_THREADS=1").arg(program).arg(name).args(&numbers))?
         }
     };
     let mut times: BTreeMap<String, Vec<f64>> = BTreeMap::new();
     for line in printed.lines() {
-        let (verb, seconds) = line.split_once(' ').with_context(|| format!("{side:?} printed '{line}'"))?;
+        let (verb, seconds) = line.split_once(' ').with_context(|| format!("{backend:?} printed '{line}'"))?;
         times.entry(verb.to_string()).or_default().push(seconds.parse()?);
     }
     ensure!(
         VERBS.iter().all(|verb| times.get(*verb).is_some_and(|all| all.len() == REPEATS)),
-        "{side:?} printed {printed}"
+        "{backend:?} printed {printed}"
     );
     Ok(times.into_iter().map(|(verb, all)| (verb, median(&all))).collect())
 }
 
 fn table(options: &Options, rows: &[Row]) -> String {
     let mut text = format!(
-        "# Collectives: {} MB of f32\n\nMachine: {}. {} rounds, sides interleaved; a side's figure of a round is the median of \
-         {REPEATS} calls, the slowest rank's time each. Ratios are how many times faster Shardwise is, medians over rounds \
-         with the least and greatest.\n\nCommand: `cargo xtask bench-comm`\n\n\
-         | verb | ranks | Shardwise | MPI's own | gloo | against MPI | against gloo |\n\
+        "# Collectives: {} MB of f32\n\nMachine: {}. {} rounds, backends interleaved; a backend's result in a round is the median of \
+         {REPEATS} calls, each timed on the slowest rank. Ratios are the speedup of Shardwise: medians over rounds, with minimum and \
+         maximum.\n\nCommand: `cargo xtask bench-comm`\n\n\
+         | collective | ranks | Shardwise | MPI | gloo | speedup over MPI | speedup over gloo |\n\
          | --- | --- | --- | --- | --- | --- | --- |\n",
         options.bytes / 1_000_000,
         machine(),
@@ -144,23 +150,23 @@ fn table(options: &Options, rows: &[Row]) -> String {
     );
     for verb in VERBS {
         for row in rows.iter().filter(|row| row.verb == verb) {
-            let seconds = |side| format!("{:.3} s", row.seconds[&side]);
-            let ratio = |side| {
-                let all = &row.ratios[&side];
+            let seconds = |backend| format!("{:.3} s", row.seconds[&backend]);
+            let ratio = |backend| {
+                let all = &row.ratios[&backend];
                 let (least, greatest) = spread(all);
-                format!("{:.2}× ({least:.2} to {greatest:.2})", row.ratio(side))
+                format!("{:.2}× ({least:.2} to {greatest:.2})", row.ratio(backend))
             };
             writeln!(
                 text,
                 "| {verb} | {} | {} | {} | {} | {} | {} |",
                 row.ranks,
-                seconds(Side::Shardwise),
-                seconds(Side::Mpi),
-                seconds(Side::Gloo),
-                ratio(Side::Mpi),
-                ratio(Side::Gloo),
+                seconds(Backend::Shardwise),
+                seconds(Backend::Mpi),
+                seconds(Backend::Gloo),
+                ratio(Backend::Mpi),
+                ratio(Backend::Gloo),
             )
-            .expect("a string takes any text");
+            .expect("writing to a string cannot fail");
         }
     }
     text

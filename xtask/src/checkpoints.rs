@@ -1,4 +1,4 @@
-//! The claims of checkpoints.
+//! The claims about checkpoints.
 
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -7,37 +7,37 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use serde::Deserialize;
-use shardwise_harness::{launcher, ranks_of, transformers};
+use shardwise_harness::{launcher, rank_pids, run_with_transformers};
 
 use crate::claims::{Claim, Verdict};
-use crate::workspace::{Scratch, built, median, output_of, peak_of, tools};
+use crate::workspace::{Scratch, build, median, output_of, peak_memory_of, tools};
 
 pub(crate) const CLAIMS: &[Claim] = &[
     Claim {
         group: "checkpoints",
         name: "killed",
-        what: "a run that is killed at 500 random moments while it saves, one rank or all, goes on from the newest checkpoint whose manifest was in place",
+        what: "a run that is killed (one rank or all) at 500 random moments during saves resumes from the newest checkpoint whose manifest is in place",
         heavy: true,
         measure: killed,
     },
     Claim {
         group: "checkpoints",
         name: "speed",
-        what: "4 GB of state: a save that blocks is 0.8 times as fast as dd, and one in the background, with a core to spare, costs a tenth of it",
+        what: "4 GB of state: a blocking save reaches 0.8 times the speed of dd, and a background save with a spare core delays training by a tenth of that",
         heavy: true,
         measure: speed,
     },
     Claim {
         group: "checkpoints",
         name: "memory",
-        what: "half a billion parameters of Hugging Face's: 4 ranks read them with no more than slices, the largest unit and 10%; 2 GB are exported in 500 MB",
+        what: "half a billion Hugging Face parameters: 4 ranks load them with the memory of their shards plus the largest unit plus 10%; 2 GB are exported with 500 MB",
         heavy: true,
         measure: memory,
     },
     Claim {
         group: "checkpoints",
         name: "s3",
-        what: "an S3 server that is killed in mid-save and started again: the run goes on, says so, and saves; old checkpoints verify",
+        what: "an S3 server is killed during a save and restarted: the run continues, reports it, and saves again; old checkpoints verify",
         heavy: true,
         measure: s3,
     },
@@ -45,12 +45,12 @@ pub(crate) const CLAIMS: &[Claim] = &[
 
 fn recipe(model: &str, batch: &str, steps: u64, checkpoints: &str) -> String {
     format!(
-        "[model.llama]\n{model}\n[data]\nseed = 7\n[batch]\n{batch}\n[optimizer]\nrate = 1e-3\n[run]\nsteps = {steps}\n\
+        "[model.llama]\n{model}\n[data]\nseed = 7\n[batch]\n{batch}\n[optimizer]\nlr = 1e-3\n[run]\nsteps = {steps}\n\
          [checkpoints]\nfolder = \"saved\"\n{checkpoints}\n"
     )
 }
 
-/// A run, whose lines come with the time at which they came.
+/// A run in progress, whose output is read line by line.
 struct Running {
     child: Child,
     lines: std::io::Lines<BufReader<std::process::ChildStdout>>,
@@ -67,7 +67,7 @@ impl Running {
         Ok(Running { child, lines, seen: Vec::new() })
     }
 
-    /// Reads until a line has this in it, and says when that was.
+    /// Reads until a line contains `part`. Returns the time and the line.
     fn until(&mut self, part: &str) -> Result<(Instant, String)> {
         for line in self.lines.by_ref() {
             let line = line?;
@@ -88,7 +88,7 @@ impl Drop for Running {
 }
 
 fn shardwise() -> Result<PathBuf> {
-    built("shardwise", &["build", "--release", "--workspace", "--bins"])
+    build("shardwise", &["build", "--release", "--workspace", "--bins"])
 }
 
 // ---- killed -----------------------------------------------------------------------------------------------------------
@@ -99,9 +99,10 @@ fn killed() -> Result<Verdict> {
     let program = shardwise()?;
     let scratch = Scratch::new("killed")?;
     let path = scratch.path().join("recipe.toml");
-    let model = "vocabulary = 2003\nwidth = 60\nblocks = 3\nheads = 6\nkv_heads = 3\nmlp_width = 131";
+    let model = "vocab_size = 2003\nhidden_size = 60\nnum_hidden_layers = 3\n\
+        num_attention_heads = 6\nnum_key_value_heads = 3\nintermediate_size = 131";
     let often = "every_steps = 1\nbackground = false\nkeep_last = 4";
-    std::fs::write(&path, recipe(model, "sequences = 1\npositions = 8", 1_000_000, often))?;
+    std::fs::write(&path, recipe(model, "micro_batch_size = 1\nseq_len = 8", 1_000_000, often))?;
     let (mut newest, mut torn, mut random) = (0, 0, 1u64);
     for round in 0..KILLS {
         let mut running = Running::new(&program, &path, 2, &[])?;
@@ -110,20 +111,20 @@ fn killed() -> Result<Verdict> {
         ensure!(!text.contains("damaged"), "round {round}: {text}");
         if round > 0 {
             let from =
-                text.split("goes on after step ").nth(1).and_then(|rest| rest.split(',').next()?.parse::<u64>().ok());
-            ensure!(from == Some(newest), "round {round}: step {newest} was the newest whole one: {text}");
+                text.split("resuming after step ").nth(1).and_then(|rest| rest.split(',').next()?.parse::<u64>().ok());
+            ensure!(from == Some(newest), "round {round}: the newest complete checkpoint was of step {newest}: {text}");
         }
         random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         std::thread::sleep(Duration::from_micros((random >> 33) % 150_000));
-        let ranks = ranks_of(&path);
-        ensure!(ranks.len() == 2, "round {round}: {} ranks are left before any was killed", ranks.len());
+        let ranks = rank_pids(&path);
+        ensure!(ranks.len() == 2, "round {round}: only {} ranks before the kill", ranks.len());
         let chosen = if round % 2 == 0 { &ranks[(random >> 40) as usize % 2..][..1] } else { &ranks[..] };
         Command::new("kill").arg("-KILL").args(chosen.iter().map(u32::to_string)).status()?;
         drop(running);
-        while !ranks_of(&path).is_empty() {
+        while !rank_pids(&path).is_empty() {
             std::thread::sleep(Duration::from_millis(10));
         }
-        // All that has a manifest is whole; folders without one are what the kill has torn.
+        // Every checkpoint with a manifest is complete; folders without one were torn by the kill.
         let saved = scratch.path().join("saved");
         let verified = output_of(Command::new(&program).args(["checkpoint", "verify"]).arg(&saved))?;
         newest =
@@ -136,7 +137,7 @@ fn killed() -> Result<Verdict> {
     }
     Ok(Verdict {
         figure: format!(
-            "{KILLS} kills, after which {torn} folders were torn; every run went on from the newest whole checkpoint"
+            "{KILLS} kills, {torn} of which left a torn folder; every run resumed from the newest complete checkpoint"
         ),
         bar: "always".to_string(),
         holds: torn > KILLS as usize / 10,
@@ -149,48 +150,49 @@ const ROUNDS: usize = 3;
 const EVERY: usize = 6;
 const STEPS: usize = 17;
 
-/// What a run with 4 GB of state said of its saves.
-struct Saved {
+/// The saves of a run with 4 GB of state.
+struct SaveTimes {
     bytes: f64,
-    /// From beginning to end, for each save.
+    /// The duration of each save.
     seconds: Vec<f64>,
-    /// By how much training was later than it would have been, for each save.
+    /// How much each save delayed training.
     delays: Vec<f64>,
-    /// The most memory of a rank, and what was stated.
+    /// The peak memory of any rank, and its estimate.
     peak: f64,
     stated: f64,
-    /// Processor time of all ranks, from start to end.
+    /// The CPU time of all ranks.
     cpu_s: f64,
 }
 
-/// Saves of a run that is measured.
+/// The number of saves of a measured run.
 const SAVES: usize = STEPS / EVERY + 1;
 
 fn speed() -> Result<Verdict> {
     let program = shardwise()?;
     let scratch = Scratch::new("saving")?;
-    // A rank for each core but one, and for each core. The former may be one rank alone, for which stage 3 would only copy parameters.
+    // Run one rank per core, with and without a spare core. With a spare core there may be only one rank, for which stage 3 would only
+    // copy parameters.
     let cores = std::thread::available_parallelism().map_or(2, usize::from);
     let (spare, busy) = ((cores - 1).max(1), cores);
     let (mut against_dd, mut delays, mut busy_delays, mut cpu_s) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     let mut peaks_hold = true;
     for round in 1..=ROUNDS {
-        let blocking = saved(&program, scratch.path(), (busy, 3), false)?;
+        let blocking = run_with_saves(&program, scratch.path(), (busy, 3), false)?;
         let blocked = median(&blocking.seconds);
         let dd = dd(scratch.path(), blocking.bytes)?;
         against_dd.push(dd / blocked);
-        let blocked_beside = median(&saved(&program, scratch.path(), (spare, 2), false)?.seconds);
-        let beside = saved(&program, scratch.path(), (spare, 2), true)?;
-        delays.extend(beside.delays.iter().map(|delay| delay / blocked_beside));
-        let background = saved(&program, scratch.path(), (busy, 3), true)?;
+        let blocked_spare = median(&run_with_saves(&program, scratch.path(), (spare, 2), false)?.seconds);
+        let with_spare = run_with_saves(&program, scratch.path(), (spare, 2), true)?;
+        delays.extend(with_spare.delays.iter().map(|delay| delay / blocked_spare));
+        let background = run_with_saves(&program, scratch.path(), (busy, 3), true)?;
         busy_delays.extend(background.delays.iter().map(|delay| delay / blocked));
         cpu_s.push((background.cpu_s - unsaved_cpu_s(&program, scratch.path(), busy)?) / SAVES as f64);
-        peaks_hold &= [&beside, &background].iter().all(|run| run.peak <= run.stated && run.bytes >= 4e9);
+        peaks_hold &= [&with_spare, &background].iter().all(|run| run.peak <= run.stated && run.bytes >= 4e9);
         println!(
-            "round {round}: {:.2} GB: blocking {blocked:.1} s, dd {dd:.1} s; in the background training was {:.2} s later with a core \
-             to spare, where blocking takes {blocked_beside:.1} s, and {:.2} s with none; peak {:.2} GiB of {:.2} stated",
+            "round {round}: {:.2} GB: blocking {blocked:.1} s, dd {dd:.1} s; a background save delayed training by {:.2} s with a spare \
+             core, where blocking takes {blocked_spare:.1} s, and by {:.2} s without; peak {:.2} GiB, estimated {:.2}",
             blocking.bytes / 1e9,
-            median(&beside.delays),
+            median(&with_spare.delays),
             median(&background.delays),
             background.peak,
             background.stated,
@@ -199,23 +201,24 @@ fn speed() -> Result<Verdict> {
     let (speed, delay, busy_delay) = (median(&against_dd), median(&delays), median(&busy_delays));
     Ok(Verdict {
         figure: format!(
-            "{speed:.2} of dd's speed; in the background a delay of {delay:.2} of the blocking save with a core to spare; with all cores \
-             busy {busy_delay:.2}, and {:.1} s of processor time for a save; peak as stated: {peaks_hold}",
+            "{speed:.2} of dd's speed; a background save delays training by {delay:.2} of a blocking save with a spare core and by \
+             {busy_delay:.2} with all cores busy, and takes {:.1} s of CPU time; peak within the estimate: {peaks_hold}",
             median(&cpu_s),
         ),
-        bar: "0.80, 0.10 with a core to spare, peak at most what is stated".to_string(),
+        bar: "0.80; 0.10 with a spare core; peak within the estimate".to_string(),
         holds: speed >= 0.8 && delay <= 0.1 && peaks_hold,
     })
 }
 
 /// A recipe with 4 GB of state.
 fn large(checkpoints: &str) -> String {
-    // 338 million parameters, of 12 bytes each.
-    let model = "vocabulary = 16000\nwidth = 1024\nblocks = 25\nheads = 16\nmlp_width = 2816\ntied = true";
-    recipe(model, "sequences = 1\npositions = 128", STEPS as u64, checkpoints)
+    // 338 million parameters with 12 bytes each.
+    let model = "vocab_size = 16000\nhidden_size = 1024\nnum_hidden_layers = 25\n\
+        num_attention_heads = 16\nintermediate_size = 2816\ntie_word_embeddings = true";
+    recipe(model, "micro_batch_size = 1\nseq_len = 128", STEPS as u64, checkpoints)
 }
 
-/// The processor time of the same run without saves.
+/// The CPU time of the same run without saves.
 fn unsaved_cpu_s(program: &Path, folder: &Path, ranks: usize) -> Result<f64> {
     let (path, text) = (folder.join("recipe.toml"), large(""));
     let (without, _) = text.split_once("[checkpoints]").context("a recipe with checkpoints")?;
@@ -227,29 +230,29 @@ fn unsaved_cpu_s(program: &Path, folder: &Path, ranks: usize) -> Result<f64> {
     Ok(children_cpu_s()? - before)
 }
 
-/// The processor time of all processes that this one has started and waited for.
+/// The CPU time of all child processes that have ended.
 fn children_cpu_s() -> Result<f64> {
     let stat = std::fs::read_to_string("/proc/self/stat")?;
-    // The program's name, in brackets, may have blanks in it. The children's times are the 14th and 15th field after it.
+    // The program's name, in parentheses, may contain spaces. The children's times are the 14th and 15th fields after it.
     let (_, fields) = stat.rsplit_once(')').context("/proc/self/stat")?;
     let ticks = fields.split_whitespace().skip(13).take(2).map(str::parse::<f64>);
     let ticks: f64 = ticks.collect::<Result<Vec<_>, _>>()?.iter().sum();
-    // In hundredths of a second, whatever the kernel's own clock is.
+    // The kernel always reports hundredths of a second.
     Ok(ticks / 100.)
 }
 
-/// A run of so many ranks at that stage.
-fn saved(program: &Path, folder: &Path, (ranks, stage): (usize, u8), background: bool) -> Result<Saved> {
+/// Runs the large recipe with saves, on this many ranks at this stage.
+fn run_with_saves(program: &Path, folder: &Path, (ranks, stage): (usize, u8), background: bool) -> Result<SaveTimes> {
     drop(std::fs::remove_dir_all(folder.join("saved")));
     let path = folder.join("recipe.toml");
-    let when = format!("every_steps = {EVERY}\nkeep_last = 1\nbackground = {background}\n[sharding]\nstage = {stage}");
+    let when = format!("every_steps = {EVERY}\nkeep_last = 1\nbackground = {background}\n[zero]\nstage = {stage}");
     std::fs::write(&path, large(&when))?;
     let before = children_cpu_s()?;
     let mut running = Running::new(program, &path, ranks, &[])?;
     let mut at = Vec::new();
-    // For each save, the steps that were done when it was said to be there.
+    // For each save, the number of steps when it was reported complete.
     let (mut ended, mut lines) = (Vec::new(), Vec::new());
-    // To its end: another run may use the folder then.
+    // Read until the run ends, because the next one uses the same folder.
     while let Ok((now, line)) = running.until("") {
         if line.starts_with("saved ") {
             ended.push(at.len());
@@ -259,13 +262,17 @@ fn saved(program: &Path, folder: &Path, (ranks, stage): (usize, u8), background:
         }
     }
     running.child.wait()?;
-    ensure!(at.len() == STEPS && lines.len() == SAVES, "not what was expected:\n{}", running.seen.join("\n"));
-    // Nothing goes on beside the last one.
+    ensure!(
+        at.len() == STEPS && lines.len() == SAVES,
+        "expected {STEPS} steps and {SAVES} saves:\n{}",
+        running.seen.join("\n")
+    );
+    // No steps run during the last save.
     ended.pop();
     let took = |step: usize| (at[step] - at[step - 1]).as_secs_f64();
-    // The step after which a save began, and the last that it was under way in.
+    // From the step after which a save started to the last step during the save.
     let spans: Vec<_> = ended.iter().enumerate().map(|(save, &end)| (save + 1) * EVERY..end).collect();
-    // The first steps are slower, and so are those that a save was under way in.
+    // Exclude the first steps and those during a save, which are slower.
     let usual: Vec<f64> = (3..STEPS)
         .filter(|step| !spans.iter().any(|span| span.contains(step) || span.start == *step))
         .map(took)
@@ -275,18 +282,19 @@ fn saved(program: &Path, folder: &Path, (ranks, stage): (usize, u8), background:
         text.split(after).nth(1)?.split_whitespace().next()?.trim_end_matches(')').parse().ok()
     };
     let last = running.seen.iter().rev().find(|line| line.contains("  loss ")).context("a step")?;
-    let stated = running.seen.iter().find(|line| line.contains("together")).context("what a rank needs")?;
-    Ok(Saved {
+    let stated =
+        running.seen.iter().find(|line| line.trim_start().starts_with("total ")).context("the memory estimate")?;
+    Ok(SaveTimes {
         bytes: number(&lines[0], ": ").context("its size")? * 1e6,
         seconds: lines.iter().filter_map(|line| number(line, " MB in ")).collect(),
         delays: spans.into_iter().map(|span| span.map(|step| took(step) - usual).sum()).collect(),
         peak: number(last, "(peak ").context("its peak")?,
-        stated: number(stated, "together").context("its need")?,
+        stated: number(stated, "total").context("its estimate")?,
         cpu_s: children_cpu_s()? - before,
     })
 }
 
-/// How long dd takes for as many bytes on the same disk, with sync.
+/// The time that dd takes to write this many bytes to the same disk and sync them.
 fn dd(folder: &Path, bytes: f64) -> Result<f64> {
     let file = folder.join("dd");
     let started = Instant::now();
@@ -304,37 +312,37 @@ fn dd(folder: &Path, bytes: f64) -> Result<f64> {
 
 // ---- memory -----------------------------------------------------------------------------------------------------------
 
-/// What `bench-load` prints.
+/// The output of `bench-load`.
 #[derive(Deserialize)]
 struct Loaded {
     elements: f64,
     parameter_bytes: f64,
-    /// Moments, which begin with zeros.
+    /// Moments, which start as zeros.
     optimizer_bytes: f64,
     largest_unit_bytes: f64,
     rise_bytes: f64,
 }
 
-/// What the export of 2 GB may take.
+/// The memory limit for the export of 2 GB.
 const EXPORT_BYTES: f64 = 500e6;
 
 fn memory() -> Result<Verdict> {
     let program = shardwise()?;
-    let reader = built("bench-load", &["build", "--release", "--workspace", "--bins"])?;
+    let reader = build("bench-load", &["build", "--release", "--workspace", "--bins"])?;
     let scratch = Scratch::new("memory")?;
     let at = |name: &str| scratch.path().join(name);
-    transformers("hugging_face.py", &[Path::new("large"), &at("model")]).map_err(anyhow::Error::msg)?;
+    run_with_transformers("hugging_face.py", &[Path::new("large"), &at("model")]).map_err(anyhow::Error::msg)?;
 
     let mut ranks = launcher(None, 4, Duration::from_secs(600));
     let printed = output_of(ranks.arg("OMP_NUM_THREADS=1").arg(reader).arg(at("model")))?;
     let loaded: Loaded = serde_json::from_str(&printed)?;
-    let slices = loaded.parameter_bytes + loaded.optimizer_bytes;
-    let stated = slices + loaded.largest_unit_bytes;
+    let shards = loaded.parameter_bytes + loaded.optimizer_bytes;
+    let stated = shards + loaded.largest_unit_bytes;
     let ratio = loaded.rise_bytes / stated;
     println!(
-        "{:.0}M parameters: slices {:.0} MB, {:.0} of them parameters, the largest unit {:.0} MB; no rank rose by more than {:.0} MB",
+        "{:.0}M parameters: shards {:.0} MB, of which {:.0} are parameters, the largest unit {:.0} MB; no rank grew by more than {:.0} MB",
         loaded.elements / 1e6,
-        slices / 1e6,
+        shards / 1e6,
         loaded.parameter_bytes / 1e6,
         loaded.largest_unit_bytes / 1e6,
         loaded.rise_bytes / 1e6,
@@ -343,8 +351,8 @@ fn memory() -> Result<Verdict> {
     let mut peaks = Vec::new();
     for (verb, from, to) in [("import", "model", "saved"), ("export", "saved", "exported")] {
         let started = Instant::now();
-        let peak = peak_of(Command::new(&program).args(["checkpoint", verb]).arg(at(from)).arg(at(to)))?;
-        println!("{verb}: {:.0} MB at the most, {:.1} s", peak / 1e6, started.elapsed().as_secs_f64());
+        let peak = peak_memory_of(Command::new(&program).args(["checkpoint", verb]).arg(at(from)).arg(at(to)))?;
+        println!("{verb}: peak {:.0} MB, {:.1} s", peak / 1e6, started.elapsed().as_secs_f64());
         peaks.push(peak);
     }
     let weights = |folder: &str| -> Result<u64> {
@@ -360,7 +368,7 @@ fn memory() -> Result<Verdict> {
     ensure!(bytes >= 2e9 && (bytes / weights("model")? as f64 - 1.).abs() < 1e-3, "{bytes} bytes were exported");
     Ok(Verdict {
         figure: format!(
-            "read with {ratio:.3} of slices and largest unit; {:.2} GB imported with {:.0} MB and exported with {:.0} MB",
+            "loaded with {ratio:.3} of shards plus largest unit; {:.2} GB imported with {:.0} MB and exported with {:.0} MB",
             bytes / 1e9,
             peaks[0] / 1e6,
             peaks[1] / 1e6,
@@ -382,7 +390,7 @@ const KEYS: [(&str, &str); 5] = [
     ("AWS_REGION", "us-east-1"),
 ];
 
-/// A server of `s3s-fs` on loopback, which keeps a bucket in a folder.
+/// An `s3s-fs` server on loopback, which stores buckets in a folder.
 struct Server(Child);
 
 impl Server {
@@ -419,34 +427,35 @@ fn s3() -> Result<Verdict> {
     let scratch = Scratch::new("s3")?;
     let (path, objects) = (scratch.path().join("recipe.toml"), scratch.path().join("objects"));
     std::fs::create_dir_all(objects.join("bucket"))?;
-    let model = "vocabulary = 32000\nwidth = 256\nblocks = 4\nheads = 4\nmlp_width = 700\ntied = true";
-    let text = recipe(model, "sequences = 1\npositions = 32", 1_000_000, "every_steps = 40\nkeep_last = 9");
+    let model = "vocab_size = 32000\nhidden_size = 256\nnum_hidden_layers = 4\n\
+        num_attention_heads = 4\nintermediate_size = 700\ntie_word_embeddings = true";
+    let text = recipe(model, "micro_batch_size = 1\nseq_len = 32", 1_000_000, "every_steps = 40\nkeep_last = 9");
     std::fs::write(&path, text.replace("\"saved\"", "\"s3://bucket/runs/one\""))?;
     let server = Server::start(&objects)?;
     let mut running = Running::new(&program, &path, 2, &KEYS)?;
     running.until("saved ")?;
-    // In the middle of the next one: it has begun when its step is done, and takes a while.
+    // Stop the server in the middle of the next save, which starts after this step and takes a while.
     running.until("step      80/")?;
     std::thread::sleep(Duration::from_millis(100));
     drop(server);
-    let (_, failure) = running.until("could not be saved, and will be tried again")?;
+    let (_, failure) = running.until("could not be saved; retrying")?;
     println!("{failure}");
     running.until("  loss ")?;
     let server = Server::start(&objects)?;
     let (_, saved) = running.until("saved ")?;
     println!("{saved}");
     running.until("saved ")?;
-    Command::new("kill").arg("-USR2").arg(ranks_of(&path)[0].to_string()).status()?;
-    running.until("as it was asked to")?;
+    Command::new("kill").arg("-USR1").arg(rank_pids(&path)[0].to_string()).status()?;
+    running.until("as requested")?;
     let mut verify = Command::new(&program);
     verify.args(["checkpoint", "verify", "s3://bucket/runs/one"]).envs(KEYS);
     let verified = output_of(&mut verify)?;
     print!("{verified}");
     drop(server);
-    let whole = verified.matches(": whole").count();
+    let whole = verified.matches(": intact").count();
     Ok(Verdict {
-        figure: format!("{whole} checkpoints, all whole; the run went on"),
-        bar: "the run goes on, the error is said, the next save succeeds, old ones verify".to_string(),
+        figure: format!("{whole} complete checkpoints; the run continued"),
+        bar: "the run continues, reports the error, and saves again; old checkpoints verify".to_string(),
         holds: whole >= 3 && !verified.contains("damaged"),
     })
 }

@@ -1,26 +1,26 @@
-//! What the project claims, as named measurements.
+//! The project's claims, as named measurements.
 
 use std::process::ExitCode;
 use std::time::Instant;
 
 use anyhow::{Result, bail};
 
-/// Something that the project claims, and the way to find out.
+/// A claim of the project, and its measurement.
 pub(crate) struct Claim {
     pub(crate) group: &'static str,
     pub(crate) name: &'static str,
-    /// What is claimed, in a line.
+    /// The claim in one line.
     pub(crate) what: &'static str,
-    /// Whether it takes minutes.
+    /// Whether the measurement takes minutes.
     pub(crate) heavy: bool,
     pub(crate) measure: fn() -> Result<Verdict>,
 }
 
-/// What was found.
+/// The result of a measurement.
 pub(crate) struct Verdict {
-    /// What was measured.
+    /// The measured figure.
     pub(crate) figure: String,
-    /// What was promised.
+    /// The claimed figure, which the measured one is compared with.
     pub(crate) bar: String,
     pub(crate) holds: bool,
 }
@@ -33,7 +33,7 @@ fn all() -> impl Iterator<Item = &'static Claim> {
         crate::checkpoints::CLAIMS,
         crate::text::CLAIMS,
         crate::supervision::CLAIMS,
-        crate::sight::CLAIMS,
+        crate::observability::CLAIMS,
     ]
     .into_iter()
     .flatten()
@@ -53,7 +53,7 @@ pub(crate) fn show(name: Option<&str>, heavy: bool) -> Result<ExitCode> {
         None => all().filter(|claim| claim.group == name && (heavy || !claim.heavy)).collect(),
     };
     if chosen.is_empty() {
-        bail!("there is no claim '{name}'; `cargo xtask show` lists them all");
+        bail!("there is no claim '{name}'; `cargo xtask show` lists all claims");
     }
     let mut lines = Vec::new();
     let mut all_hold = true;

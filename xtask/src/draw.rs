@@ -1,4 +1,4 @@
-//! The two kinds of pictures that measurements are shown in.
+//! Bar charts and line charts of measurements.
 
 use std::error::Error;
 use std::path::Path;
@@ -10,7 +10,7 @@ use plotters::prelude::*;
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 type Drawn = std::result::Result<(), Box<dyn Error>>;
 
-/// Ours stand out also where blue and grey look alike: they are darker.
+/// Our color is darker than the others, so that it also stands out for color-blind readers.
 pub(crate) const OURS: RGBColor = RGBColor(0, 90, 181);
 pub(crate) const THEIRS: RGBColor = RGBColor(226, 165, 66);
 pub(crate) const BARE: RGBColor = RGBColor(185, 185, 185);
@@ -22,18 +22,18 @@ const PANEL: (u32, u32) = (560, 380);
 pub(crate) struct Bars {
     pub(crate) title: String,
     pub(crate) unit: &'static str,
-    /// From the top: what it is, how long it is, and where the values of single rounds lie.
+    /// From top to bottom: the name, the value, the range over rounds, and the color.
     pub(crate) bars: Vec<(String, f64, (f64, f64), RGBColor)>,
 }
 
-/// A panel of lines over the number of ranks, which doubles from one place to the next.
+/// A panel of lines over the number of ranks, on a logarithmic axis.
 pub(crate) struct Lines {
     pub(crate) title: String,
     pub(crate) unit: &'static str,
     pub(crate) lines: Vec<Line>,
 }
 
-/// One line: its name, its points, its colour, and whether it is dashed.
+/// A line of a chart.
 pub(crate) struct Line {
     pub(crate) name: String,
     pub(crate) points: Vec<(usize, f64)>,
@@ -41,12 +41,12 @@ pub(crate) struct Line {
     pub(crate) dashed: bool,
 }
 
-/// Panels of bars, two in a row.
+/// Draws panels of bars, two in a row.
 pub(crate) fn bars(path: &Path, panels: &[Bars]) -> Result<()> {
     picture(path, panels.len(), |area, index| draw_bars(area, &panels[index]))
 }
 
-/// Panels of lines, two in a row.
+/// Draws panels of lines, two in a row.
 pub(crate) fn lines(path: &Path, panels: &[Lines]) -> Result<()> {
     picture(path, panels.len(), |area, index| draw_lines(area, &panels[index]))
 }
@@ -116,7 +116,7 @@ fn draw_lines(area: &Area<'_>, panel: &Lines) -> Drawn {
         .margin(10)
         .x_label_area_size(38)
         .y_label_area_size(60)
-        // The names of the lines stand above them.
+        // Leaves room for the legend.
         .build_cartesian_2d(-0.1..last + 0.1, 0. ..greatest * 1.4)?;
     chart
         .configure_mesh()

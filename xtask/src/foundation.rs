@@ -1,67 +1,63 @@
-//! The claims of the foundation.
+//! The claims about the foundation: environment, documentation, memory safety and collectives.
 
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 
-use crate::bench_comm::{self, Side};
+use crate::bench_comm::{self, Backend};
 use crate::claims::{Claim, Verdict};
-use crate::workspace::{built, output_of, root};
+use crate::workspace::{build, output_of, root};
 
 pub(crate) const CLAIMS: &[Claim] = &[
     Claim {
         group: "foundation",
         name: "doctor",
-        what: "shardwise doctor finds libtorch, MPI with a launcher that works, cores, memory and shared memory",
+        what: "shardwise doctor finds libtorch, MPI with a working launcher, cores, memory and shared memory",
         heavy: false,
         measure: doctor,
     },
     Claim {
         group: "foundation",
         name: "way-in",
-        what: "ARCHITECTURE.md follows one collective to the wire and one parameter through a step, each in under a page; its files exist",
+        what: "ARCHITECTURE.md follows one collective to the wire and one parameter through a step, each in under a page; all files it names exist",
         heavy: false,
         measure: way_in,
     },
     Claim {
         group: "foundation",
         name: "leaks",
-        what: "under valgrind the tests of the libtorch shim lose nothing",
+        what: "the tests of the libtorch shim leak no memory under valgrind",
         heavy: false,
         measure: leaks,
     },
     Claim {
         group: "foundation",
         name: "comm",
-        what: "reduce-scatter 2× MPI's own and 3× gloo's, all-gather within 5% of MPI's and 4× gloo's, at 2, 4 and 8 ranks",
+        what: "at 2, 4 and 8 ranks, reduce-scatter is 2× as fast as MPI's and 3× gloo's, all-gather within 5% of MPI's and 4× gloo's",
         heavy: true,
         measure: comm,
     },
 ];
 
 fn doctor() -> Result<Verdict> {
-    // The rank program beside it is what it examines.
-    built("shardwise-rank", &["build", "--release", "--workspace", "--bins"])?;
-    let program = built("shardwise", &["build", "--release", "--workspace", "--bins"])?;
+    // It examines the rank program in the same folder.
+    build("shardwise-rank", &["build", "--release", "--workspace", "--bins"])?;
+    let program = build("shardwise", &["build", "--release", "--workspace", "--bins"])?;
     let output = Command::new(program).arg("doctor").env_remove("LD_LIBRARY_PATH").output()?;
     let text = String::from_utf8_lossy(&output.stdout);
     println!("{text}");
-    // NCCL and CUDA may be absent.
+    // NCCL and CUDA are optional.
     let needed = ["libtorch", "MPI library", "MPI launcher", "cores", "memory", "shared memory"];
     let in_order = |what: &&&str| text.lines().any(|line| line.starts_with(&format!("ok      {what:14} ")));
     let found = needed.iter().filter(in_order).count();
     Ok(Verdict {
-        figure: format!(
-            "{found} of the {} things that every machine needs, exit code {:?}",
-            needed.len(),
-            output.status.code()
-        ),
+        figure: format!("{found} of {} requirements found, exit code {:?}", needed.len(), output.status.code()),
         bar: format!("{}, exit code 0", needed.len()),
         holds: output.status.success() && found == needed.len(),
     })
 }
 
-/// The most lines that are under a page.
+/// The number of lines on a page.
 const PAGE_LINES: usize = 60;
 
 fn way_in() -> Result<Verdict> {
@@ -77,7 +73,7 @@ fn way_in() -> Result<Verdict> {
     let files: Vec<&str> = text.split('`').skip(1).step_by(2).filter(is_path).collect();
     let missing: Vec<&&str> = files.iter().filter(|file| !root().join(file).exists()).collect();
     Ok(Verdict {
-        figure: format!("{lines} lines, {} files named, missing: {missing:?}", files.len()),
+        figure: format!("{lines} lines, {} files named, {missing:?} missing", files.len()),
         bar: format!("under {PAGE_LINES} lines, none missing"),
         holds: (1..PAGE_LINES).contains(&lines) && !files.is_empty() && missing.is_empty(),
     })
@@ -88,14 +84,14 @@ fn leaks() -> Result<Verdict> {
         Command::new("valgrind").arg("--version").output().is_ok_and(|output| output.status.success()),
         "valgrind is not installed: apt-get install valgrind"
     );
-    let tests = built("shim", &["test", "--release", "--no-run", "--workspace", "--test", "shim"])?;
+    let tests = build("shim", &["test", "--release", "--no-run", "--workspace", "--test", "shim"])?;
     let log = std::env::temp_dir().join(format!("shardwise-leaks-{}", std::process::id()));
     let mut valgrind = Command::new("valgrind");
     valgrind
         .args(["--leak-check=full", "--show-leak-kinds=definite,indirect"])
         .arg(format!("--log-file={}", log.display()))
         .arg(tests)
-        // Resident memory under valgrind is valgrind's.
+        // This test measures resident memory, which under valgrind is valgrind's own.
         .args(["--test-threads=1", "--skip", "released_memory_goes_back_to_the_system"])
         .env("OMP_NUM_THREADS", "1")
         .env("RUST_BACKTRACE", "0");
@@ -105,7 +101,7 @@ fn leaks() -> Result<Verdict> {
     let passed = printed.lines().filter(|line| line.ends_with("... ok")).count();
     let lost = |kind: &str| -> Result<u64> {
         let line = report.lines().find(|line| line.contains(&format!("{kind} lost:")));
-        // Valgrind leaves the summary out where every block was freed.
+        // Valgrind omits the summary if every block was freed.
         let Some((_, rest)) = line.and_then(|line| line.split_once("lost:")) else { return Ok(0) };
         let digits = rest.split_whitespace().next().unwrap_or_default().replace(',', "");
         digits.parse().with_context(|| format!("valgrind said '{rest}'"))
@@ -115,7 +111,7 @@ fn leaks() -> Result<Verdict> {
         println!("{report}");
     }
     Ok(Verdict {
-        figure: format!("{bytes} bytes lost by {passed} tests"),
+        figure: format!("{bytes} bytes leaked by {passed} tests"),
         bar: "0 bytes by at least 17 tests".to_string(),
         holds: bytes == 0 && passed >= 17,
     })
@@ -123,22 +119,22 @@ fn leaks() -> Result<Verdict> {
 
 fn comm() -> Result<Verdict> {
     let rows = bench_comm::run(&bench_comm::Options::default())?;
-    let least = |verb: &str, side: Side| {
-        rows.iter().filter(|row| row.verb == verb).map(|row| row.ratio(side)).fold(f64::MAX, f64::min)
+    let least = |verb: &str, backend: Backend| {
+        rows.iter().filter(|row| row.verb == verb).map(|row| row.ratio(backend)).fold(f64::MAX, f64::min)
     };
     let bars = [
-        ("reduce-scatter", Side::Mpi, 2.),
-        ("reduce-scatter", Side::Gloo, 3.),
-        ("all-gather", Side::Mpi, 0.95),
-        ("all-gather", Side::Gloo, 4.),
+        ("reduce-scatter", Backend::Mpi, 2.),
+        ("reduce-scatter", Backend::Gloo, 3.),
+        ("all-gather", Backend::Mpi, 0.95),
+        ("all-gather", Backend::Gloo, 4.),
     ];
-    let described = |number: &dyn Fn(&(&str, Side, f64)) -> f64| {
+    let described = |number: &dyn Fn(&(&str, Backend, f64)) -> f64| {
         let parts: Vec<String> = bars.iter().map(|bar| format!("{} {:.2}× {:?}", bar.0, number(bar), bar.1)).collect();
         parts.join(", ")
     };
     Ok(Verdict {
-        figure: format!("at the least, {}", described(&|bar| least(bar.0, bar.1))),
+        figure: format!("at least {}", described(&|bar| least(bar.0, bar.1))),
         bar: described(&|bar| bar.2),
-        holds: bars.iter().all(|&(verb, side, bar)| least(verb, side) >= bar),
+        holds: bars.iter().all(|&(verb, backend, bar)| least(verb, backend) >= bar),
     })
 }

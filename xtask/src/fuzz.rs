@@ -1,4 +1,4 @@
-//! Feeds readers of untrusted input with what may break them, for as long as it is told.
+//! `cargo xtask fuzz`: fuzzes the readers of untrusted input.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -11,12 +11,12 @@ const CARGO_FUZZ: &str = "0.13.1";
 
 #[derive(clap::Args)]
 pub(crate) struct Options {
-    /// Which reader: a folder of fuzz/corpus
+    /// Reader to fuzz: a folder of fuzz/corpus
     target: String,
-    /// For how long
+    /// Duration in minutes
     #[arg(long, default_value_t = 10.)]
     minutes: f64,
-    /// The longest input that is tried
+    /// Maximum length of an input, in bytes
     #[arg(long, default_value_t = 4096)]
     bytes: usize,
 }
@@ -24,8 +24,8 @@ pub(crate) struct Options {
 pub(crate) fn run(options: &Options) -> Result<()> {
     let Options { target, minutes, bytes } = options;
     let kept = root().join("fuzz/corpus").join(target);
-    ensure!(kept.is_dir(), "there is no reader '{target}': the folders of fuzz/corpus are their names");
-    // What is found on the way is only worth keeping if it reaches what nothing else does.
+    ensure!(kept.is_dir(), "there is no reader '{target}'; the readers are the folders of fuzz/corpus");
+    // Only inputs that reach new code are kept.
     let found = root().join("target/fuzz").join(target);
     std::fs::create_dir_all(&found)?;
     fuzzer(options)?
@@ -38,7 +38,9 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         .status()?
         .success()
         .then_some(())
-        .context("an input broke the reader: it is in fuzz/artifacts; mend the reader and put it into the corpus")?;
+        .context(
+            "an input broke the reader: it is in fuzz/artifacts; fix the reader and add the input to the corpus",
+        )?;
     let before = std::fs::read_dir(&kept)?.count();
     output_of(
         fuzzer(options)?
@@ -47,12 +49,12 @@ pub(crate) fn run(options: &Options) -> Result<()> {
             .args(["--", "-set_cover_merge=1", "-use_counters=0"])
             .arg(format!("-max_len={bytes}")),
     )?;
-    println!("{} inputs were kept, {before} of them from before", std::fs::read_dir(&kept)?.count());
+    println!("{} inputs in the corpus, {before} before", std::fs::read_dir(&kept)?.count());
     Ok(())
 }
 
-/// `cargo fuzz run`, which is installed if it is not there. The address sanitizer needs a nightly compiler, and what is tried
-/// here has no unsafe code of ours in it.
+/// Returns the command `cargo fuzz run`. Installs cargo-fuzz if necessary. It runs without the address sanitizer, which needs a
+/// nightly compiler; the readers have no unsafe code.
 fn fuzzer(options: &Options) -> Result<Command> {
     let program: PathBuf = tools()?.join("bin/cargo-fuzz");
     if !program.exists() {
@@ -64,7 +66,7 @@ fn fuzzer(options: &Options) -> Result<Command> {
     let mut command = Command::new(program);
     command.current_dir(root().join("fuzz")).args(["run", "--fuzz-dir", ".", "--sanitizer", "none"]);
     command.args(["--features", "fuzzer", &options.target]);
-    // Flags of cargo-fuzz's own take the place of those that say where libtorch is.
+    // The compiler flags that cargo-fuzz sets replace those that say where libtorch is.
     if let Some(libtorch) = std::env::var_os("LIBTORCH") {
         command.env("LD_LIBRARY_PATH", PathBuf::from(libtorch).join("lib"));
     }

@@ -1,4 +1,4 @@
-//! `cargo xtask hosts`: a program on several hosts.
+//! `cargo xtask hosts`: runs a program on several simulated hosts.
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -6,25 +6,24 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use shardwise_harness::{Hosts, launcher};
 
-/// Which hosts, and what to run on them.
 #[derive(clap::Args)]
 pub(crate) struct Options {
-    /// How many hosts
+    /// Number of hosts
     #[arg(long, default_value_t = 2)]
     hosts: usize,
-    /// How many ranks on each
+    /// Number of ranks per host
     #[arg(long, default_value_t = 1)]
     ranks_per_host: usize,
-    /// The rate of each host's link, in tc's words
+    /// Bandwidth of each host's link, in the notation of tc
     #[arg(long, default_value = "1gbit")]
     rate: String,
-    /// The delay of each host's link, one way, in tc's words
+    /// One-way delay of each host's link, in the notation of tc
     #[arg(long, default_value = "0ms")]
     delay: String,
-    /// Stop after this many seconds
+    /// Kill the program after this many seconds
     #[arg(long, default_value_t = 3600)]
     limit_s: u64,
-    /// The program and its arguments
+    /// Program and its arguments
     #[arg(last = true, required = true)]
     command: Vec<String>,
 }

@@ -1,7 +1,7 @@
-//! The licenses and origins of all dependencies, against what deny.toml allows.
+//! Checks the licenses and sources of all dependencies against deny.toml.
 //!
-//! `cargo deny check` does the same and more. It takes as long to build as all of ours, so `.ci/run` has this instead: it reads
-//! the same file, and what it does not understand is an error.
+//! `cargo deny check` does the same and more, but takes as long to build as the whole workspace, so `.ci/run` uses this instead. It
+//! reads the same file, and fails on anything that it does not understand.
 
 use std::process::{Command, ExitCode};
 
@@ -36,12 +36,11 @@ struct Package {
     name: String,
     version: String,
     license: Option<String>,
-    /// None for what is in this repository.
+    /// `None` for packages of this workspace.
     source: Option<String>,
 }
 
-/// Names every dependency, with any feature and on any of deny.toml's targets, that is not from crates.io or that has no license
-/// among those allowed.
+/// Lists every dependency, with all features and on all targets of deny.toml, that is not from crates.io or has no allowed license.
 pub(crate) fn run() -> Result<ExitCode> {
     let deny: Deny = toml::from_str(&std::fs::read_to_string(root().join("deny.toml"))?).context("deny.toml")?;
     let mut cargo = Command::new(env!("CARGO"));
@@ -64,8 +63,7 @@ fn fault(package: &Package, allowed: &[String]) -> Option<String> {
     (!is_allowed(license, allowed)).then(|| format!("{name} {version} has a license that is not allowed: {license}"))
 }
 
-/// Whether an SPDX expression can be satisfied by licenses that are allowed. AND binds tighter than OR; an exception (WITH)
-/// only adds permissions.
+/// Whether the allowed licenses satisfy an SPDX expression. AND binds tighter than OR; an exception (WITH) only adds permissions.
 fn is_allowed(expression: &str, allowed: &[String]) -> bool {
     let spaced = expression.replace('(', " ( ").replace(')', " ) ").replace('/', " OR ");
     let tokens: Vec<&str> = spaced.split_whitespace().collect();
@@ -111,7 +109,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn expressions_are_read_as_spdx_means_them() {
+    fn spdx_expressions_are_evaluated() {
         let allowed = ["MIT".to_string(), "Apache-2.0".to_string()];
         for good in [
             "MIT",

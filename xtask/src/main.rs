@@ -1,26 +1,27 @@
-//! The developers' own commands.
+//! Commands for developers.
 //!
-//! `cargo xtask show` re-measures what the project claims; the others are tools for working on it.
+//! `cargo xtask show` measures the project's claims; the others are tools for working on it.
 
 #![forbid(unsafe_code)]
 
-mod abreast;
 mod bench_comm;
 mod checkpoints;
 mod claims;
+mod diagrams;
 mod draw;
 mod foundation;
+mod frameworks;
 mod fuzz;
 mod growth;
 mod hosts;
 mod licenses;
 mod mutants;
+mod observability;
+mod paired_jobs;
 mod peers;
-mod sides;
-mod sight;
-mod steps;
 mod supervision;
 mod text;
+mod tidy;
 mod workspace;
 mod zero;
 
@@ -29,7 +30,7 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 
-/// The developers' own commands.
+/// Commands for developers.
 #[derive(Parser)]
 #[command(name = "cargo xtask", bin_name = "cargo xtask")]
 struct Arguments {
@@ -39,51 +40,59 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Measure the project's claims again, or list them
+    /// Measure the project's claims, or list them
     ///
-    /// Without a name, lists every claim. A group's name runs its quick claims, with --heavy all of them; GROUP/NAME runs
-    /// one. Each ends with a line that has the figure beside its bar; the exit code says whether all hold.
+    /// Without a name, lists all claims. GROUP measures the quick claims of a group, or all of them with --heavy; GROUP/NAME
+    /// measures one. Each claim ends with a line that shows the figure next to its bar. Exits with 1 unless all claims hold.
     #[command(
         after_help = "Examples:\n  cargo xtask show\n  cargo xtask show foundation\n  cargo xtask show foundation/comm --heavy"
     )]
     Show {
         /// GROUP or GROUP/NAME
         name: Option<String>,
-        /// Also those that take minutes
+        /// Include claims that take minutes
         #[arg(long)]
         heavy: bool,
     },
-    /// Compare reduce-scatter and all-gather with MPI's own and with gloo's, side by side
+    /// Compare reduce-scatter and all-gather with MPI's and gloo's
     ///
-    /// Prints a table, and keeps it as a dated folder in bench/results.
+    /// Prints a table, and saves it to a dated folder in bench/results.
     #[command(after_help = "Example:\n  cargo xtask bench-comm --ranks 2,4,8 --rounds 5")]
     BenchComm(bench_comm::Options),
-    /// Train the same model with Shardwise, bare libtorch, PyTorch DDP and FSDP2, and DeepSpeed, side by side
+    /// Compare training with bare libtorch, PyTorch DDP, FSDP2 and DeepSpeed
     ///
-    /// Prints a table for each number of ranks, and keeps them with a plot as a dated folder in bench/results. The peers are
-    /// installed from PyPI into an environment of their own. 5 rounds take about 20 minutes with 42m on 2 cores, and an
-    /// hour with 124m.
+    /// Trains the same model with all frameworks. Prints a table for each number of ranks, and saves the tables and a plot to a
+    /// dated folder in bench/results. Installs the peers from PyPI into a separate environment. On 2 cores, 5 rounds take about
+    /// 20 minutes with 42m, and an hour with 124m.
     #[command(after_help = "Example:\n  cargo xtask peers --size 42m --precision f32 --ranks 2,4")]
     Peers(peers::Options),
-    /// Show what a rank pays as ranks are added, each with the same work, beside FSDP2
+    /// Measure weak scaling, compared with FSDP2
     ///
-    /// Prints a table of bytes, processor time, memory and start-up, and keeps it with a plot as a dated folder in
-    /// bench/results.
+    /// Measures the bytes, CPU time, memory and start-up time per rank as ranks are added. Prints a table, and saves it with a
+    /// plot to a dated folder in bench/results.
     #[command(after_help = "Example:\n  cargo xtask growth --ranks 1,2,4,8,16 --rounds 3")]
     Growth(growth::Options),
-    /// Feed a reader of untrusted input with what may break it
+    /// Fuzz a reader of untrusted input
     ///
-    /// What reaches new code is kept in fuzz/corpus, and tried again by the tests. Installs cargo-fuzz if it is not there.
+    /// Adds inputs that reach new code to fuzz/corpus, which the tests replay. Installs cargo-fuzz if necessary.
     #[command(after_help = "Example:\n  cargo xtask fuzz manifest --minutes 10")]
     Fuzz(fuzz::Options),
-    /// Check the licenses and origins of all dependencies against deny.toml
+    /// Check the licenses and sources of all dependencies against deny.toml
     Licenses,
-    /// Draw the guide's pictures of a step at each stage
+    /// Check the rules that the compiler does not: import cycles, crate layers, documented recipe keys
+    Tidy {
+        /// Rules to check; all by default
+        rules: Vec<String>,
+    },
+    /// Write the recipe reference of the guide from the schema
+    RecipeReference,
+    /// Draw the guide's diagrams of a step at each stage
     #[command(after_help = "Example:\n  cargo xtask draw-steps && mdbook build docs")]
     DrawSteps,
-    /// Run a program on several hosts: network namespaces with links of a given rate and delay
+    /// Run a program on several simulated hosts
     ///
-    /// Needs root and Debian's iproute2. Whatever happens to it, the hosts are taken down.
+    /// The hosts are network namespaces, connected by links with a given bandwidth and delay. Needs root and Debian's iproute2. The
+    /// hosts are always removed afterwards.
     #[command(
         after_help = "Example:\n  cargo xtask hosts --hosts 2 --ranks-per-host 1 --rate 1gbit --delay 1ms -- \\\n      target/release/bench-comm shardwise 168000000 3"
     )]
@@ -98,7 +107,9 @@ fn main() -> Result<ExitCode> {
         Command::Fuzz(options) => fuzz::run(&options).map(|()| ExitCode::SUCCESS),
         Command::Growth(options) => growth::run(&options).map(|()| ExitCode::SUCCESS),
         Command::Licenses => licenses::run(),
-        Command::DrawSteps => steps::run().map(|()| ExitCode::SUCCESS),
+        Command::Tidy { rules } => tidy::run(&rules),
+        Command::RecipeReference => tidy::write_reference().map(|()| ExitCode::SUCCESS),
+        Command::DrawSteps => diagrams::run().map(|()| ExitCode::SUCCESS),
         Command::Hosts(options) => hosts::run(&options),
     }
 }

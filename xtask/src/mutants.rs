@@ -1,6 +1,7 @@
-//! Bugs put back on purpose: the suite must catch each of them.
+//! Mutation tests: known bugs that the test suite must catch.
 //!
-//! `tests/mutants/NAME.patch` is a bug that we or others have shipped. Its first lines say what it is and which test catches it:
+//! `tests/mutants/NAME.patch` reintroduces a bug that we or others have shipped. Its first lines describe the bug and name the test
+//! that catches it:
 //!
 //! ```text
 //! # The gradients of a failed step are kept, and count twice in the next.
@@ -8,8 +9,8 @@
 //! diff --git a/… b/…
 //! ```
 //!
-//! Each patch is applied to a copy of the checkout, in which the named test must pass without it and fail with it. A patch that no
-//! longer applies or compiles is an error: a mutant is kept up with the code that it breaks.
+//! Each patch is applied to a copy of the checkout. The named test must pass without the patch and fail with it. A patch that no longer
+//! applies or compiles is an error: mutants must be kept up to date.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -21,7 +22,7 @@ use anyhow::{Context, Result, bail, ensure};
 use crate::claims::Verdict;
 use crate::workspace::{LOCAL_VARIABLES, Scratch, output_of, root};
 
-/// A test by package, file (or `lib`) and name.
+/// A test, identified by package, file (or `lib`) and name.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Test {
     package: String,
@@ -31,7 +32,7 @@ struct Test {
 
 struct Mutant {
     path: PathBuf,
-    /// What the bug is.
+    /// The description of the bug.
     what: String,
     caught_by: Test,
 }
@@ -76,7 +77,7 @@ fn read_all(folder: &Path) -> Result<Vec<Mutant>> {
         fs::read_dir(folder)?.map(|entry| Ok(entry?.path())).collect::<Result<_, std::io::Error>>()?;
     paths.retain(|path| path.extension().is_some_and(|extension| extension == "patch"));
     paths.sort();
-    ensure!(!paths.is_empty(), "there is no mutant in {}", folder.display());
+    ensure!(!paths.is_empty(), "there are no mutants in {}", folder.display());
     paths.into_iter().map(|path| read(&path).with_context(|| path.display().to_string())).collect()
 }
 
@@ -85,13 +86,15 @@ fn read(path: &Path) -> Result<Mutant> {
     let mut comments = text.lines().map_while(|line| line.strip_prefix("# "));
     let what: Vec<&str> = comments.by_ref().take_while(|line| !line.starts_with("caught-by: ")).collect();
     let caught_by = text.lines().find_map(|line| line.strip_prefix("# caught-by: "));
-    let words: Vec<&str> = caught_by.context("there is no line '# caught-by: …'")?.split_whitespace().collect();
-    let [package, file, name] = words[..] else { bail!("'caught-by' names a package, a test file or lib, and a test") };
+    let words: Vec<&str> = caught_by.context("the line '# caught-by: …' is missing")?.split_whitespace().collect();
+    let [package, file, name] = words[..] else {
+        bail!("'caught-by' must name a package, a test file or lib, and a test")
+    };
     let caught_by = Test { package: package.to_string(), file: file.to_string(), name: name.to_string() };
     Ok(Mutant { path: path.to_path_buf(), what: what.join(" "), caught_by })
 }
 
-/// Copies the files that git knows, as they are in the working tree, and what scripts/setup has found.
+/// Copies the tracked files of the working tree, and the settings written by scripts/setup.
 fn copy_checkout(to: &Path) -> Result<()> {
     let files = output_of(Command::new("git").current_dir(root()).args(["ls-files", "-z"]))?;
     for file in files.split_terminator('\0').chain([".cargo/local.toml"]) {
@@ -103,13 +106,13 @@ fn copy_checkout(to: &Path) -> Result<()> {
 }
 
 fn apply(checkout: &Path, patch: &Path, flags: &[&str]) -> Result<()> {
-    // Not a repository of its own, so that git does not look for one above it.
+    // The copy is not a repository. Keep git from looking for one above it.
     let mut git = Command::new("git");
     git.current_dir(checkout).env("GIT_CEILING_DIRECTORIES", checkout).arg("apply").args(flags).arg(patch);
     output_of(&mut git).map(drop)
 }
 
-/// Whether a test passes in a checkout. It is an error if it cannot be built, or if there is no such test.
+/// Whether a test passes in a checkout. Fails if the test cannot be built or does not exist.
 fn passes(checkout: &Path, test: &Test) -> Result<bool> {
     let target = match test.file.as_str() {
         "lib" => vec!["--lib"],
@@ -117,7 +120,7 @@ fn passes(checkout: &Path, test: &Test) -> Result<bool> {
     };
     let cargo = || {
         let mut cargo = Command::new(env!("CARGO"));
-        // Dependencies are those of the checkout's own builds; programs are put where they replace nobody's.
+        // Share the build folder of the real checkout, but not its binaries.
         cargo.current_dir(checkout).env("CARGO_BUILD_BUILD_DIR", root().join("target"));
         cargo.env("CARGO_TARGET_DIR", checkout.join("target")).env("CARGO_INCREMENTAL", "0");
         for variable in LOCAL_VARIABLES {

@@ -1,4 +1,4 @@
-//! The claims of text: from files to a corpus, from a corpus to a model, from a model to text.
+//! The claims about text: from files to a corpus, from a corpus to a model, from a model to text.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -6,37 +6,37 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
-use shardwise_harness::{readme_commands, transformers};
+use shardwise_harness::{readme_commands, run_with_transformers};
 
 use crate::claims::{Claim, Verdict};
-use crate::workspace::{Scratch, built, median, output_of, peak_of};
+use crate::workspace::{Scratch, build, median, output_of, peak_memory_of};
 
 pub(crate) const CLAIMS: &[Claim] = &[
     Claim {
         group: "text",
         name: "quick-start",
-        what: "README's quick start, word for word: from Debian's Bible to verses within 15 minutes, in fewer bits per byte than xz -9",
+        what: "the README's quick start, word for word: from Debian's Bible to verses within 15 minutes, in fewer bits per byte than xz -9",
         heavy: true,
         measure: quick_start,
     },
     Claim {
         group: "text",
         name: "tokenize",
-        what: "over 1 GB of Linux's source: as fast as Python's tokenizers (Llama 3's and Qwen's as well), memory flat, killed and continued with the same bytes",
+        what: "more than 1 GB of Linux source: as fast as Python's tokenizers (also with Llama 3's and Qwen's), constant memory, and the same bytes after kills",
         heavy: true,
         measure: tokenize,
     },
     Claim {
         group: "text",
         name: "loading",
-        what: "data takes less than 1% of a step of 42 million parameters, with a cold page cache as well",
+        what: "42M: data loading takes less than 1% of a step, even with a cold page cache",
         heavy: true,
         measure: loading,
     },
 ];
 
 fn shardwise() -> Result<PathBuf> {
-    built("shardwise", &["build", "--release", "--workspace", "--bins"])
+    build("shardwise", &["build", "--release", "--workspace", "--bins"])
 }
 
 // ---- the quick start --------------------------------------------------------------------------------------------------
@@ -68,18 +68,18 @@ fn quick_start() -> Result<Verdict> {
     let of_xz = 8. * packed as f64 / std::fs::metadata(&text)?.len() as f64;
     Ok(Verdict {
         figure: format!(
-            "{minutes:.1} minutes; {bits:.3} bits per byte held out, where xz -9 needs {of_xz:.3} with the whole text in view"
+            "{minutes:.1} minutes; {bits:.3} bits per byte on held-out text, where xz -9 needs {of_xz:.3} with the whole text in view"
         ),
-        bar: "15 minutes, fewer than xz".to_string(),
+        bar: "15 minutes, fewer bits than xz".to_string(),
         holds: minutes <= 15. && bits < of_xz,
     })
 }
 
-// ---- tokenising -------------------------------------------------------------------------------------------------------
+// ---- tokenizing -------------------------------------------------------------------------------------------------------
 
 const ROUNDS: usize = 2;
 
-/// Linux's source, which is unpacked once and kept for the next time.
+/// The folder with the Linux source, which is downloaded once and cached.
 fn linux() -> Result<PathBuf> {
     let kept = crate::workspace::tools()?.with_file_name("linux-source-6.1");
     if kept.join("complete").exists() {
@@ -109,12 +109,12 @@ fn tokenize() -> Result<Verdict> {
     let ours = ["--tokenizer", tokenizer.to_str().context("a path")?];
 
     let (mut ratios, mut peaks, mut undisturbed) = (Vec::new(), Vec::new(), f64::INFINITY);
-    let small = peak_of(&mut run(&linux.join("fs"), "small", &ours))?;
+    let small = peak_memory_of(&mut run(&linux.join("fs"), "small", &ours))?;
     for round in 1..=ROUNDS {
         let started = Instant::now();
-        peaks.push(peak_of(&mut run(&linux, &format!("whole-{round}"), &ours))?);
+        peaks.push(peak_memory_of(&mut run(&linux, &format!("whole-{round}"), &ours))?);
         let seconds = started.elapsed().as_secs_f64();
-        let theirs = transformers("tokenizers_speed.py", &[&tokenizer, &linux]).map_err(anyhow::Error::msg)?;
+        let theirs = run_with_transformers("tokenizers_speed.py", &[&tokenizer, &linux]).map_err(anyhow::Error::msg)?;
         let theirs: f64 = theirs.trim().parse().context("its seconds")?;
         println!("round {round}: {seconds:.1} s, Python's tokenizers {theirs:.1} s");
         ratios.push(theirs / seconds);
@@ -133,8 +133,8 @@ fn tokenize() -> Result<Verdict> {
             let arguments = ["--tokenizer", file.to_str().context("a path")?];
             output_of(&mut run(&linux.join("fs"), &format!("{name}-{round}"), &arguments))?;
             let seconds = started.elapsed().as_secs_f64();
-            let theirs =
-                transformers("tokenizers_speed.py", &[&file, &linux.join("fs")]).map_err(anyhow::Error::msg)?;
+            let theirs = run_with_transformers("tokenizers_speed.py", &[&file, &linux.join("fs")])
+                .map_err(anyhow::Error::msg)?;
             let theirs: f64 = theirs.trim().parse().context("its seconds")?;
             println!("{name}, round {round}: {seconds:.1} s, Python's tokenizers {theirs:.1} s");
             ratios.push(theirs / seconds);
@@ -143,11 +143,11 @@ fn tokenize() -> Result<Verdict> {
     }
     let slowest = others.iter().copied().fold(f64::INFINITY, f64::min);
 
-    // Killed three times, each after a fifth of the work, and continued.
+    // Killed three times, each after a fifth of the work, and resumed.
     for _ in 0..3 {
         let mut child = run(&linux, "killed", &ours).stdout(Stdio::null()).spawn()?;
         std::thread::sleep(Duration::from_secs_f64(undisturbed / 5.));
-        ensure!(child.try_wait()?.is_none(), "it was through before it was killed");
+        ensure!(child.try_wait()?.is_none(), "it was done before it was killed");
         child.kill()?;
         child.wait()?;
     }
@@ -156,23 +156,23 @@ fn tokenize() -> Result<Verdict> {
         let same =
             Command::new("cmp").arg(at(&format!("whole-1.{ending}"))).arg(at(&format!("killed.{ending}"))).status()?;
         if !same.success() {
-            bail!("the .{ending} of a run that was killed and continued differs");
+            bail!("the .{ending} file differs after kills");
         }
     }
     let (speed, peak) = (median(&ratios), peaks.iter().copied().fold(0., f64::max));
     Ok(Verdict {
         figure: format!(
-            "{speed:.2} of the speed of Python's tokenizers, {slowest:.2} with Llama 3's and Qwen's cuts; {:.0} MB at the \
-             most, {:.0} MB for a twentieth of it; killed 3 times, the same bytes",
+            "{speed:.2} of the speed of Python's tokenizers, {slowest:.2} with Llama 3's and Qwen's splitting; peak {:.0} MB, \
+             and {:.0} MB for a twentieth of the text; the same bytes after 3 kills",
             peak / 1e6,
             small / 1e6,
         ),
-        bar: "1.00, flat (1.25 times), the same bytes".to_string(),
+        bar: "1.00, constant memory (1.25 times), the same bytes".to_string(),
         holds: speed >= 1. && slowest >= 1. && peak <= 1.25 * small,
     })
 }
 
-/// The same vocabulary in a tokenizer that cuts text as Llama 3's and Qwen's do.
+/// Writes a tokenizer that has the same vocabulary, but splits text as Llama 3's or Qwen's does.
 fn write_tokenizer_like_llama3(learned: &Path, to: &Path, digits: &str, normalizer: Value) -> Result<()> {
     let mut tokenizer: Value = serde_json::from_slice(&std::fs::read(learned)?)?;
     let words = [
@@ -204,8 +204,9 @@ fn loading() -> Result<Verdict> {
     output_of(
         Command::new(&program).arg("tokenize").arg(at("text.txt")).arg("--to").arg(&to).args(["--vocabulary", "300"]),
     )?;
-    let recipe = "[model.llama]\nvocabulary = 32000\nwidth = 512\nblocks = 8\nheads = 8\nmlp_width = 1408\ntied = true\n\
-                  [data]\ncorpus = \"corpus\"\n[batch]\nsequences = 2\npositions = 512\n[optimizer]\nrate = 1e-4\n[run]\nsteps = 12\n";
+    let recipe = "[model.llama]\nvocab_size = 32000\nhidden_size = 512\nnum_hidden_layers = 8\n\
+                  num_attention_heads = 8\nintermediate_size = 1408\ntie_word_embeddings = true\n\
+                  [data]\ncorpus = \"corpus\"\n[batch]\nmicro_batch_size = 2\nseq_len = 512\n[optimizer]\nlr = 1e-4\n[run]\nsteps = 12\n";
     std::fs::write(at("recipe.toml"), recipe)?;
     let mut shares = Vec::new();
     for cold in [false, true] {
@@ -216,7 +217,7 @@ fn loading() -> Result<Verdict> {
         let share = printed
             .lines()
             .rev()
-            .find_map(|line| line.strip_prefix("data took ")?.split('%').next()?.parse::<f64>().ok());
+            .find_map(|line| line.strip_prefix("data loading took ")?.split('%').next()?.parse::<f64>().ok());
         let share = share.with_context(|| format!("no line about data in:\n{printed}"))?;
         println!("{} page cache: {share:.3}% of the time", if cold { "cold" } else { "warm" });
         shares.push(share);

@@ -1,4 +1,4 @@
-//! Where things are, how to build them, and what machine this is.
+//! Paths, builds, commands, statistics and results: helpers for all commands.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -13,14 +13,14 @@ pub(crate) fn root() -> PathBuf {
     manifest.parent().expect("xtask is a folder of the checkout").to_path_buf()
 }
 
-/// Where programs are installed that only developers need.
+/// The folder for programs that only developers need.
 pub(crate) fn tools() -> Result<PathBuf> {
     let home = std::env::var("SHARDWISE_HOME").map(PathBuf::from);
     let home = home.or_else(|_| std::env::var("HOME").map(|home| Path::new(&home).join(".cache/shardwise")))?;
     Ok(home.join("tools"))
 }
 
-/// Runs a command to its end and returns what it printed.
+/// Runs a command and returns its output. Fails if the command fails.
 pub(crate) fn output_of(command: &mut Command) -> Result<String> {
     let output = command.output().with_context(|| format!("{command:?} could not be started"))?;
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
@@ -28,7 +28,7 @@ pub(crate) fn output_of(command: &mut Command) -> Result<String> {
     Ok(text(&output.stdout))
 }
 
-/// A folder that goes when this does.
+/// A temporary folder, which is removed on drop.
 pub(crate) struct Scratch(PathBuf);
 
 impl Scratch {
@@ -45,13 +45,13 @@ impl Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        // What is left in the temporary folder harms nobody.
+        // Files left in the temporary folder do no harm.
         drop(std::fs::remove_dir_all(&self.0));
     }
 }
 
-/// The most memory that a command has while it runs, which only rises: looking often is enough.
-pub(crate) fn peak_of(command: &mut Command) -> Result<f64> {
+/// The peak memory of a command. The kernel's figure never falls, so polling it often is enough.
+pub(crate) fn peak_memory_of(command: &mut Command) -> Result<f64> {
     let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn()?;
     let mut peak: f64 = 0.;
     loop {
@@ -78,12 +78,12 @@ struct CargoTarget {
     name: String,
 }
 
-/// What .cargo/local.toml has set for this program. Another cargo would take it for a change, and build libtorch's bindings anew.
+/// The variables that .cargo/local.toml sets for this program. A nested cargo would see them as a change and rebuild libtorch's bindings.
 pub(crate) const LOCAL_VARIABLES: [&str; 4] = ["LIBTORCH", "LIBTORCH_CXX11_ABI", "MPICC", "MPIRUN"];
 
-/// Builds with cargo (`arguments` say what), and returns the program of the target `name`. Build the whole workspace: cargo
-/// would build libtorch's bindings anew for every other choice of packages, because their features differ.
-pub(crate) fn built(name: &str, arguments: &[&str]) -> Result<PathBuf> {
+/// Runs cargo with `arguments`, and returns the binary of the target `name`. Always build the whole workspace: any other selection of
+/// packages enables other features, for which cargo would rebuild libtorch's bindings.
+pub(crate) fn build(name: &str, arguments: &[&str]) -> Result<PathBuf> {
     let (verb, rest) = arguments.split_first().context("cargo needs a verb")?;
     let mut cargo = Command::new(env!("CARGO"));
     cargo.current_dir(root()).arg(verb).args(["--message-format", "json-render-diagnostics"]).args(rest);
@@ -96,10 +96,10 @@ pub(crate) fn built(name: &str, arguments: &[&str]) -> Result<PathBuf> {
         .lines()
         .filter_map(|line| serde_json::from_str::<CargoMessage>(line).ok())
         .find_map(|message| message.executable.filter(|_| message.target.is_some_and(|target| target.name == name)))
-        .with_context(|| format!("cargo built no program '{name}'"))
+        .with_context(|| format!("cargo did not build '{name}'"))
 }
 
-/// This machine in a line.
+/// A description of this machine in one line.
 pub(crate) fn machine() -> String {
     let field = |file: &str, key: &str| {
         let text = std::fs::read_to_string(file).unwrap_or_default();
@@ -117,12 +117,12 @@ pub(crate) fn machine() -> String {
     )
 }
 
-/// Today, as in 2026-11-15.
+/// Today's date, as in 2026-11-15.
 fn today() -> Result<String> {
     Ok(output_of(Command::new("date").arg("+%F"))?.trim().to_string())
 }
 
-/// The middle one, or the mean of the middle two.
+/// The median.
 pub(crate) fn median(values: &[f64]) -> f64 {
     assert!(!values.is_empty(), "the median of nothing");
     let mut sorted = values.to_vec();
@@ -131,19 +131,19 @@ pub(crate) fn median(values: &[f64]) -> f64 {
     if sorted.len() % 2 == 1 { sorted[middle] } else { (sorted[middle - 1] + sorted[middle]) / 2. }
 }
 
-/// The least and the greatest.
+/// The minimum and the maximum.
 pub(crate) fn spread(values: &[f64]) -> (f64, f64) {
     values.iter().fold((f64::MAX, f64::MIN), |(least, greatest), &value| (least.min(value), greatest.max(value)))
 }
 
-/// Prints a table and keeps it, with the figures that it was made of, as a dated folder in bench/results. Returns the folder.
-pub(crate) fn keep(name: &str, table: &str, figures: &impl Serialize) -> Result<PathBuf> {
+/// Prints a table and saves it, with its data, to a dated folder in bench/results. Returns the folder.
+pub(crate) fn save_results(name: &str, table: &str, figures: &impl Serialize) -> Result<PathBuf> {
     println!("{table}");
     let folder = Path::new("bench/results").join(format!("{}-{name}", today()?));
     let to = root().join(&folder);
     std::fs::create_dir_all(&to).with_context(|| folder.display().to_string())?;
     std::fs::write(to.join("table.md"), table)?;
     std::fs::write(to.join("rows.json"), serde_json::to_string_pretty(figures)? + "\n")?;
-    println!("kept in {}", folder.display());
+    println!("saved in {}", folder.display());
     Ok(to)
 }

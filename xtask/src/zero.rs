@@ -1,4 +1,4 @@
-//! The claims of the sharded step.
+//! The claims about the sharded step.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -11,48 +11,41 @@ use serde::Deserialize;
 use shardwise_harness::launcher;
 
 use crate::claims::{Claim, Verdict};
-use crate::workspace::{Scratch, built, median, output_of, root};
+use crate::workspace::{Scratch, build, median, output_of};
 
 pub(crate) const CLAIMS: &[Claim] = &[
     Claim {
         group: "zero",
         name: "memory",
-        what: "live bytes of a bf16 model at stages 0 to 3 are 16Ψ to 16Ψ/N (18Ψ to 18Ψ/N with f32 gradients), at 2, 4 and 8 ranks",
+        what: "a bf16 model at stages 0 to 3 takes 16Ψ to 16Ψ/N bytes (18Ψ to 18Ψ/N with f32 gradients), at 2, 4 and 8 ranks",
         heavy: false,
         measure: memory,
     },
     Claim {
         group: "zero",
         name: "traffic",
-        what: "elements sent per rank and step are 2Ψ(N−1)/N at stages 0 to 2 and 3Ψ(N−1)/N at stage 3, at 2, 4 and 8 ranks",
+        what: "a rank sends 2Ψ(N−1)/N elements per step at stages 0 to 2 and 3Ψ(N−1)/N at stage 3, at 2, 4 and 8 ranks",
         heavy: false,
         measure: traffic,
     },
     Claim {
         group: "zero",
-        name: "step",
-        what: "the step with its comments fits on two screens",
-        heavy: false,
-        measure: step,
-    },
-    Claim {
-        group: "zero",
         name: "mutants",
-        what: "bugs that this project or its peers have shipped are caught by the suite when they are put back",
+        what: "the test suite catches bugs that this project or its peers have shipped, when they are reintroduced",
         heavy: true,
         measure: crate::mutants::measure,
     },
     Claim {
         group: "zero",
         name: "peak",
-        what: "the peak of a process falls from stage to stage with 213M parameters on 4 ranks, and memory is flat from step 3 to 200",
+        what: "213M parameters on 4 ranks: peak memory falls from stage to stage, and is constant from step 3 to 200",
         heavy: true,
         measure: peak,
     },
     Claim {
         group: "zero",
         name: "fits",
-        what: "with 3 GiB per rank, 4 ranks train a model at stage 3 that is 3 times as large as the largest at stage 0",
+        what: "with 3 GiB per rank, 4 ranks at stage 3 train a model 3 times as large as the largest at stage 0",
         heavy: true,
         measure: fits,
     },
@@ -67,9 +60,9 @@ pub(crate) const CLAIMS: &[Claim] = &[
 
 // ---- memory and traffic -----------------------------------------------------------------------------------------------
 
-/// What `bench-zero` prints for a stage.
+/// The output of `bench-zero` for a stage.
 #[derive(Clone, Deserialize)]
-struct Held {
+struct Measurement {
     ranks: usize,
     stage: usize,
     gradients: String,
@@ -81,12 +74,12 @@ struct Held {
     gathered_elements: f64,
 }
 
-impl Held {
+impl Measurement {
     fn gradient_bytes(&self) -> f64 {
         if self.gradients == "bf16" { 2. } else { 4. }
     }
 
-    fn theory_bytes(&self) -> f64 {
+    fn expected_bytes(&self) -> f64 {
         let (elements, ranks, grads) = (self.elements, self.ranks as f64, self.gradient_bytes());
         let (parameters, optimizer) = (2., 12.);
         match self.stage {
@@ -97,85 +90,69 @@ impl Held {
         }
     }
 
-    fn theory_sent(&self) -> f64 {
+    fn expected_sent(&self) -> f64 {
         let times = if self.stage == 3 { 3. } else { 2. };
         times * self.elements * (self.ranks as f64 - 1.) / self.ranks as f64
     }
 
-    /// Gathers are of parameters in bf16, the rest of gradients; stage 0 has one verb for both, which moves gradients.
+    /// The bytes of the sent elements: all-gathers carry parameters in bf16, other collectives gradients. At stage 0, an
+    /// all-reduce carries gradients in both of its halves.
     fn payload_bytes(&self) -> f64 {
         2. * self.gathered_elements + self.gradient_bytes() * (self.sent_elements - self.gathered_elements)
     }
 }
 
-/// Measured once for both claims.
-fn held() -> Result<&'static [Held]> {
-    static HELD: OnceLock<Vec<Held>> = OnceLock::new();
-    if let Some(held) = HELD.get() {
-        return Ok(held);
+/// The measurements, which are made once for both claims.
+fn measurements() -> Result<&'static [Measurement]> {
+    static MEASUREMENTS: OnceLock<Vec<Measurement>> = OnceLock::new();
+    if let Some(measurements) = MEASUREMENTS.get() {
+        return Ok(measurements);
     }
-    let program = built("bench-zero", &["build", "--release", "--workspace", "--bins"])?;
+    let program = build("bench-zero", &["build", "--release", "--workspace", "--bins"])?;
     let mut all = Vec::new();
     for ranks in [2, 4, 8] {
         let mut command = launcher(None, ranks, Duration::from_secs(600));
         let printed = output_of(command.arg("OMP_NUM_THREADS=1").arg(&program))?;
-        let lines: Vec<Held> = printed.lines().map(serde_json::from_str).collect::<Result<_, _>>()?;
+        let lines: Vec<Measurement> = printed.lines().map(serde_json::from_str).collect::<Result<_, _>>()?;
         ensure!(lines.len() == 8, "bench-zero printed {printed}");
         all.extend(lines);
     }
-    Ok(HELD.get_or_init(|| all))
+    Ok(MEASUREMENTS.get_or_init(|| all))
 }
 
 fn memory() -> Result<Verdict> {
-    let held = held()?;
-    println!("ranks  stage  gradients  theory        live, less buffers  buffers");
-    for line in held {
+    let measurements = measurements()?;
+    println!("ranks  stage  gradients  expected      live, w/o buffers   buffers");
+    for line in measurements {
         println!(
             "{:5}  {:5}  {:9}  {:8.1} MB  {:8.1} MB ({:+.2}%)  {:5.1} MB",
             line.ranks,
             line.stage,
             line.gradients,
-            line.theory_bytes() / 1e6,
+            line.expected_bytes() / 1e6,
             (line.live_bytes - line.pool_bytes) / 1e6,
-            ((line.live_bytes - line.pool_bytes) / line.theory_bytes() - 1.) * 100.,
+            ((line.live_bytes - line.pool_bytes) / line.expected_bytes() - 1.) * 100.,
             line.pool_bytes / 1e6,
         );
     }
-    let off = |line: &Held| ((line.live_bytes - line.pool_bytes) / line.theory_bytes() - 1.).abs();
-    let worst = held.iter().map(off).fold(0., f64::max);
+    let off = |line: &Measurement| ((line.live_bytes - line.pool_bytes) / line.expected_bytes() - 1.).abs();
+    let worst = measurements.iter().map(off).fold(0., f64::max);
     Ok(Verdict {
-        figure: format!("{:.2}% off at the most, in {} settings", worst * 100., held.len()),
+        figure: format!("at most {:.2}% off, in {} settings", worst * 100., measurements.len()),
         bar: "1%".to_string(),
         holds: worst <= 0.01,
     })
 }
 
 fn traffic() -> Result<Verdict> {
-    let held = held()?;
-    let off = |line: &Held| (line.sent_elements / line.theory_sent() - 1.).abs();
-    let bytes_off = |line: &Held| (line.sent_bytes / line.payload_bytes() - 1.).abs();
-    let worst = |off: &dyn Fn(&Held) -> f64| held.iter().map(off).fold(0., f64::max) * 100.;
+    let measurements = measurements()?;
+    let off = |line: &Measurement| (line.sent_elements / line.expected_sent() - 1.).abs();
+    let bytes_off = |line: &Measurement| (line.sent_bytes / line.payload_bytes() - 1.).abs();
+    let worst = |off: &dyn Fn(&Measurement) -> f64| measurements.iter().map(off).fold(0., f64::max) * 100.;
     Ok(Verdict {
-        figure: format!("{:.3}% off at the most, their bytes {:.3}%", worst(&off), worst(&bytes_off)),
+        figure: format!("elements at most {:.3}% off, bytes {:.3}%", worst(&off), worst(&bytes_off)),
         bar: "0.5%".to_string(),
         holds: worst(&off) <= 0.5 && worst(&bytes_off) <= 0.5,
-    })
-}
-
-// ---- the step ---------------------------------------------------------------------------------------------------------
-
-/// Lines of two screens.
-const TWO_SCREENS: usize = 120;
-
-fn step() -> Result<Verdict> {
-    let text = std::fs::read_to_string(root().join("crates/train/src/step.rs")).context("step.rs")?;
-    let begin = text.lines().position(|line| line.contains("---- the step --")).context("the step's banner")?;
-    let end = text.lines().position(|line| line.contains("---- its parts --")).context("its parts' banner")?;
-    let lines = end.saturating_sub(begin + 1);
-    Ok(Verdict {
-        figure: format!("{lines} lines"),
-        bar: format!("{TWO_SCREENS}"),
-        holds: (1..=TWO_SCREENS).contains(&lines),
     })
 }
 
@@ -183,42 +160,55 @@ fn step() -> Result<Verdict> {
 
 /// A recipe for one stage.
 fn recipe(scratch: &Scratch, shape: &Shape, stage: u8, steps: u64) -> Result<PathBuf> {
-    let Shape { vocabulary, width, blocks, heads, mlp_width, positions } = *shape;
+    let Shape { vocab_size, hidden_size, num_hidden_layers, num_attention_heads, intermediate_size, seq_len } = *shape;
     let path = scratch.path().join(format!("stage-{stage}.toml"));
     let text = format!(
-        "[model.llama]\nvocabulary = {vocabulary}\nwidth = {width}\nblocks = {blocks}\nheads = {heads}\n\
-         mlp_width = {mlp_width}\ntied = true\n[data]\n[batch]\nsequences = 1\npositions = {positions}\n\
-         [sharding]\nstage = {stage}\n[precision]\nparameters = \"bf16\"\ngradients = \"bf16\"\n\
-         [optimizer]\nrate = 1e-4\n[run]\nsteps = {steps}\n"
+        "[model.llama]\nvocab_size = {vocab_size}\nhidden_size = {hidden_size}\nnum_hidden_layers = {num_hidden_layers}\n\
+         num_attention_heads = {num_attention_heads}\nintermediate_size = {intermediate_size}\ntie_word_embeddings = true\n\
+         [data]\n[batch]\nmicro_batch_size = 1\nseq_len = {seq_len}\n\
+         [zero]\nstage = {stage}\n[precision]\nparam_dtype = \"bf16\"\nreduce_dtype = \"bf16\"\n\
+         [optimizer]\nlr = 1e-4\n[run]\nsteps = {steps}\n"
     );
     std::fs::write(&path, text)?;
     Ok(path)
 }
 
 struct Shape {
-    vocabulary: usize,
-    width: usize,
-    blocks: usize,
-    heads: usize,
-    mlp_width: usize,
-    positions: usize,
+    vocab_size: usize,
+    hidden_size: usize,
+    num_hidden_layers: usize,
+    num_attention_heads: usize,
+    intermediate_size: usize,
+    seq_len: usize,
+}
+
+fn shape(num_hidden_layers: usize) -> Shape {
+    Shape {
+        vocab_size: 32_000,
+        hidden_size: 1024,
+        num_hidden_layers,
+        num_attention_heads: 16,
+        intermediate_size: 2816,
+        seq_len: 64,
+    }
 }
 
 impl Shape {
     fn elements(&self) -> usize {
-        let block = 4 * self.width * self.width + 3 * self.width * self.mlp_width + 2 * self.width;
-        self.vocabulary * self.width + self.blocks * block + self.width
+        let Shape { vocab_size, hidden_size, num_hidden_layers, intermediate_size, .. } = *self;
+        let block = 4 * hidden_size * hidden_size + 3 * hidden_size * intermediate_size + 2 * hidden_size;
+        vocab_size * hidden_size + num_hidden_layers * block + hidden_size
     }
 }
 
-/// Where the program is, with the one for ranks beside it.
+/// Builds `shardwise`, and `shardwise-rank` in the same folder.
 fn shardwise() -> Result<PathBuf> {
-    built("shardwise-rank", &["build", "--release", "--workspace", "--bins"])?;
-    built("shardwise", &["build", "--release", "--workspace", "--bins"])
+    build("shardwise-rank", &["build", "--release", "--workspace", "--bins"])?;
+    build("shardwise", &["build", "--release", "--workspace", "--bins"])
 }
 
-/// Memory now and at peak, step by step, in GiB.
-fn trained(program: &Path, recipe: &Path) -> Result<Vec<[f64; 2]>> {
+/// Trains a recipe. Returns current and peak memory by step, in GiB.
+fn train(program: &Path, recipe: &Path) -> Result<Vec<[f64; 2]>> {
     let printed = output_of(Command::new(program).arg("train").arg(recipe).args(["-n", "4"]))?;
     let bytes = |words: &[&str], key: &str| -> Option<f64> {
         let place = words.iter().position(|word| *word == key)?;
@@ -235,7 +225,7 @@ fn trained(program: &Path, recipe: &Path) -> Result<Vec<[f64; 2]>> {
     Ok(lines)
 }
 
-/// By how much the peak rises after the third step.
+/// The largest relative change of the peak after the third step.
 fn drift(lines: &[[f64; 2]]) -> f64 {
     let third = lines[2][1];
     lines[2..].iter().map(|line| (line[1] / third - 1.).abs()).fold(0., f64::max)
@@ -244,11 +234,11 @@ fn drift(lines: &[[f64; 2]]) -> f64 {
 fn peak() -> Result<Verdict> {
     let program = shardwise()?;
     let scratch = Scratch::new("peak")?;
-    let shape = Shape { vocabulary: 32_000, width: 1024, blocks: 14, heads: 16, mlp_width: 2816, positions: 64 };
+    let shape = shape(14);
     let mut peaks = Vec::new();
     let mut drifts = Vec::new();
     for stage in 0..4 {
-        let lines = trained(&program, &recipe(&scratch, &shape, stage, 200)?)?;
+        let lines = train(&program, &recipe(&scratch, &shape, stage, 200)?)?;
         let (peak, drift) = (lines.last().map_or(0., |line| line[1]), drift(&lines));
         println!("stage {stage}: peak {peak:.2} GiB, {} steps, drift {:.2}%", lines.len(), drift * 100.);
         peaks.push(peak);
@@ -270,18 +260,17 @@ const LIMIT_BYTES: u64 = 3 << 30;
 fn fits() -> Result<Verdict> {
     let program = shardwise()?;
     let scratch = Scratch::new("fits")?;
-    let shape = |blocks| Shape { vocabulary: 32_000, width: 1024, blocks, heads: 16, mlp_width: 2816, positions: 64 };
     let limited = |arguments: &[&str], recipe: &Path| {
         let mut command = Command::new("prlimit");
         command.arg(format!("--data={LIMIT_BYTES}")).arg(&program).arg("train").arg(recipe).args(["-n", "4"]);
-        command.args(arguments).output().context("prlimit is of Debian's util-linux")
+        command.args(arguments).output().context("prlimit is missing; install Debian's util-linux")
     };
     let mut largest = Vec::new();
     for stage in [0, 3] {
         let accepted = |blocks: usize| -> Result<bool> {
             Ok(limited(&["--dry-run"], &recipe(&scratch, &shape(blocks), stage, 3)?)?.status.success())
         };
-        // The most blocks that are not refused.
+        // Search for the largest number of blocks that is accepted.
         let (mut most, mut refused) = (0, 1);
         while accepted(refused)? {
             (most, refused) = (refused, 2 * refused);
@@ -293,17 +282,17 @@ fn fits() -> Result<Verdict> {
         let refusal = limited(&[], &recipe(&scratch, &shape(refused), stage, 3)?)?;
         let said = String::from_utf8_lossy(&refusal.stderr).into_owned();
         println!(
-            "stage {stage}: {most} blocks, {:.0}M parameters; one block more is refused:\n{said}",
+            "stage {stage}: {most} blocks, {:.0}M parameters; one more block is refused:\n{said}",
             shape(most).elements() as f64 / 1e6
         );
         ensure!(
             refusal.status.code() == Some(2) && said.contains("would need about"),
-            "the refusal has figures: {said}"
+            "the refusal should have figures: {said}"
         );
         let run = limited(&[], &recipe(&scratch, &shape(most), stage, 3)?)?;
         let printed = String::from_utf8_lossy(&run.stdout).into_owned();
         println!("{printed}");
-        ensure!(run.status.success(), "what is not refused must train:\n{}", String::from_utf8_lossy(&run.stderr));
+        ensure!(run.status.success(), "an accepted model must train:\n{}", String::from_utf8_lossy(&run.stderr));
         largest.push(shape(most).elements() as f64 / 1e6);
     }
     let ratio = largest[1] / largest[0];
@@ -318,21 +307,21 @@ fn fits() -> Result<Verdict> {
 
 fn speed() -> Result<Verdict> {
     const ROUNDS: usize = 15;
-    let program = built("bench-step", &["build", "--release", "--workspace", "--bins"])?;
+    let program = build("bench-step", &["build", "--release", "--workspace", "--bins"])?;
     let mut command = launcher(None, 2, Duration::from_secs(1200));
     let printed = output_of(command.arg("OMP_NUM_THREADS=1").arg(&program).arg(ROUNDS.to_string()))?;
     let mut seconds: BTreeMap<&str, Vec<f64>> = BTreeMap::new();
     for line in printed.lines() {
-        let (side, time) = line.split_once(' ').with_context(|| format!("bench-step printed '{line}'"))?;
-        seconds.entry(side).or_default().push(time.parse()?);
+        let (variant, time) = line.split_once(' ').with_context(|| format!("bench-step printed '{line}'"))?;
+        seconds.entry(variant).or_default().push(time.parse()?);
     }
-    let bare = seconds.get("bare").context("the bare side")?.clone();
-    let ratio = |side: &str| {
-        let ratios: Vec<f64> = seconds[side].iter().zip(&bare).map(|(ours, bare)| ours / bare).collect();
+    let bare = seconds.get("bare").context("the bare variant")?.clone();
+    let ratio = |variant: &str| {
+        let ratios: Vec<f64> = seconds[variant].iter().zip(&bare).map(|(ours, bare)| ours / bare).collect();
         median(&ratios)
     };
-    for (side, times) in &seconds {
-        println!("{side}: median {:.3} s, {:.3} of bare", median(times), ratio(side));
+    for (variant, times) in &seconds {
+        println!("{variant}: median {:.3} s, {:.3} of bare", median(times), ratio(variant));
     }
     let stages = ["stage-0", "stage-1", "stage-2", "stage-3"].map(ratio);
     Ok(Verdict {

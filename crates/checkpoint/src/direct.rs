@@ -1,8 +1,8 @@
-//! Files of a file system, written past its cache.
+//! Writing files with direct I/O, bypassing the page cache.
 //!
-//! A checkpoint is gigabytes that nobody reads again soon. Through the cache they would be copied once more, by the processors
-//! that training needs, and drive out of it what training reads. So they are gathered in a few buffers, hashed while they are
-//! there, and handed to the disk from there.
+//! A checkpoint is gigabytes that nobody reads again soon. Through the page cache they would be copied once more, by the
+//! processors that training needs, and evict what training reads. So they are collected in a few buffers, hashed there, and
+//! written to the disk from there.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -13,14 +13,14 @@ use std::sync::mpsc;
 use bytes::Bytes;
 use rustix::fs::OFlags;
 
-/// What is handed to the disk at once.
+/// The size of one write.
 const BUFFER_BYTES: usize = 8 << 20;
-/// One is filled, one is written, and one waits.
+/// The number of buffers: one is being filled, one is being written, and one waits.
 const BUFFERS: usize = 3;
-/// Where memory, files and lengths have to begin and end: what any disk and file system is content with.
+/// The alignment of memory, offsets and lengths for direct I/O: enough for any disk and file system.
 const ALIGNMENT: usize = 4096;
 
-/// What became of a file that is made of parts: an error of the parts' maker's, or one of the system's.
+/// Why a file could not be written: an error from the iterator of parts, or from the system.
 pub(crate) enum Failure<E> {
     Part(E),
     System(io::Error),
@@ -32,7 +32,8 @@ impl<E> From<io::Error> for Failure<E> {
     }
 }
 
-/// Writes a file of parts, which appears whole, and is on the disk, or not at all. `seen` is shown all bytes in their order.
+/// Writes a file from parts, atomically and durably: it is complete and on the disk, or does not exist. `seen` is called with
+/// all bytes in order.
 pub(crate) fn write<E>(
     path: &Path,
     parts: impl Iterator<Item = Result<Vec<Bytes>, E>>,
@@ -40,33 +41,33 @@ pub(crate) fn write<E>(
 ) -> Result<(), Failure<E>> {
     let folder = path.parent().ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?;
     std::fs::create_dir_all(folder)?;
-    // Whoever made the folder may have died before this.
-    folder.parent().map_or(Ok(()), synced)?;
+    // The process that created the folder may have died before it synced it.
+    folder.parent().map_or(Ok(()), sync_folder)?;
     let mut staged = path.as_os_str().to_owned();
-    // No name of a file has this in it, so that what a writer that died has left is known for what it is.
+    // No file name contains '#', so leftovers of a crashed writer can be recognized.
     staged.push(format!("#{}", std::process::id()));
     let staged = Path::new(&staged);
-    let written = filled(staged, parts, seen).and_then(|()| {
+    let written = fill(staged, parts, seen).and_then(|()| {
         std::fs::rename(staged, path)?;
-        Ok(synced(folder)?)
+        Ok(sync_folder(folder)?)
     });
     if written.is_err() {
-        // What was said first is what is told.
+        // The first error is the one to report.
         drop(std::fs::remove_file(staged));
     }
     written
 }
 
-fn synced(folder: &Path) -> io::Result<()> {
+fn sync_folder(folder: &Path) -> io::Result<()> {
     File::open(folder)?.sync_all()
 }
 
-fn filled<E>(
+fn fill<E>(
     path: &Path,
     parts: impl Iterator<Item = Result<Vec<Bytes>, E>>,
     seen: &mut dyn FnMut(&[u8]),
 ) -> Result<(), Failure<E>> {
-    let mut file = opened(path)?;
+    let mut file = open_direct(path)?;
     std::thread::scope(|scope| {
         let (to_fill, empty) = mpsc::channel();
         let (to_write, full) = mpsc::channel::<Buffer>();
@@ -74,11 +75,11 @@ fn filled<E>(
             drop(to_fill.send(Buffer::new()?));
         }
         let writer = scope.spawn(move || {
-            crate::yield_to_others();
+            crate::lower_priority();
             for mut buffer in full {
                 file.write(buffer.filled())?;
                 buffer.len = 0;
-                // Whoever fills them may be through.
+                // The filling side may be done.
                 drop(to_fill.send(buffer));
             }
             file.finish()
@@ -99,7 +100,7 @@ fn filled<E>(
                     let taken = bytes.split_to(bytes.len().min(BUFFER_BYTES - buffer.len));
                     seen(buffer.add(&taken));
                     match buffer.len == BUFFER_BYTES {
-                        // A writer that has failed takes no more, and says why below.
+                        // A writer that has failed accepts no more; its error is returned below.
                         true => drop(to_write.send(buffer)),
                         false => current = Some(buffer),
                     }
@@ -115,49 +116,50 @@ fn filled<E>(
     })
 }
 
-/// Memory that begins where disks want it to.
+/// Aligned memory.
 struct Buffer {
     memory: Vec<u8>,
-    begin: usize,
+    /// The first aligned byte.
+    start: usize,
     len: usize,
 }
 
 impl Buffer {
     fn new() -> io::Result<Self> {
-        // Where a run's memory is short, a save that fails is better than a rank that dies.
+        // If memory is short, a failed save is better than a rank that dies.
         let mut memory = Vec::new();
         memory.try_reserve_exact(BUFFER_BYTES + ALIGNMENT)?;
         memory.resize(BUFFER_BYTES + ALIGNMENT, 0);
-        let begin = memory.as_ptr().align_offset(ALIGNMENT);
-        Ok(Buffer { memory, begin, len: 0 })
+        let start = memory.as_ptr().align_offset(ALIGNMENT);
+        Ok(Buffer { memory, start, len: 0 })
     }
 
-    /// Adds bytes, and gives them as they are here now, near the processor.
+    /// Appends bytes, and returns the copy, which is now in the CPU's cache.
     fn add(&mut self, bytes: &[u8]) -> &[u8] {
-        let from = self.begin + self.len;
-        let place = &mut self.memory[from..from + bytes.len()];
-        place.copy_from_slice(bytes);
+        let from = self.start + self.len;
+        let copy = &mut self.memory[from..from + bytes.len()];
+        copy.copy_from_slice(bytes);
         self.len += bytes.len();
-        place
+        copy
     }
 
     fn filled(&self) -> &[u8] {
-        &self.memory[self.begin..self.begin + self.len]
+        &self.memory[self.start..self.start + self.len]
     }
 }
 
-/// A file that is written past the cache for as long as lengths allow it.
+/// A file that is written with direct I/O until a length is not aligned, and through the page cache from then on.
 struct Direct {
     file: File,
     direct: bool,
 }
 
-fn opened(path: &Path) -> io::Result<Direct> {
+fn open_direct(path: &Path) -> io::Result<Direct> {
     let mut options = OpenOptions::new();
     options.write(true).create(true).truncate(true);
     match options.clone().custom_flags(OFlags::DIRECT.bits() as i32).open(path) {
         Ok(file) => Ok(Direct { file, direct: true }),
-        // A file system that has nothing but its cache.
+        // A file system without direct I/O.
         Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
             Ok(Direct { file: options.open(path)?, direct: false })
         }
@@ -170,26 +172,26 @@ impl Direct {
         let mut rest = bytes;
         while self.direct && rest.len() >= ALIGNMENT {
             match self.file.write(&rest[..rest.len() / ALIGNMENT * ALIGNMENT]) {
-                // A disk that is nearly full takes less than it was given.
+                // A nearly full disk writes less than it was given.
                 Ok(written) if written > 0 && written.is_multiple_of(ALIGNMENT) => rest = &rest[written..],
                 Ok(written) => {
                     rest = &rest[written..];
-                    self.through_the_cache()?;
+                    self.use_cache()?;
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => (),
-                // A file system that only opens files like this.
-                Err(error) if error.kind() == io::ErrorKind::InvalidInput => self.through_the_cache()?,
+                // A file system that accepts the flag on open, but not the write.
+                Err(error) if error.kind() == io::ErrorKind::InvalidInput => self.use_cache()?,
                 Err(error) => return Err(error),
             }
         }
         if self.direct && !rest.is_empty() {
             // The end of the file.
-            self.through_the_cache()?;
+            self.use_cache()?;
         }
         self.file.write_all(rest)
     }
 
-    fn through_the_cache(&mut self) -> io::Result<()> {
+    fn use_cache(&mut self) -> io::Result<()> {
         let flags = rustix::fs::fcntl_getfl(&self.file)?;
         rustix::fs::fcntl_setfl(&self.file, flags - OFlags::DIRECT)?;
         self.direct = false;
@@ -211,8 +213,8 @@ mod tests {
     }
 
     #[test]
-    fn files_have_what_they_were_given_whatever_its_length() {
-        // One place with a disk, if there is any, and one without.
+    fn files_of_any_length_have_the_given_bytes() {
+        // One folder on a disk, if there is one, and one in memory.
         let folders =
             [tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap(), tempfile::tempdir_in("/dev/shm").unwrap()];
         for folder in folders {

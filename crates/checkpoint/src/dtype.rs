@@ -1,9 +1,9 @@
-//! Element types by the names that safetensors has for them.
+//! The dtype names of safetensors.
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use shardwise_plan::Dtype;
 
-/// The name.
+/// Returns the safetensors name of a dtype.
 pub(crate) fn name(dtype: Dtype) -> &'static str {
     match dtype {
         Dtype::F64 => "F64",
@@ -15,8 +15,8 @@ pub(crate) fn name(dtype: Dtype) -> &'static str {
     }
 }
 
-/// The type with that name.
-pub(crate) fn named(name: &str) -> Option<Dtype> {
+/// Returns the dtype with this safetensors name, if Shardwise supports it.
+pub(crate) fn from_name(name: &str) -> Option<Dtype> {
     Dtype::ALL.into_iter().find(|&dtype| self::name(dtype) == name)
 }
 
@@ -26,5 +26,5 @@ pub(crate) fn serialize<S: Serializer>(dtype: &Dtype, serializer: S) -> Result<S
 
 pub(crate) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Dtype, D::Error> {
     let text = String::deserialize(deserializer)?;
-    named(&text).ok_or_else(|| serde::de::Error::custom(format!("there is no type of elements {text:?}")))
+    from_name(&text).ok_or_else(|| serde::de::Error::custom(format!("unknown dtype {text:?}")))
 }

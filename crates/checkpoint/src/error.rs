@@ -1,57 +1,57 @@
-//! What can go wrong with a checkpoint.
+//! The error type of this crate, and the distinction between damage and other failures.
 
-use crate::Fault;
+use crate::ManifestError;
 
 /// The result of reading or writing a checkpoint.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// What can go wrong with a checkpoint.
+/// A checkpoint that could not be read or written.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// An address that is none.
+    /// An invalid address of a store.
     #[error("{address}: {problem}")]
     Address {
-        /// As it was given.
+        /// The given address.
         address: String,
         /// What is wrong with it.
         problem: String,
     },
-    /// The storage did not do what was asked.
+    /// The object store reported an error.
     #[error("{path}: {error}")]
     Storage {
-        /// What was read or written.
+        /// The file that was read or written.
         path: String,
-        /// What it said.
+        /// The error.
         error: object_store::Error,
     },
-    /// The system did not do what was asked.
+    /// The operating system reported an error.
     #[error("{path}: {error}")]
     System {
-        /// What was written.
+        /// The file that was written.
         path: String,
-        /// What it said.
+        /// The error.
         error: std::io::Error,
     },
-    /// A manifest or table that cannot be believed.
-    #[error("{path}: {fault}")]
-    Fault {
+    /// An invalid manifest or table.
+    #[error("{path}: {error}")]
+    Manifest {
         /// The file.
         path: String,
         /// What is wrong with it.
-        fault: Fault,
+        error: ManifestError,
     },
-    /// A file that is not what was written.
+    /// A missing or corrupt file.
     #[error("{path}: {problem}")]
     Damaged {
         /// The file.
         path: String,
-        /// How that shows.
+        /// What is wrong with it.
         problem: String,
     },
-    /// A checkpoint of something else.
+    /// A checkpoint that does not fit the model or the request.
     #[error("{folder}: {problem}")]
-    Other {
+    Mismatch {
         /// The checkpoint.
         folder: String,
         /// What differs.
@@ -60,15 +60,15 @@ pub enum Error {
 }
 
 impl Error {
-    /// Whether the checkpoint itself is at fault, so that an older one is the better choice. A storage that does not answer says
-    /// nothing about what it holds, and neither does a model that is another one.
+    /// Returns whether the checkpoint itself is damaged, so that an older one should be used. An unreachable store does not
+    /// mean damage, and neither does a different model.
     pub fn is_damage(&self) -> bool {
         match self {
-            // What a newer program wrote is not damaged.
-            Error::Fault { fault, .. } => !matches!(fault, Fault::Format(_)),
+            // A checkpoint of a newer version is not damaged.
+            Error::Manifest { error, .. } => !matches!(error, ManifestError::Format(_)),
             Error::Damaged { .. } => true,
             Error::Storage { error, .. } => matches!(error, object_store::Error::NotFound { .. }),
-            Error::Address { .. } | Error::System { .. } | Error::Other { .. } => false,
+            Error::Address { .. } | Error::System { .. } | Error::Mismatch { .. } => false,
         }
     }
 }

@@ -10,17 +10,17 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 pub struct Hash([u8; 32]);
 
 impl Hash {
-    /// The hash of these bytes.
+    /// Hashes bytes.
     pub fn of(bytes: &[u8]) -> Self {
         Hash(*blake3::hash(bytes).as_bytes())
     }
 
-    pub(crate) fn finished(hasher: &blake3::Hasher) -> Self {
+    pub(crate) fn from_hasher(hasher: &blake3::Hasher) -> Self {
         Hash(*hasher.finalize().as_bytes())
     }
 
-    /// As four words, to be sent between ranks.
-    pub fn words(self) -> [i64; 4] {
+    /// Converts to four words, to send between ranks.
+    pub fn to_words(self) -> [i64; 4] {
         let word = |index: usize| {
             let mut eight = [0; 8];
             eight.copy_from_slice(&self.0[8 * index..8 * index + 8]);
@@ -29,7 +29,7 @@ impl Hash {
         [word(0), word(1), word(2), word(3)]
     }
 
-    /// From four words.
+    /// Converts from four words.
     pub fn from_words(words: [i64; 4]) -> Self {
         let mut hash = [0; 32];
         for (eight, word) in hash.chunks_exact_mut(8).zip(words) {
@@ -90,10 +90,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn hashes_survive_text_and_words() {
+    fn hashes_round_trip_through_text_and_words() {
         let hash = Hash::of(b"shardwise");
         assert_eq!(hash.to_string().parse::<Hash>().unwrap(), hash);
-        assert_eq!(Hash::from_words(hash.words()), hash);
+        assert_eq!(Hash::from_words(hash.to_words()), hash);
         for wrong in ["", "00", &"A".repeat(64), &"é".repeat(32)] {
             assert!(wrong.parse::<Hash>().is_err(), "{wrong:?}");
         }

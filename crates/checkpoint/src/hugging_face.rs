@@ -1,4 +1,4 @@
-//! Hugging Face checkpoints: weights read by range, and written as a stream.
+//! Hugging Face checkpoints: reading weights by range, exporting and importing.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -10,27 +10,27 @@ use serde_json::json;
 use shardwise_plan::Dtype;
 
 use crate::load::as_f32;
-use crate::place::elements;
-use crate::safetensors::{self, Entry, Found};
+use crate::region::elements;
+use crate::safetensors::{self, Entry, TensorInfo};
 use crate::save::{UPLOAD_BYTES, write_in_parts, write_manifest, write_table};
-use crate::store::folder_of;
+use crate::store::step_folder;
 use crate::{
-    Band, Checkpoint, Error, FILE_BYTES, FORMAT, Manifest, Result, SaveId, Store, Tensor, UnitLayout, UnitReader,
+    Checkpoint, Error, FILE_BYTES, FORMAT, FlatBuffer, Manifest, Result, SaveId, Store, Tensor, UnitLayout, UnitReader,
 };
 
-/// The file with the shape of the model.
+/// The name of the file with the model's configuration.
 pub const CONFIG: &str = "config.json";
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
-/// What an export replaces before it writes anything.
+/// The files that an export removes before it writes anything.
 const REPLACED: [&str; 3] = [CONFIG, SINGLE, INDEX];
 
-/// Limits on what is believed.
+/// The largest files that are accepted.
 const CONFIG_BYTES_MAX: u64 = 1 << 20;
 const INDEX_BYTES_MAX: u64 = 64 << 20;
 const COPIED_BYTES_MAX: u64 = 256 << 20;
 
-/// What goes with the weights, and is handed on as it is.
+/// Files that accompany the weights, and are copied unchanged.
 const COMPANIONS: [&str; 9] = [
     "generation_config.json",
     "tokenizer.json",
@@ -43,18 +43,18 @@ const COMPANIONS: [&str; 9] = [
     "chat_template.jinja",
 ];
 
-/// How many elements are read and converted at once: what stays in the cache.
+/// The number of elements that are read and converted at once; they fit in the cache.
 const READ_ELEMENTS: usize = 1 << 18;
 
-const READABLE: &str = "and only f32, bf16 and f16 are read";
+const READABLE: &str = "but only f32, bf16 and f16 can be read";
 
-/// Weights in safetensors files, of which only headers are read at first.
+/// Weights in safetensors files. Opening them reads only the headers.
 #[derive(Debug)]
 pub struct Weights {
     store: Store,
     files: Vec<String>,
-    /// By name: which file, and where in it.
-    tensors: BTreeMap<String, (usize, Found)>,
+    /// The tensors by name, with the indices of their files.
+    tensors: BTreeMap<String, (usize, TensorInfo)>,
 }
 
 #[derive(Deserialize)]
@@ -66,59 +66,60 @@ impl Weights {
     /// Opens a safetensors file, or a folder with `model.safetensors` or an index of several files.
     pub fn open(address: &str) -> Result<Self> {
         if let Some((folder, file)) = split_file(address) {
-            return Weights::of(Store::open(folder)?, vec![file.to_string()]);
+            return Weights::from_files(Store::open(folder)?, vec![file.to_string()]);
         }
         let store = Store::open(address)?;
-        if store.bytes_of(SINGLE)?.is_some() {
-            return Weights::of(store, vec![SINGLE.to_string()]);
+        if store.file_len(SINGLE)?.is_some() {
+            return Weights::from_files(store, vec![SINGLE.to_string()]);
         }
-        if store.bytes_of(INDEX)?.is_none() {
-            let problem = format!("there is neither {SINGLE} nor {INDEX} in it");
+        if store.file_len(INDEX)?.is_none() {
+            let problem = format!("it has neither {SINGLE} nor {INDEX}");
             return Err(Error::Address { address: address.to_string(), problem });
         }
         let index: Index = serde_json::from_slice(&store.read(INDEX, INDEX_BYTES_MAX)?)
-            .map_err(|error| store.damaged(INDEX, error.to_string()))?;
+            .map_err(|error| store.damaged_error(INDEX, error.to_string()))?;
         let mut files: Vec<String> = index.weight_map.into_values().collect();
         files.sort();
         files.dedup();
         if let Some(file) = files.iter().find(|file| file.contains('/') || file.starts_with('.')) {
-            return Err(store.damaged(INDEX, format!("{file:?} is no name of a file beside it")));
+            return Err(store.damaged_error(INDEX, format!("{file:?} is not the name of a file in the same folder")));
         }
-        Weights::of(store, files)
+        Weights::from_files(store, files)
     }
 
-    fn of(store: Store, files: Vec<String>) -> Result<Self> {
+    fn from_files(store: Store, files: Vec<String>) -> Result<Self> {
         let mut tensors = BTreeMap::new();
         for (index, file) in files.iter().enumerate() {
-            let bytes = store.bytes_of(file)?.ok_or_else(|| store.damaged(file, "it is missing".to_string()))?;
-            let short = || store.damaged(file, "it is too short for a safetensors file".to_string());
+            let bytes = store.file_len(file)?.ok_or_else(|| store.damaged_error(file, "it is missing".to_string()))?;
+            let short = || store.damaged_error(file, "it is too short for a safetensors file".to_string());
             if bytes < 8 {
                 return Err(short());
             }
             let first: [u8; 8] = store.read_range(file, 0..8)?.as_ref().try_into().map_err(|_| short())?;
-            let damaged = |problem: String| store.damaged(file, problem);
+            let damaged = |problem: String| store.damaged_error(file, problem);
             let len = safetensors::header_len(first, bytes).map_err(damaged)?;
             let header = if len == 0 { Bytes::new() } else { store.read_range(file, 8..8 + len)? };
             for (name, found) in safetensors::parse(&header, bytes).map_err(damaged)? {
                 if let Some((other, _)) = tensors.insert(name.clone(), (index, found)) {
-                    return Err(store.damaged(file, format!("{name} is also in {}", files[other])));
+                    return Err(store.damaged_error(file, format!("{name} is also in {}", files[other])));
                 }
             }
         }
         Ok(Weights { store, files, tensors })
     }
 
-    /// `config.json`, if it is beside them.
+    /// `config.json`, if it exists.
     pub fn config(&self) -> Result<Option<serde_json::Value>> {
         config(&self.store)
     }
 
     /// The tensors, by name.
-    pub fn tensors(&self) -> impl Iterator<Item = (&str, &Found)> {
+    pub fn tensors(&self) -> impl Iterator<Item = (&str, &TensorInfo)> {
         self.tensors.iter().map(|(name, (_, found))| (name.as_str(), found))
     }
 
-    /// Reads elements of a tensor of this shape as f32. The name may lack the prefix that whole models have, or have GPT-2's.
+    /// Reads elements of a tensor of this shape, and converts them to f32. In the file, the name may lack the prefix `model.`,
+    /// or have GPT-2's prefix `transformer.`.
     pub fn read_f32(&self, name: &str, shape: &[u64], range: Range<u64>, out: &mut [f32]) -> Result<()> {
         let names = [
             Some(name.to_string()),
@@ -126,19 +127,19 @@ impl Weights {
             name.strip_prefix("model.").map(String::from),
         ];
         let found = names.into_iter().flatten().find_map(|name| self.tensors.get(&name));
-        let other = |problem: String| Error::Other { folder: self.store.display(""), problem };
-        let (file, found) = found.ok_or_else(|| other(format!("there is no tensor {name}")))?;
+        let mismatch = |problem: String| Error::Mismatch { folder: self.store.display(""), problem };
+        let (file, found) = found.ok_or_else(|| mismatch(format!("there is no tensor {name}")))?;
         if found.shape != shape {
-            let problem = format!("{name} has the shape {:?}, and the model's is {shape:?}", found.shape);
-            return Err(other(problem));
+            let problem = format!("{name} has shape {:?}, but {shape:?} in the model", found.shape);
+            return Err(mismatch(problem));
         }
         let dtype = match &found.dtype {
             Ok(dtype @ (Dtype::F32 | Dtype::Bf16 | Dtype::F16)) => *dtype,
-            Ok(dtype) => return Err(other(format!("{name} has elements of type {dtype}, {READABLE}"))),
-            Err(dtype) => return Err(other(format!("{name} has elements of type {dtype}, {READABLE}"))),
+            Ok(dtype) => return Err(mismatch(format!("{name} has dtype {dtype}, {READABLE}"))),
+            Err(dtype) => return Err(mismatch(format!("{name} has dtype {dtype}, {READABLE}"))),
         };
         if range.end > elements(shape).unwrap_or(0) || range.end.checked_sub(range.start) != Some(out.len() as u64) {
-            return Err(other(format!("{name} has the shape {shape:?}, and more of it is wanted")));
+            return Err(mismatch(format!("{name} has shape {shape:?}; the requested range is outside")));
         }
         let size = dtype.bytes() as u64;
         let mut from = found.bytes.start + range.start * size;
@@ -151,7 +152,7 @@ impl Weights {
     }
 }
 
-/// The folder and the file, where an address is that of a safetensors file.
+/// Splits the address of a safetensors file into folder and file.
 fn split_file(address: &str) -> Option<(&str, &str)> {
     address.ends_with(".safetensors").then(|| match address.rsplit_once('/') {
         Some(("", file)) => ("/", file),
@@ -161,64 +162,64 @@ fn split_file(address: &str) -> Option<(&str, &str)> {
 }
 
 fn config(store: &Store) -> Result<Option<serde_json::Value>> {
-    if store.bytes_of(CONFIG)?.is_none() {
+    if store.file_len(CONFIG)?.is_none() {
         return Ok(None);
     }
     let text = store.read(CONFIG, CONFIG_BYTES_MAX)?;
-    serde_json::from_slice(&text).map(Some).map_err(|error| store.damaged(CONFIG, error.to_string()))
+    serde_json::from_slice(&text).map(Some).map_err(|error| store.damaged_error(CONFIG, error.to_string()))
 }
 
-/// How a checkpoint is written for others.
+/// Options for [`export`].
 #[derive(Clone, Debug)]
-pub struct Export {
-    /// The type of elements: f32, bf16 or f16.
+pub struct ExportOptions {
+    /// The dtype of the exported weights: f32, bf16 or f16.
     pub dtype: Dtype,
-    /// How long a file may become, unless a tensor alone is longer.
+    /// The maximum size of a file, unless a single tensor is larger.
     pub file_bytes: u64,
 }
 
-/// A tensor to be exported.
-struct Exported {
+/// A tensor to export.
+struct ExportedTensor {
     unit: String,
-    /// In the checkpoint.
+    /// The name in the checkpoint.
     name: String,
     entry: Entry,
 }
 
-/// The first file of a Hugging Face checkpoint that is in a folder: what [`export`] would remove.
-pub fn existing(store: &Store) -> Result<Option<&'static str>> {
+/// Returns the first file of a Hugging Face checkpoint that exists in a folder, which [`export`] would remove.
+pub fn first_existing_file(store: &Store) -> Result<Option<&'static str>> {
     for file in REPLACED {
-        if store.bytes_of(file)?.is_some() {
+        if store.file_len(file)?.is_some() {
             return Ok(Some(file));
         }
     }
     Ok(None)
 }
 
-/// Writes the parameters of a checkpoint as Hugging Face does, with `config` beside them and what `like`, a Hugging Face
-/// checkpoint, has of tokenizer and settings. `progress` is told of bytes as they are written. Only a few mebibytes are ever in
-/// memory.
+/// Exports the parameters of a checkpoint in Hugging Face's format, with `config` as its configuration. Copies the tokenizer
+/// and other settings from `like`, a Hugging Face checkpoint. `progress` is called with the size of each piece in bytes. Uses
+/// only a few MiB of memory.
 pub fn export(
     checkpoint: &Checkpoint,
     to: &Store,
     config: &serde_json::Value,
     like: Option<&Store>,
-    export: &Export,
+    export: &ExportOptions,
     progress: &mut dyn FnMut(u64),
 ) -> Result<()> {
-    let refuse = |problem: &str| Err(Error::Other { folder: checkpoint.name(), problem: problem.to_string() });
+    let refuse = |problem: &str| Err(Error::Mismatch { folder: checkpoint.name(), problem: problem.to_string() });
     if !matches!(export.dtype, Dtype::F32 | Dtype::Bf16 | Dtype::F16) {
-        return refuse("it can be exported in f32, bf16 and f16");
+        return refuse("it can only be exported as f32, bf16 or f16");
     }
     if !config.is_object() {
-        return refuse("its model is of no family that Hugging Face knows");
+        return refuse("its model has no Hugging Face configuration");
     }
-    // What an earlier export has left must not be taken for this one's.
+    // Leftovers of an earlier export must not be mistaken for this one's.
     for file in REPLACED {
         to.remove(file)?;
     }
     let prefix = if config["model_type"] == "gpt2" { "transformer." } else { "" };
-    let files = planned(checkpoint, prefix, export)?;
+    let files = plan_files(checkpoint, prefix, export)?;
     let name = |index: usize| match files.len() {
         1 => SINGLE.to_string(),
         many => format!("model-{:05}-of-{many:05}.safetensors", index + 1),
@@ -229,11 +230,11 @@ pub fn export(
         let entries: Vec<Entry> = tensors.iter().map(|tensor| tensor.entry.clone()).collect();
         for entry in &entries {
             map.insert(entry.name.clone(), name(index));
-            total_size = total_size.saturating_add(bytes_of(&entry.shape, entry.dtype));
+            total_size = total_size.saturating_add(tensor_bytes(&entry.shape, entry.dtype));
         }
         let mut open: Option<(&str, UnitReader)> = None;
         let read = |index: usize, range: Range<u64>, out: &mut [f32]| {
-            let Exported { unit, name, entry } = &tensors[index];
+            let ExportedTensor { unit, name, entry } = &tensors[index];
             let mut reader = match open.take() {
                 Some((of, reader)) if of == unit => reader,
                 _ => checkpoint.unit(unit)?,
@@ -262,40 +263,40 @@ pub fn export(
     });
     if let Some(like) = like {
         for file in COMPANIONS {
-            if like.bytes_of(file)?.is_some() {
+            if like.file_len(file)?.is_some() {
                 to.write(file, like.read(file, COPIED_BYTES_MAX)?)?;
             }
         }
     }
-    if to.bytes_of(COMPANIONS[0])?.is_none() {
+    if to.file_len(COMPANIONS[0])?.is_none() {
         to.write(COMPANIONS[0], pretty(&json!({ "_from_model_config": true })))?;
     }
-    // Last, so that a folder with it has everything.
+    // Write it last, so that a folder with it is complete.
     to.write(CONFIG, pretty(&config))
 }
 
 fn pretty(value: &serde_json::Value) -> Vec<u8> {
-    serde_json::to_vec_pretty(value).expect("JSON is made of what JSON has")
+    serde_json::to_vec_pretty(value).expect("a JSON value can be written")
 }
 
-fn bytes_of(shape: &[u64], dtype: Dtype) -> u64 {
+fn tensor_bytes(shape: &[u64], dtype: Dtype) -> u64 {
     elements(shape).unwrap_or(0).saturating_mul(dtype.bytes() as u64)
 }
 
-/// What goes into which file, in the order of the model.
-fn planned(checkpoint: &Checkpoint, prefix: &str, export: &Export) -> Result<Vec<Vec<Exported>>> {
-    let mut files: Vec<Vec<Exported>> = vec![Vec::new()];
+/// Assigns the tensors to files, in model order.
+fn plan_files(checkpoint: &Checkpoint, prefix: &str, export: &ExportOptions) -> Result<Vec<Vec<ExportedTensor>>> {
+    let mut files: Vec<Vec<ExportedTensor>> = vec![Vec::new()];
     let (mut file_bytes, mut names) = (0u64, BTreeSet::new());
     for unit in &checkpoint.manifest().units {
         for tensor in &checkpoint.unit(&unit.name)?.table().tensors {
-            // The optimizer's numbers stay behind.
+            // Skip optimizer state.
             if tensor.name.contains('/') {
                 continue;
             }
-            let bytes = bytes_of(&tensor.shape, export.dtype);
+            let bytes = tensor_bytes(&tensor.shape, export.dtype);
             if !names.insert(tensor.name.clone()) {
-                let problem = format!("two of its units have a tensor {}", tensor.name);
-                return Err(Error::Other { folder: checkpoint.name(), problem });
+                let problem = format!("two of its units have a tensor named {}", tensor.name);
+                return Err(Error::Mismatch { folder: checkpoint.name(), problem });
             }
             if file_bytes > 0 && bytes > export.file_bytes.saturating_sub(file_bytes) {
                 files.push(Vec::new());
@@ -304,15 +305,15 @@ fn planned(checkpoint: &Checkpoint, prefix: &str, export: &Export) -> Result<Vec
             file_bytes = bytes.saturating_add(file_bytes);
             let entry =
                 Entry { name: format!("{prefix}{}", tensor.name), dtype: export.dtype, shape: tensor.shape.clone() };
-            let exported = Exported { unit: unit.name.clone(), name: tensor.name.clone(), entry };
-            files.last_mut().expect("there is always one").push(exported);
+            let exported = ExportedTensor { unit: unit.name.clone(), name: tensor.name.clone(), entry };
+            files.last_mut().expect("the list is never empty").push(exported);
         }
     }
     Ok(files)
 }
 
-/// Makes a checkpoint of weights, at step 0, from which a run goes on as from any other. The optimizer's numbers are not in
-/// it: they begin with the run.
+/// Imports weights as a checkpoint of step 0, from which a run resumes as from any other. It has no optimizer state: that
+/// starts at zero.
 pub fn import(weights: &Weights, to: &Store, progress: &mut dyn FnMut(u64)) -> Result<()> {
     let config = weights.config()?;
     let tied =
@@ -320,7 +321,7 @@ pub fn import(weights: &Weights, to: &Store, progress: &mut dyn FnMut(u64)) -> R
     let mut units: BTreeMap<(usize, usize), Vec<(Tensor, String)>> = BTreeMap::new();
     for (name, found) in weights.tensors() {
         let own = name.strip_prefix("transformer.").unwrap_or(name);
-        // Of a checkpoint without a head, which has no prefix.
+        // A checkpoint without a head has no prefix.
         let headless = own.starts_with("layers.") || own.starts_with("embed_tokens.") || own == "norm.weight";
         let own = if headless { format!("model.{own}") } else { own.to_string() };
         let own = own.as_str();
@@ -332,14 +333,15 @@ pub fn import(weights: &Weights, to: &Store, progress: &mut dyn FnMut(u64)) -> R
     }
     let save = SaveId::new();
     let mut entries = Vec::new();
-    for (turn, ((part, block), tensors)) in units.into_iter().enumerate() {
+    for (index, ((part, block), tensors)) in units.into_iter().enumerate() {
         let name = match part {
             0 => "embedding".to_string(),
             1 => format!("block.{block}"),
             _ => "head".to_string(),
         };
-        let band = Band { dtype: Dtype::F32, tensors: tensors.iter().map(|(tensor, _)| tensor.clone()).collect() };
-        let layout = UnitLayout { name, bands: vec![band], owners: 1, turn, file_bytes: FILE_BYTES };
+        let buffer =
+            FlatBuffer { dtype: Dtype::F32, tensors: tensors.iter().map(|(tensor, _)| tensor.clone()).collect() };
+        let layout = UnitLayout { name, buffers: vec![buffer], owners: 1, index, file_bytes: FILE_BYTES };
         let plan = layout.files(save).remove(0);
         let header = plan.header;
         let read = |index: usize, range: Range<u64>, out: &mut [f32]| {
@@ -348,11 +350,11 @@ pub fn import(weights: &Weights, to: &Store, progress: &mut dyn FnMut(u64)) -> R
         };
         let lens = tensors.iter().map(|(tensor, _)| elements(&tensor.shape).unwrap_or(0)).collect();
         let stream = Stream { lens, dtype: Dtype::F32, read, at: (0, 0), ready: header, progress: &mut *progress };
-        let pieces = write_in_parts(to, &format!("{}/{}", folder_of(0), plan.name), stream)?;
+        let pieces = write_in_parts(to, &format!("{}/{}", step_folder(0), plan.name), stream)?;
         let table = layout.table(save, &pieces);
         let entry = layout.entry(save, &table);
-        // Names come from outside: two of them may be the same here.
-        table.check().map_err(|fault| Error::Fault { path: to.display(&entry.table), fault })?;
+        // Names come from an untrusted file, and two of them may have become the same.
+        table.check().map_err(|error| Error::Manifest { path: to.display(&entry.table), error })?;
         write_table(to, 0, &entry, &table)?;
         entries.push(entry);
     }
@@ -362,7 +364,7 @@ pub fn import(weights: &Weights, to: &Store, progress: &mut dyn FnMut(u64)) -> R
     write_manifest(to, &Manifest { format: FORMAT, written_by, step: 0, training, units: entries }, &mut || ())
 }
 
-/// In which unit a parameter is: before the blocks, in one of them, or after.
+/// The unit of a parameter, as a sort key: 0 before the blocks, 1 and the number of a block, or 2 after the blocks.
 fn unit_of(name: &str) -> (usize, usize) {
     let inner = name.strip_prefix("model.").unwrap_or(name);
     let block = inner.strip_prefix("layers.").or_else(|| inner.strip_prefix("h."));
@@ -373,27 +375,28 @@ fn unit_of(name: &str) -> (usize, usize) {
     }
 }
 
-/// What older files hold beside parameters: masks and frequencies that follow from the shape.
+/// Whether a tensor is not a parameter but a buffer, which older files have: a mask, or frequencies that follow from the
+/// configuration.
 fn is_buffer(name: &str) -> bool {
     [".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"].iter().any(|ending| name.ends_with(ending))
 }
 
-/// A file's bytes, one upload after the other: what is in `ready`, and then tensors, read a few elements at a time.
+/// A file's bytes in parts of `UPLOAD_BYTES`: `ready` first, then the tensors, which are read a few elements at a time.
 struct Stream<'a, R> {
-    /// How many elements each tensor has.
+    /// The number of elements of each tensor.
     lens: Vec<u64>,
     dtype: Dtype,
-    /// Reads some elements of one of them.
+    /// Reads a range of elements of the tensor with the given index.
     read: R,
-    /// Which tensor is next, and from which element on.
+    /// The next tensor and element.
     at: (usize, u64),
     ready: Vec<u8>,
     progress: &'a mut dyn FnMut(u64),
 }
 
 impl<R: FnMut(usize, Range<u64>, &mut [f32]) -> Result<()>> Stream<'_, R> {
-    /// Adds some elements of the next tensor.
-    fn more(&mut self) -> Result<()> {
+    /// Reads some elements of the next tensor.
+    fn read_more(&mut self) -> Result<()> {
         let (index, from) = self.at;
         let to = self.lens[index].min(from + (1 << 20));
         let mut read = vec![0f32; (to - from) as usize];
@@ -415,7 +418,7 @@ impl<R: FnMut(usize, Range<u64>, &mut [f32]) -> Result<()>> Iterator for Stream<
 
     fn next(&mut self) -> Option<Self::Item> {
         while (self.ready.len() as u64) < UPLOAD_BYTES && self.at.0 < self.lens.len() {
-            if let Err(error) = self.more() {
+            if let Err(error) = self.read_more() {
                 return Some(Err(error));
             }
         }

@@ -1,27 +1,27 @@
-//! Which bytes of a unit go into which file, and who writes it.
+//! The assignment of a unit's bytes to files, and of files to writers.
 //!
-//! A unit is a few bands: flat buffers of one type that hold its tensors one after the other, as masters, as first moments, and
-//! so on. All bands are cut among the same owners. A file has the slices of owners that stand next to each other, as many as
-//! make it worth a file; so the number of files follows from the number of bytes and units, however many owners there are.
-//! Whole tensors stand in a file under their own name and shape, so that a unit in one file is plain safetensors.
+//! A unit consists of flat buffers of one dtype each, which hold its tensors one after the other: the masters, the first
+//! moments, and so on. All buffers are sharded among the same owners. A file has the shards of consecutive owners, as many as
+//! make it large enough; so the number of files depends on the number of bytes and units, not on the number of owners. Whole
+//! tensors are stored under their own name and shape, so that a unit in one file is plain safetensors.
 
 use std::ops::Range;
 
 use shardwise_plan::{Dtype, Partition};
 
-use crate::manifest::{FileEntry, PIECE_BYTES, SliceEntry, Table, TensorEntry};
-use crate::place::{Place, elements};
+use crate::manifest::{FileEntry, PIECE_BYTES, ShardEntry, Table, TensorEntry};
+use crate::region::{Region, elements};
 use crate::{Hash, SaveId, safetensors};
 
-/// How long a file is at least, unless somebody wants it otherwise.
+/// The default minimum size of a file.
 pub const FILE_BYTES: u64 = 64 << 20;
 
-/// A tensor of a band.
+/// A tensor in a flat buffer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tensor {
-    /// Its name in the whole model.
+    /// The parameter's name, with a suffix for optimizer state.
     pub name: String,
-    /// Its whole shape.
+    /// The unsharded shape.
     pub shape: Vec<u64>,
 }
 
@@ -31,91 +31,91 @@ impl Tensor {
     }
 }
 
-/// A flat buffer with tensors of one type.
+/// A flat buffer with tensors of one dtype.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Band {
-    /// Their type.
+pub struct FlatBuffer {
+    /// The dtype.
     pub dtype: Dtype,
-    /// In their order.
+    /// The tensors, in order.
     pub tensors: Vec<Tensor>,
 }
 
-impl Band {
+impl FlatBuffer {
     fn len(&self) -> u64 {
         self.tensors.iter().map(Tensor::elements).sum()
     }
 }
 
-/// A unit, as it is cut.
+/// How a unit is split into shards and files.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct UnitLayout {
     /// The unit's name.
     pub name: String,
-    /// Its buffers.
-    pub bands: Vec<Band>,
-    /// Among how many owners each of them is cut.
+    /// The unit's buffers.
+    pub buffers: Vec<FlatBuffer>,
+    /// The number of shards of each buffer, one per owner.
     pub owners: usize,
-    /// The unit's place in the model. Owners take turns as writers, so that they write side by side.
-    pub turn: usize,
-    /// How long a file is at least, where the unit has as many bytes: [`FILE_BYTES`].
+    /// The unit's index in the model. Owners take turns as writers, so that several write at once.
+    pub index: usize,
+    /// The minimum size of a file, if the unit is that large; usually [`FILE_BYTES`].
     pub file_bytes: u64,
 }
 
-/// A file to be written.
+/// A file to write.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FilePlan {
-    /// Its name.
+    /// The file's name.
     pub name: String,
-    /// Which owner writes it.
+    /// The owner that writes it.
     pub writer: usize,
-    /// How it begins.
+    /// The safetensors header.
     pub header: Vec<u8>,
-    /// What follows, in order.
+    /// The data after the header, in order.
     pub segments: Vec<Segment>,
 }
 
-/// One owner's slice of a band.
+/// One owner's shard of a buffer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Segment {
-    /// Whose.
+    /// The owner.
     pub owner: usize,
-    /// Of which band.
-    pub band: usize,
-    /// Which of its elements.
+    /// The index of the buffer.
+    pub buffer: usize,
+    /// The range of the buffer's elements.
     pub range: Range<u64>,
-    /// How many bytes.
+    /// The size in bytes.
     pub bytes: u64,
 }
 
 impl FilePlan {
-    /// The file's length.
+    /// The size of the file.
     pub fn bytes(&self) -> u64 {
         self.header.len() as u64 + self.segments.iter().map(|segment| segment.bytes).sum::<u64>()
     }
 
-    /// How many hashes it has.
+    /// The number of pieces, each with a hash.
     pub fn pieces(&self) -> usize {
         self.bytes().div_ceil(PIECE_BYTES) as usize
     }
 }
 
 impl UnitLayout {
-    /// The files that a save with this id makes of it.
+    /// Plans the files of a save.
     pub fn files(&self, save: SaveId) -> Vec<FilePlan> {
         self.groups().enumerate().map(|(index, owners)| self.file(index, owners, save)).collect()
     }
 
-    /// The table that says what is in them. `pieces` are the hashes of their pieces, one file's after the other's.
+    /// Creates the table of these files. `pieces` are the hashes of all pieces, file by file.
     pub fn table(&self, save: SaveId, pieces: &[Hash]) -> Table {
         let mut rest = pieces;
         let mut files = Vec::new();
         let mut tensors: Vec<TensorEntry> = Vec::new();
-        for band in &self.bands {
-            tensors.extend(band.tensors.iter().map(|tensor| TensorEntry {
+        for buffer in &self.buffers {
+            tensors.extend(buffer.tensors.iter().map(|tensor| TensorEntry {
                 name: tensor.name.clone(),
-                dtype: band.dtype,
+                dtype: buffer.dtype,
                 shape: tensor.shape.clone(),
-                slices: Vec::new(),
+                shards: Vec::new(),
             }));
         }
         for (index, (plan, owners)) in self.files(save).iter().zip(self.groups()).enumerate() {
@@ -124,18 +124,18 @@ impl UnitLayout {
             files.push(FileEntry { name: plan.name.clone(), bytes: plan.bytes(), pieces: own.to_vec() });
             let mut offset_bytes = plan.header.len() as u64;
             for part in self.parts(owners) {
-                let place = Place::flat(part.range.clone());
-                tensors[part.tensor].slices.push(SliceEntry { file: index as u32, offset_bytes, place });
+                let region = Region::flat(part.range.clone());
+                tensors[part.tensor].shards.push(ShardEntry { file: index as u32, offset_bytes, region });
                 offset_bytes += part.bytes();
             }
         }
-        // A tensor without elements has no slices, and needs none.
+        // A tensor without elements has no shards.
         Table { files, tensors }
     }
 
-    /// The owners whose slices share a file, for each file.
+    /// The range of owners of each file.
     fn groups(&self) -> impl Iterator<Item = Range<usize>> + use<> {
-        let bytes: u64 = self.bands.iter().map(|band| band.len() * band.dtype.bytes() as u64).sum();
+        let bytes: u64 = self.buffers.iter().map(|buffer| buffer.len() * buffer.dtype.bytes() as u64).sum();
         let files = (bytes / self.file_bytes).clamp(1, self.owners as u64) as usize;
         let owners = Partition::new(self.owners, files);
         (0..files).map(move |file| owners.range(file))
@@ -144,40 +144,40 @@ impl UnitLayout {
     fn file(&self, index: usize, owners: Range<usize>, save: SaveId) -> FilePlan {
         let entries: Vec<safetensors::Entry> = self.parts(owners.clone()).map(|part| part.entry(self)).collect();
         let mut segments = Vec::new();
-        for (index, band) in self.bands.iter().enumerate() {
-            let cut = Partition::new(band.len() as usize, self.owners);
+        for (index, buffer) in self.buffers.iter().enumerate() {
+            let cut = Partition::new(buffer.len() as usize, self.owners);
             segments.extend(owners.clone().map(|owner| {
                 let range = cut.range(owner);
-                let bytes = (range.len() * band.dtype.bytes()) as u64;
-                Segment { owner, band: index, range: range.start as u64..range.end as u64, bytes }
+                let bytes = (range.len() * buffer.dtype.bytes()) as u64;
+                Segment { owner, buffer: index, range: range.start as u64..range.end as u64, bytes }
             }));
         }
         FilePlan {
             name: format!("{}-{index}.{save}.safetensors", self.name),
-            writer: owners.start + self.turn % owners.len(),
+            writer: owners.start + self.index % owners.len(),
             header: safetensors::header(&entries),
             segments,
         }
     }
 
-    /// The parts of tensors that these owners have, in the order of the file.
+    /// The parts of tensors in the shards of these owners, in file order.
     fn parts(&self, owners: Range<usize>) -> impl Iterator<Item = Part> {
         let mut tensors_before = 0;
-        self.bands.iter().flat_map(move |band| {
-            let cut = Partition::new(band.len() as usize, self.owners);
+        self.buffers.iter().flat_map(move |buffer| {
+            let cut = Partition::new(buffer.len() as usize, self.owners);
             let (from, to) = (cut.range(owners.start).start as u64, cut.range(owners.end - 1).end as u64);
-            let (first, mut begin) = (tensors_before, 0);
-            tensors_before += band.tensors.len();
-            let parts: Vec<Part> = band
+            let (first, mut offset) = (tensors_before, 0);
+            tensors_before += buffer.tensors.len();
+            let parts: Vec<Part> = buffer
                 .tensors
                 .iter()
                 .enumerate()
                 .filter_map(|(index, tensor)| {
-                    let standing = begin..begin + tensor.elements();
-                    begin = standing.end;
-                    let (start, end) = (standing.start.max(from), standing.end.min(to));
-                    let range = start.checked_sub(standing.start)?..end.checked_sub(standing.start)?;
-                    (range.start < range.end).then_some(Part { tensor: first + index, range, dtype: band.dtype })
+                    let whole = offset..offset + tensor.elements();
+                    offset = whole.end;
+                    let (start, end) = (whole.start.max(from), whole.end.min(to));
+                    let range = start.checked_sub(whole.start)?..end.checked_sub(whole.start)?;
+                    (range.start < range.end).then_some(Part { tensor: first + index, range, dtype: buffer.dtype })
                 })
                 .collect();
             parts
@@ -185,13 +185,17 @@ impl UnitLayout {
     }
 
     fn tensor(&self, index: usize) -> &Tensor {
-        self.bands.iter().flat_map(|band| &band.tensors).nth(index).expect("a part is of a tensor of the unit")
+        self.buffers
+            .iter()
+            .flat_map(|buffer| &buffer.tensors)
+            .nth(index)
+            .expect("a part belongs to a tensor of the unit")
     }
 }
 
 /// A part of a tensor in a file.
 struct Part {
-    /// Counted through all bands.
+    /// The index of the tensor, counted through all buffers.
     tensor: usize,
     range: Range<u64>,
     dtype: Dtype,
@@ -224,10 +228,10 @@ mod tests {
 
     fn layout() -> impl Strategy<Value = UnitLayout> {
         let shape = prop::collection::vec(0u64..50, 0..3);
-        let band = prop::collection::vec(shape, 0..4);
-        (prop::collection::vec(band, 1..4), 1usize..9, 0usize..9, 1u64..9000).prop_map(
-            |(bands, owners, turn, file_bytes)| {
-                let bands = bands.into_iter().enumerate().map(|(b, shapes)| Band {
+        let buffer = prop::collection::vec(shape, 0..4);
+        (prop::collection::vec(buffer, 1..4), 1usize..9, 0usize..9, 1u64..9000).prop_map(
+            |(buffers, owners, index, file_bytes)| {
+                let buffers = buffers.into_iter().enumerate().map(|(b, shapes)| FlatBuffer {
                     dtype: [Dtype::F32, Dtype::Bf16][b % 2],
                     tensors: shapes
                         .into_iter()
@@ -235,14 +239,14 @@ mod tests {
                         .map(|(t, shape)| Tensor { name: format!("{b}.{t}"), shape })
                         .collect(),
                 });
-                UnitLayout { name: "unit".to_string(), bands: bands.collect(), owners, turn, file_bytes }
+                UnitLayout { name: "unit".to_string(), buffers: buffers.collect(), owners, index, file_bytes }
             },
         )
     }
 
     proptest! {
         #[test]
-        fn a_table_is_of_what_the_files_have(unit in layout()) {
+        fn tables_match_files(unit in layout()) {
             let save = SaveId::from(7);
             let files = unit.files(save);
             let pieces: usize = files.iter().map(FilePlan::pieces).sum();
@@ -250,11 +254,11 @@ mod tests {
             prop_assert_eq!(table.check(), Ok(()));
             for (index, plan) in files.iter().enumerate() {
                 prop_assert!(plan.segments.iter().any(|segment| segment.owner == plan.writer));
-                // What the header says is where the table says it is, and there is nothing else.
+                // Header and table agree on the offsets, and the file has nothing else.
                 let found = safetensors::parse(&plan.header[8..], plan.bytes()).unwrap();
                 let mut begins: Vec<u64> = found.values().map(|found| found.bytes.start).collect();
-                let mut offsets: Vec<u64> = table.tensors.iter().flat_map(|tensor| &tensor.slices)
-                    .filter(|slice| slice.file as usize == index).map(|slice| slice.offset_bytes).collect();
+                let mut offsets: Vec<u64> = table.tensors.iter().flat_map(|tensor| &tensor.shards)
+                    .filter(|shard| shard.file as usize == index).map(|shard| shard.offset_bytes).collect();
                 begins.sort_unstable();
                 offsets.sort_unstable();
                 prop_assert_eq!(begins, offsets);
@@ -265,13 +269,13 @@ mod tests {
     }
 
     #[test]
-    fn files_are_by_size_not_by_owner() {
+    fn the_number_of_files_depends_on_size_not_on_owners() {
         let tensors = vec![Tensor { name: "w".to_string(), shape: vec![1 << 12, 1 << 14] }];
         let unit = |owners| UnitLayout {
             name: "block.0".to_string(),
-            bands: vec![Band { dtype: Dtype::F32, tensors: tensors.clone() }],
+            buffers: vec![FlatBuffer { dtype: Dtype::F32, tensors: tensors.clone() }],
             owners,
-            turn: 5,
+            index: 5,
             file_bytes: FILE_BYTES,
         };
         // 256 MiB.

@@ -1,12 +1,12 @@
-//! Names, layouts and bytes on disk: checkpoints that a crash cannot tear, and that any number of ranks can read.
+//! Crash-safe sharded checkpoints that any number of ranks can read.
 //!
-//! A checkpoint is a folder, `step-00000100`. In it are safetensors files with the slices of tensors, a table for each unit of
-//! the model, which says what is where and has a hash for every piece of every file, and a manifest with the tables' hashes.
-//! The manifest is written last, and at once: what has one is a checkpoint, what has none is nothing. Files of a save have names
-//! of that save's own, so that saving a step again leaves the earlier checkpoint whole until the new manifest replaces the old
-//! one. `docs/src/checkpoints.md` describes the format.
+//! A checkpoint is a folder, `step-00000100`. It has safetensors files with the shards of tensors; a table for each unit of the
+//! model, which locates the shards and lists a hash for every piece of every file; and a manifest with the hashes of the
+//! tables. The manifest is written last, atomically: a folder with a manifest is a checkpoint, a folder without one is not. The
+//! file names of each save are unique, so saving a step again leaves the earlier checkpoint intact until the new manifest
+//! replaces the old one. `docs/src/checkpoints.md` describes the format.
 //!
-//! Nothing here knows what a tensor means, needs libtorch, or talks to other ranks.
+//! This crate does not know what a tensor means, does not need libtorch, and does not communicate with other ranks.
 //!
 //! ```no_run
 //! use std::sync::Arc;
@@ -17,7 +17,7 @@
 //! let store = Arc::new(Store::open("runs/small")?); // or s3://bucket/folder
 //! for step in store.steps()? {
 //!     let checkpoint = Checkpoint::open(&store, step)?;
-//!     checkpoint.verify(&mut |_bytes| ())?; // all of it against its hashes
+//!     checkpoint.verify(&mut |_bytes| ())?; // read everything and compare hashes
 //!     for unit in &checkpoint.manifest().units {
 //!         let reader = checkpoint.unit(&unit.name)?;
 //!         println!("step {step}, {}: {} tensors", unit.name, reader.table().tensors.len());
@@ -34,21 +34,21 @@ mod dtype;
 mod error;
 mod hash;
 pub mod hugging_face;
-mod keep;
 mod layout;
 mod load;
 mod manifest;
-mod place;
+mod region;
+mod retention;
 pub mod safetensors;
 mod save;
 mod store;
 
 pub use error::{Error, Result};
 pub use hash::Hash;
-pub use keep::Keep;
-pub use layout::{Band, FILE_BYTES, FilePlan, Segment, Tensor, UnitLayout};
+pub use layout::{FILE_BYTES, FilePlan, FlatBuffer, Segment, Tensor, UnitLayout};
 pub use load::{Checkpoint, UnitReader};
-pub use manifest::{FORMAT, Fault, FileEntry, Manifest, SliceEntry, Table, TensorEntry, UnitEntry};
-pub use place::{Place, Run, Shared, elements};
+pub use manifest::{FORMAT, FileEntry, Manifest, ManifestError, ShardEntry, Table, TensorEntry, UnitEntry};
+pub use region::{Overlap, Region, Run, elements};
+pub use retention::RetentionPolicy;
 pub use save::{SaveId, UPLOAD_BYTES, write_file, write_manifest, write_parts, write_table};
-pub use store::{Store, folder_of, yield_to_others};
+pub use store::{Store, lower_priority, step_folder};

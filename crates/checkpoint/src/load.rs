@@ -1,4 +1,4 @@
-//! Reading: only what is asked for, and nothing that is not what was written.
+//! Reading checkpoints: only the requested ranges, verified against their hashes.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -10,11 +10,11 @@ use half::{bf16, f16};
 use shardwise_plan::Dtype;
 
 use crate::manifest::{FileEntry, MANIFEST_BYTES_MAX, Manifest, PIECE_BYTES, TABLE_BYTES_MAX, Table, TensorEntry};
-use crate::place::{Place, Shared};
-use crate::store::folder_of;
+use crate::region::{Overlap, Region};
+use crate::store::step_folder;
 use crate::{Error, Hash, Result, Store};
 
-/// A checkpoint of which the manifest has been read.
+/// An open checkpoint, with its manifest in memory.
 #[derive(Clone, Debug)]
 pub struct Checkpoint {
     store: Arc<Store>,
@@ -25,42 +25,42 @@ pub struct Checkpoint {
 impl Checkpoint {
     /// Opens the checkpoint of a step.
     pub fn open(store: &Arc<Store>, step: u64) -> Result<Self> {
-        let folder = folder_of(step);
-        let path = format!("{folder}/{}", Manifest::file());
+        let folder = step_folder(step);
+        let path = format!("{folder}/{}", Manifest::file_name());
         let text = store.read(&path, MANIFEST_BYTES_MAX)?;
-        let manifest = Manifest::parse(&text).map_err(|fault| Error::Fault { path: store.display(&path), fault })?;
+        let manifest = Manifest::parse(&text).map_err(|error| Error::Manifest { path: store.display(&path), error })?;
         if manifest.step != step {
-            return Err(store.damaged(&path, format!("it is the manifest of step {}", manifest.step)));
+            return Err(store.damaged_error(&path, format!("it is the manifest of step {}", manifest.step)));
         }
         Ok(Checkpoint { store: store.clone(), folder, manifest: Arc::new(manifest) })
     }
 
-    /// What it says of itself.
+    /// The manifest.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
     }
 
-    /// What it is called.
+    /// The checkpoint's address.
     pub fn name(&self) -> String {
         self.store.display(&self.folder)
     }
 
-    /// Reads the table of a unit.
+    /// Opens a unit: reads and verifies its table.
     pub fn unit(&self, name: &str) -> Result<UnitReader> {
         let entry = self.manifest.units.iter().find(|unit| unit.name == name);
-        let entry = entry.ok_or_else(|| self.other(format!("it has no unit {name}")))?;
+        let entry = entry.ok_or_else(|| self.mismatch(format!("it has no unit {name}")))?;
         let path = format!("{}/{}", self.folder, entry.table);
         let text = self.store.read(&path, TABLE_BYTES_MAX)?;
         if text.len() as u64 != entry.table_bytes || Hash::of(&text) != entry.table_hash {
-            return Err(self.store.damaged(&path, "it is not the table that the manifest names".to_string()));
+            return Err(self.store.damaged_error(&path, "it is not the table that the manifest names".to_string()));
         }
-        let table = Table::parse(&text).map_err(|fault| Error::Fault { path: self.store.display(&path), fault })?;
+        let table = Table::parse(&text).map_err(|error| Error::Manifest { path: self.store.display(&path), error })?;
         let index = table.tensors.iter().enumerate().map(|(index, tensor)| (tensor.name.clone(), index)).collect();
-        let files = table.files.iter().map(|_| false).collect();
-        Ok(UnitReader { checkpoint: self.clone(), table, index, measured: files, last: None })
+        let length_checked = table.files.iter().map(|_| false).collect();
+        Ok(UnitReader { checkpoint: self.clone(), table, index, length_checked, last: None })
     }
 
-    /// Reads all of it, and says how many bytes have been read after each few of them.
+    /// Reads everything and compares the hashes. `progress` is called before each read, with its number of bytes.
     pub fn verify(&self, progress: &mut dyn FnMut(u64)) -> Result<()> {
         for unit in &self.manifest.units {
             let mut reader = self.unit(&unit.name)?;
@@ -76,7 +76,7 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Checks that its tables can be read and that all files are there, each as long as it should be. What is in them is not read.
+    /// Checks that the tables can be read, and that all files exist and have the right lengths. Does not read the files.
     pub fn check_files(&self) -> Result<()> {
         let found: BTreeMap<String, u64> = self.store.files(&self.folder)?.into_iter().collect();
         for unit in &self.manifest.units {
@@ -87,66 +87,68 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// How many bytes it has, tables read.
+    /// The total size of the files, from the tables.
     pub fn bytes(&self) -> Result<u64> {
         let unit = |name: &str| Ok(self.unit(name)?.table.files.iter().map(|file| file.bytes).sum::<u64>());
         self.manifest.units.iter().map(|entry| unit(&entry.name)).sum()
     }
 
-    fn other(&self, problem: String) -> Error {
-        Error::Other { folder: self.name(), problem }
+    fn mismatch(&self, problem: String) -> Error {
+        Error::Mismatch { folder: self.name(), problem }
     }
 }
 
-/// What is asked of the storage at once.
+/// The size of one read.
 const READ_BYTES: u64 = 16 * PIECE_BYTES;
 
-/// A unit of a checkpoint.
+/// Reads tensors of a unit.
 #[derive(Debug)]
 pub struct UnitReader {
     checkpoint: Checkpoint,
     table: Table,
     index: BTreeMap<String, usize>,
-    /// Which files have been found to have the right length.
-    measured: Vec<bool>,
-    /// The piece that was read last: what is asked for next often begins in it.
+    /// Which files are known to have the right length.
+    length_checked: Vec<bool>,
+    /// The piece that was read last: the next request often starts in it.
     last: Option<(usize, u64, Bytes)>,
 }
 
 impl UnitReader {
-    /// What is in it.
+    /// The unit's table.
     pub fn table(&self) -> &Table {
         &self.table
     }
 
-    /// Reads elements of a tensor of this shape as f32, from whichever type they have.
+    /// Reads elements of a tensor of this shape, and converts them to f32.
     pub fn read_f32(&mut self, name: &str, shape: &[u64], range: Range<u64>, elements: &mut [f32]) -> Result<()> {
         let tensor = self.tensor(name)?;
         if tensor.shape != shape {
-            let problem = format!("{name} has the shape {:?} there, and {shape:?} here", tensor.shape);
-            return Err(self.checkpoint.other(problem));
+            let problem = format!("{name} has shape {:?} in the checkpoint, but {shape:?} in the model", tensor.shape);
+            return Err(self.checkpoint.mismatch(problem));
         }
         let dtype = tensor.dtype;
         if !matches!(dtype, Dtype::F32 | Dtype::Bf16 | Dtype::F16) {
-            return Err(self.checkpoint.other(format!("{name} has elements of type {dtype}")));
+            return Err(self.checkpoint.mismatch(format!("{name} has dtype {dtype}, not f32, bf16 or f16")));
         }
         let mut bytes = vec![0; elements.len() * dtype.bytes()];
-        self.read(name, &Place::flat(range), &mut bytes)?;
+        self.read(name, &Region::flat(range), &mut bytes)?;
         as_f32(dtype, &bytes, elements);
         Ok(())
     }
 
-    /// Reads a slice of a tensor, as the bytes that it is.
-    pub fn read(&mut self, name: &str, place: &Place, out: &mut [u8]) -> Result<()> {
+    /// Reads the bytes of a region of a tensor.
+    pub fn read(&mut self, name: &str, region: &Region, out: &mut [u8]) -> Result<()> {
         let tensor = self.tensor(name)?;
         let (size, shape) = (tensor.dtype.bytes() as u64, tensor.shape.clone());
-        if !place.fits(&shape) || place.len() * size != out.len() as u64 {
-            return Err(self.checkpoint.other(format!("{name} has the shape {shape:?}, and more of it is wanted")));
+        if !region.fits(&shape) || region.len() * size != out.len() as u64 {
+            return Err(self
+                .checkpoint
+                .mismatch(format!("{name} has shape {shape:?}; the requested region is outside")));
         }
-        let mut runs: Vec<(usize, u64, Shared)> = Vec::new();
-        for slice in &tensor.slices {
-            let shared = slice.place.shared(place, &shape);
-            runs.extend(shared.into_iter().map(|run| (slice.file as usize, slice.offset_bytes, run)));
+        let mut runs: Vec<(usize, u64, Overlap)> = Vec::new();
+        for shard in &tensor.shards {
+            let overlaps = shard.region.overlaps(region, &shape);
+            runs.extend(overlaps.into_iter().map(|run| (shard.file as usize, shard.offset_bytes, run)));
         }
         runs.sort_unstable_by_key(|(.., run)| run.to);
         let mut next = 0;
@@ -159,16 +161,16 @@ impl UnitReader {
             self.copy(file, from, &mut out[to])?;
             next += run.len;
         }
-        if next == place.len() { Ok(()) } else { Err(self.incomplete(name)) }
+        if next == region.len() { Ok(()) } else { Err(self.incomplete(name)) }
     }
 
     fn incomplete(&self, name: &str) -> Error {
-        let problem = format!("the slices of {name} are not all of it, none twice");
+        let problem = format!("the shards of {name} do not cover it exactly once");
         Error::Damaged { path: self.checkpoint.name(), problem }
     }
 
     fn tensor(&self, name: &str) -> Result<&TensorEntry> {
-        let index = self.index.get(name).ok_or_else(|| self.checkpoint.other(format!("it has no tensor {name}")))?;
+        let index = self.index.get(name).ok_or_else(|| self.checkpoint.mismatch(format!("it has no tensor {name}")))?;
         Ok(&self.table.tensors[*index])
     }
 
@@ -186,21 +188,21 @@ impl UnitReader {
             let target = (here.start - range.start) as usize..(here.end - range.start) as usize;
             out[target].copy_from_slice(&bytes[(here.start - begin) as usize..(here.end - begin) as usize]);
             from = here.end;
-            // The end of what was read is where the next one begins.
+            // Keep the last piece: the next request may start in it.
             let last = (here.end - 1 - begin) / PIECE_BYTES * PIECE_BYTES;
             self.last = Some((file, begin + last, bytes.slice(last as usize..)));
         }
         Ok(())
     }
 
-    /// The pieces of a file that these bytes are in, each of which has the right hash, and where they begin.
+    /// Reads and verifies the pieces of a file that contain these bytes, and returns them with their offset.
     fn pieces(&mut self, file: usize, range: Range<u64>) -> Result<(u64, Bytes)> {
         let FileEntry { name, bytes: file_bytes, pieces } = &self.table.files[file];
         let path = format!("{}/{name}", self.checkpoint.folder);
         let store = &self.checkpoint.store;
-        if !self.measured[file] {
-            check_length(store, &path, store.bytes_of(&path)?, *file_bytes)?;
-            self.measured[file] = true;
+        if !self.length_checked[file] {
+            check_length(store, &path, store.file_len(&path)?, *file_bytes)?;
+            self.length_checked[file] = true;
         }
         let begin = range.start / PIECE_BYTES * PIECE_BYTES;
         let end = file_bytes.min(&(range.end.div_ceil(PIECE_BYTES) * PIECE_BYTES)).to_owned();
@@ -210,23 +212,23 @@ impl UnitReader {
             if Hash::of(piece) != pieces[index] {
                 let from = index as u64 * PIECE_BYTES;
                 let problem = format!("bytes {from} to {} are not what was written", from + piece.len() as u64);
-                return Err(store.damaged(&path, problem));
+                return Err(store.damaged_error(&path, problem));
             }
         }
         Ok((begin, bytes))
     }
 }
 
-/// Whether a file that was found with a length, if it was found, is as long as it should be.
+/// Checks that a file exists and has the expected length.
 fn check_length(store: &Store, path: &str, found: Option<u64>, expected: u64) -> Result<()> {
     match found {
         Some(found) if found == expected => Ok(()),
-        Some(found) => Err(store.damaged(path, format!("it has {found} bytes, and should have {expected}"))),
-        None => Err(store.damaged(path, "it is missing".to_string())),
+        Some(found) => Err(store.damaged_error(path, format!("it has {found} bytes, but should have {expected}"))),
+        None => Err(store.damaged_error(path, "it is missing".to_string())),
     }
 }
 
-/// Elements of one of three types, as f32.
+/// Converts f32, bf16 or f16 elements to f32.
 pub(crate) fn as_f32(dtype: Dtype, bytes: &[u8], elements: &mut [f32]) {
     let halves = || bytes.chunks_exact(2).map(|pair| u16::from_le_bytes([pair[0], pair[1]]));
     match dtype {
@@ -237,6 +239,6 @@ pub(crate) fn as_f32(dtype: Dtype, bytes: &[u8], elements: &mut [f32]) {
         }
         Dtype::Bf16 => halves().map(bf16::from_bits).collect::<Vec<_>>().convert_to_f32_slice(elements),
         Dtype::F16 => halves().map(f16::from_bits).collect::<Vec<_>>().convert_to_f32_slice(elements),
-        other => panic!("{other} is no type of parameters"),
+        other => panic!("parameters cannot be {other}"),
     }
 }

@@ -1,8 +1,8 @@
-//! What a checkpoint says of itself: a manifest, and a table for each unit. Both are untrusted until they have been checked.
+//! The metadata of a checkpoint: a manifest, and a table for each unit. Both are untrusted until they are checked.
 //!
-//! The manifest is small whatever the model: a line for each unit, with the hash of the unit's table. A table lists the unit's
-//! tensors, their slices, the files that these are in, and a hash for every piece of every file. So a rank reads metadata
-//! in proportion to the units that it needs, and what it reads of a file it can check without reading the rest.
+//! The manifest is small for any model: an entry for each unit, with the hash of the unit's table. A table lists the unit's
+//! tensors, their shards, the files, and a hash for every piece of every file. So a rank reads metadata in proportion to the
+//! units that it needs, and can verify what it reads of a file without reading the rest.
 
 use std::collections::BTreeSet;
 
@@ -11,34 +11,34 @@ use serde_json::value::RawValue;
 use shardwise_plan::Dtype;
 
 use crate::Hash;
-use crate::place::{Place, elements};
+use crate::region::{Region, elements};
 
-/// The version of the format that this crate writes, and the newest that it reads.
+/// The format version that this crate writes, and the newest that it reads.
 pub const FORMAT: u32 = 1;
 
-/// The bytes of a file that share a hash; the last piece of a file may be shorter.
+/// The size of a piece of a file. Each piece has a hash; the last one may be shorter.
 pub(crate) const PIECE_BYTES: u64 = 1 << 20;
 
-/// The longest manifest that is read; there is a line for each unit.
+/// The largest manifest that is accepted; it has an entry for each unit.
 pub(crate) const MANIFEST_BYTES_MAX: u64 = 64 << 20;
-/// The longest table that is read; there are 67 bytes for each mebibyte of a unit.
+/// The largest table that is accepted; it has 67 bytes for each MiB of a unit.
 pub(crate) const TABLE_BYTES_MAX: u64 = 256 << 20;
 const UNITS_MAX: usize = 1 << 16;
 const NAME_BYTES_MAX: usize = 512;
 
-/// `manifest.json`. A checkpoint is there when its manifest is.
+/// `manifest.json`. A checkpoint exists once its manifest does.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Manifest {
-    /// [`FORMAT`].
+    /// The format version: [`FORMAT`].
     pub format: u32,
-    /// What wrote it.
+    /// The program that wrote it.
     pub written_by: String,
     /// The step after which it was written.
     pub step: u64,
-    /// What training needs to go on beside tensors: this crate does not look at it.
+    /// The training state besides tensors; opaque to this crate.
     pub training: serde_json::Value,
-    /// The units in the order of the model.
+    /// The units, in model order.
     pub units: Vec<UnitEntry>,
 }
 
@@ -48,21 +48,21 @@ pub struct Manifest {
 pub struct UnitEntry {
     /// The unit's name.
     pub name: String,
-    /// The file with its table.
+    /// The file with the unit's table.
     pub table: String,
-    /// That file's length.
+    /// The size of that file.
     pub table_bytes: u64,
-    /// That file's hash.
+    /// The hash of that file.
     pub table_hash: Hash,
 }
 
-/// What a unit's table says.
+/// The table of a unit.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Table {
-    /// The files with its tensors.
+    /// The files.
     pub files: Vec<FileEntry>,
-    /// Its tensors.
+    /// The tensors.
     pub tensors: Vec<TensorEntry>,
 }
 
@@ -70,11 +70,11 @@ pub struct Table {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct FileEntry {
-    /// Its name in the checkpoint's folder.
+    /// The name in the checkpoint's folder.
     pub name: String,
-    /// Its length.
+    /// The size of the file.
     pub bytes: u64,
-    /// The hashes of its pieces, in order.
+    /// The hashes of the pieces, in order.
     pub pieces: Vec<Hash>,
 }
 
@@ -82,52 +82,54 @@ pub struct FileEntry {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TensorEntry {
-    /// Its name in the whole model; a parameter's, or a parameter's with what is kept of it: `….weight/first_moment`.
+    /// The name in the model: a parameter's, with a suffix for optimizer state (`….weight/first_moment`).
     pub name: String,
-    /// The type of its elements.
+    /// The dtype.
     #[serde(with = "crate::dtype")]
     pub dtype: Dtype,
-    /// Its whole shape.
+    /// The unsharded shape.
     pub shape: Vec<u64>,
-    /// Its slices, which together are all of it, none twice.
-    pub slices: Vec<SliceEntry>,
+    /// The shards, which cover the tensor exactly once.
+    #[serde(rename = "slices")]
+    pub shards: Vec<ShardEntry>,
 }
 
-/// A slice of a tensor.
+/// A shard of a tensor.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct SliceEntry {
-    /// Which of the table's files it is in.
+pub struct ShardEntry {
+    /// The index of its file in the table.
     pub file: u32,
-    /// Where it begins in that file.
+    /// Its offset in that file.
     pub offset_bytes: u64,
-    /// What of the tensor it is.
-    pub place: Place,
+    /// The region of the tensor that it holds.
+    #[serde(rename = "place")]
+    pub region: Region,
 }
 
-/// What is wrong with a manifest or a table.
+/// An invalid manifest or table.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[allow(missing_docs, reason = "their messages say it")]
-pub enum Fault {
+#[allow(missing_docs, reason = "the messages are the documentation")]
+pub enum ManifestError {
     #[error("it cannot be read: {0}")]
     Syntax(String),
-    #[error("its own hash is not that of what it says")]
+    #[error("its contents do not match its hash")]
     Hash,
-    #[error("it is of format {0}, and this program reads formats 1 to {FORMAT}: use a newer one")]
+    #[error("it has format {0}, but this version reads formats 1 to {FORMAT}; use a newer version")]
     Format(u32),
-    #[error("it has {units} units, and at most {UNITS_MAX} are read")]
+    #[error("it has {units} units; the maximum is {UNITS_MAX}")]
     Units { units: usize },
-    #[error("{0:?} is no name of a file: names have letters, digits, '.', '_' and '-', and do not begin with '.'")]
+    #[error("{0:?} is not a valid file name: use letters, digits, '.', '_' and '-', and do not start with '.'")]
     FileName(String),
-    #[error("the name {0:?} is there twice")]
-    Twice(String),
+    #[error("the name {0:?} appears twice")]
+    Duplicate(String),
     #[error("{name}: {problem}")]
     Tensor { name: String, problem: &'static str },
-    #[error("{name} has {bytes} bytes, and {pieces} hashes: there should be one for every {PIECE_BYTES} bytes")]
+    #[error("{name} has {bytes} bytes and {pieces} hashes, but should have one for every {PIECE_BYTES} bytes")]
     Pieces { name: String, bytes: u64, pieces: usize },
 }
 
-/// The manifest as it stands in its file: with its own hash.
+/// The contents of the manifest's file: the manifest and its hash.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Sealed<'a> {
@@ -137,37 +139,37 @@ struct Sealed<'a> {
 }
 
 impl Manifest {
-    /// The manifest's file.
-    pub fn file() -> &'static str {
+    /// The name of the manifest's file.
+    pub fn file_name() -> &'static str {
         "manifest.json"
     }
 
-    /// As it is written.
-    pub fn sealed(&self) -> Vec<u8> {
-        let manifest = serde_json::value::to_raw_value(self).expect("a manifest is made of what JSON has");
+    /// Serializes the manifest with its hash.
+    pub fn to_json(&self) -> Vec<u8> {
+        let manifest = serde_json::value::to_raw_value(self).expect("a manifest can be written as JSON");
         let sealed = Sealed { blake3: Hash::of(manifest.get().as_bytes()), manifest: &manifest };
         serde_json::to_vec(&sealed).expect("as above")
     }
 
-    /// Reads and checks.
-    pub fn parse(text: &[u8]) -> Result<Self, Fault> {
-        // The format first: a newer one may have keys that are not known here.
+    /// Parses and checks a manifest.
+    pub fn parse(text: &[u8]) -> Result<Self, ManifestError> {
+        // The format first: a newer one may have unknown keys.
         #[derive(Deserialize)]
         struct Versioned {
             format: u32,
         }
-        let syntax = |error: serde_json::Error| Fault::Syntax(error.to_string());
+        let syntax = |error: serde_json::Error| ManifestError::Syntax(error.to_string());
         let sealed: Sealed<'_> = serde_json::from_slice(text).map_err(syntax)?;
         if Hash::of(sealed.manifest.get().as_bytes()) != sealed.blake3 {
-            return Err(Fault::Hash);
+            return Err(ManifestError::Hash);
         }
         let Versioned { format } = serde_json::from_str(sealed.manifest.get()).map_err(syntax)?;
         if !(1..=FORMAT).contains(&format) {
-            return Err(Fault::Format(format));
+            return Err(ManifestError::Format(format));
         }
         let manifest: Manifest = serde_json::from_str(sealed.manifest.get()).map_err(syntax)?;
         if manifest.units.len() > UNITS_MAX {
-            return Err(Fault::Units { units: manifest.units.len() });
+            return Err(ManifestError::Units { units: manifest.units.len() });
         }
         unique(manifest.units.iter().map(|unit| &unit.name))?;
         unique(manifest.units.iter().map(|unit| &unit.table))?;
@@ -180,32 +182,34 @@ impl Manifest {
 }
 
 impl Table {
-    /// As it is written.
-    pub fn text(&self) -> Vec<u8> {
-        serde_json::to_vec(self).expect("a table is made of what JSON has")
+    /// Serializes the table.
+    pub fn to_json(&self) -> Vec<u8> {
+        serde_json::to_vec(self).expect("a table can be written as JSON")
     }
 
-    /// Reads and checks.
-    pub fn parse(text: &[u8]) -> Result<Self, Fault> {
-        let table: Table = serde_json::from_slice(text).map_err(|error| Fault::Syntax(error.to_string()))?;
+    /// Parses and checks a table.
+    pub fn parse(text: &[u8]) -> Result<Self, ManifestError> {
+        let table: Table = serde_json::from_slice(text).map_err(|error| ManifestError::Syntax(error.to_string()))?;
         table.check()?;
         Ok(table)
     }
 
-    /// Whether it can be believed: names are names of files here, slices lie within their tensors and files, and together
-    /// are all of every tensor.
-    pub fn check(&self) -> Result<(), Fault> {
+    /// Checks that file names are valid, that shards lie within their tensors and files, and that they cover every tensor
+    /// exactly once.
+    pub fn check(&self) -> Result<(), ManifestError> {
         unique(self.files.iter().map(|file| &file.name))?;
         unique(self.tensors.iter().map(|tensor| &tensor.name))?;
         for file in &self.files {
             file_name(&file.name)?;
             if file.bytes.div_ceil(PIECE_BYTES) != file.pieces.len() as u64 {
                 let FileEntry { name, bytes, pieces } = file;
-                return Err(Fault::Pieces { name: name.clone(), bytes: *bytes, pieces: pieces.len() });
+                return Err(ManifestError::Pieces { name: name.clone(), bytes: *bytes, pieces: pieces.len() });
             }
         }
         for tensor in &self.tensors {
-            tensor.check(&self.files).map_err(|problem| Fault::Tensor { name: tensor.name.clone(), problem })?;
+            tensor
+                .check(&self.files)
+                .map_err(|problem| ManifestError::Tensor { name: tensor.name.clone(), problem })?;
         }
         Ok(())
     }
@@ -217,40 +221,40 @@ impl TensorEntry {
             return Err("its name is too long");
         }
         let whole = elements(&self.shape).ok_or("its shape is too large")?;
-        // The widest type, so that it can be written in any.
+        // The size in the widest dtype must not overflow either.
         whole.checked_mul(8).ok_or("its shape is too large")?;
         let mut count = 0u64;
-        for slice in &self.slices {
-            let file = files.get(slice.file as usize).ok_or("a slice is in no file of the table")?;
-            if !slice.place.fits(&self.shape) {
-                return Err("a slice is not within the tensor");
+        for shard in &self.shards {
+            let file = files.get(shard.file as usize).ok_or("a shard refers to a file that is not in the table")?;
+            if !shard.region.fits(&self.shape) {
+                return Err("a shard is not within the tensor");
             }
-            let bytes = slice.place.len() * self.dtype.bytes() as u64;
-            if slice.offset_bytes.checked_add(bytes).is_none_or(|end| end > file.bytes) {
-                return Err("a slice is not within its file");
+            let bytes = shard.region.len() * self.dtype.bytes() as u64;
+            if shard.offset_bytes.checked_add(bytes).is_none_or(|end| end > file.bytes) {
+                return Err("a shard is not within its file");
             }
-            count = count.checked_add(slice.place.len()).ok_or("its slices are too many")?;
+            count = count.checked_add(shard.region.len()).ok_or("its shards have too many elements")?;
         }
         if count != whole {
-            return Err("its slices are not all of it, or some of it twice");
+            return Err("its shards do not cover it exactly once");
         }
         Ok(())
     }
 }
 
-fn unique<'a>(names: impl Iterator<Item = &'a String>) -> Result<(), Fault> {
+fn unique<'a>(names: impl Iterator<Item = &'a String>) -> Result<(), ManifestError> {
     let mut seen = BTreeSet::new();
     for name in names {
         if !seen.insert(name) {
-            return Err(Fault::Twice(name.clone()));
+            return Err(ManifestError::Duplicate(name.clone()));
         }
     }
     Ok(())
 }
 
-/// A name that leads nowhere else.
-fn file_name(name: &str) -> Result<(), Fault> {
+/// Checks that a file name stays within its folder.
+fn file_name(name: &str) -> Result<(), ManifestError> {
     let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
     let good = !name.is_empty() && name.len() <= NAME_BYTES_MAX && !name.starts_with('.') && name.chars().all(plain);
-    if good { Ok(()) } else { Err(Fault::FileName(name.to_string())) }
+    if good { Ok(()) } else { Err(ManifestError::FileName(name.to_string())) }
 }

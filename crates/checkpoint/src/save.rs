@@ -1,4 +1,4 @@
-//! Writing: files and their hashes first, then tables, then the manifest.
+//! Writing checkpoints: files with their hashes first, then tables, then the manifest.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -7,15 +7,15 @@ use bytes::Bytes;
 use object_store::{MultipartUpload, ObjectStoreExt, PutPayload};
 
 use crate::manifest::{Manifest, PIECE_BYTES, Table, UnitEntry};
-use crate::store::folder_of;
+use crate::store::step_folder;
 use crate::{Error, Hash, Result, Store, UnitLayout, direct};
 
-/// What tells the files of one save from those of another of the same step.
+/// Distinguishes the files of different saves of the same step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SaveId(u32);
 
 impl SaveId {
-    /// One that no other save has, as far as clocks go. All ranks of a save use the same.
+    /// Creates an id from the clock. All ranks of a save must use the same id.
     pub fn new() -> Self {
         let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
         SaveId(
@@ -25,7 +25,7 @@ impl SaveId {
         )
     }
 
-    /// As a number, to be sent between ranks.
+    /// The id as a number, to send between ranks.
     pub fn number(self) -> u32 {
         self.0
     }
@@ -49,25 +49,25 @@ impl fmt::Display for SaveId {
     }
 }
 
-/// What is sent to the storage at once: the least that S3 takes is 5 MiB.
+/// The size of one part of an upload; S3's minimum is 5 MiB.
 pub const UPLOAD_BYTES: u64 = 8 << 20;
-/// How many of those may be on their way.
-const UPLOADS_UNDER_WAY: usize = 3;
+/// The most parts that are uploaded at once.
+const UPLOADS_MAX: usize = 3;
 
-/// Writes a file of a step, and gives the hashes of its pieces. While some of it is hashed, what came before is written.
+/// Writes a file of a step, and returns the hashes of its pieces. Hashing overlaps with writing.
 pub fn write_file(store: &Store, step: u64, name: &str, contents: &[Bytes]) -> Result<Vec<Hash>> {
-    write_parts(store, step, name, cut(contents, UPLOAD_BYTES).into_iter().map(Ok))
+    write_parts(store, step, name, split(contents, UPLOAD_BYTES).into_iter().map(Ok))
 }
 
-/// The same of a file whose parts are made as it is written, each of which has [`UPLOAD_BYTES`] but for the last; or of which one
-/// cannot be made, for the reason that is given.
+/// Like [`write_file`], with parts that are created while the file is written. Each part has [`UPLOAD_BYTES`], except the last.
+/// An `Err` makes the write fail with that message.
 pub fn write_parts(
     store: &Store,
     step: u64,
     name: &str,
     parts: impl ExactSizeIterator<Item = std::result::Result<Vec<Bytes>, String>>,
 ) -> Result<Vec<Hash>> {
-    let path = format!("{}/{name}", folder_of(step));
+    let path = format!("{}/{name}", step_folder(step));
     let is_long = parts.len() > 1;
     let failed = |problem: String| Error::System { path: store.display(&path), error: std::io::Error::other(problem) };
     let mut parts = parts.map(|part| part.map_err(failed));
@@ -79,16 +79,15 @@ pub fn write_parts(
     only.iter().for_each(|bytes| pieces.add(bytes));
     let at = store.path(&path);
     let put = store.runtime().block_on(store.objects().put(&at, PutPayload::from_iter(only)));
-    put.map_err(|error| store.failed(&path, error))?;
+    put.map_err(|error| store.storage_error(&path, error))?;
     Ok(pieces.hashes())
 }
 
-/// A part on its way.
+/// A running upload of one part.
 type Upload = tokio::task::JoinHandle<object_store::Result<()>>;
 
-/// Writes a file part by part, each of which has [`UPLOAD_BYTES`] but for the last. Those of a file system go to its disk
-/// directly; a bucket is given several at a time. What makes the parts may itself read from a
-/// storage, so they are asked for outside of the runtime.
+/// Writes a file in parts, each of [`UPLOAD_BYTES`] except the last: to a file system with direct I/O, to a bucket with
+/// several uploads at a time. The iterator of parts may itself read from a store, so it runs outside of the runtime.
 pub(crate) fn write_in_parts(
     store: &Store,
     path: &str,
@@ -103,13 +102,13 @@ pub(crate) fn write_in_parts(
         };
     }
     let at = store.path(path);
-    let begun = store.runtime().block_on(store.objects().put_multipart(&at));
-    let mut upload = begun.map_err(|error| store.failed(path, error))?;
-    let (mut pieces, mut under_way) = (Pieces::default(), VecDeque::new());
-    let written = send(store, path, parts, &mut *upload, &mut pieces, &mut under_way);
+    let started = store.runtime().block_on(store.objects().put_multipart(&at));
+    let mut upload = started.map_err(|error| store.storage_error(path, error))?;
+    let (mut pieces, mut running) = (Pieces::default(), VecDeque::new());
+    let written = send(store, path, parts, &mut *upload, &mut pieces, &mut running);
     if written.is_err() {
-        under_way.iter().for_each(Upload::abort);
-        // What was said first is what is told; the storage may be away altogether.
+        running.iter().for_each(Upload::abort);
+        // The first error is the one to report; the store may be unreachable.
         drop(store.runtime().block_on(upload.abort()));
     }
     written.map(|()| pieces.hashes())
@@ -121,40 +120,40 @@ fn send(
     parts: impl Iterator<Item = Result<Vec<Bytes>>>,
     upload: &mut dyn MultipartUpload,
     pieces: &mut Pieces,
-    under_way: &mut VecDeque<Upload>,
+    running: &mut VecDeque<Upload>,
 ) -> Result<()> {
     let runtime = store.runtime();
     let wait = |part: Upload| {
         let done = runtime.block_on(part);
-        let done = done.map_err(|error| store.damaged(path, format!("it was not written: {error}")))?;
-        done.map_err(|error| store.failed(path, error))
+        let done = done.map_err(|error| store.damaged_error(path, format!("it was not written: {error}")))?;
+        done.map_err(|error| store.storage_error(path, error))
     };
     for part in parts {
         let part = part?;
-        if under_way.len() == UPLOADS_UNDER_WAY
-            && let Some(first) = under_way.pop_front()
+        if running.len() == UPLOADS_MAX
+            && let Some(first) = running.pop_front()
         {
             wait(first)?;
         }
-        under_way.push_back(runtime.spawn(upload.put_part(PutPayload::from_iter(part.iter().cloned()))));
+        running.push_back(runtime.spawn(upload.put_part(PutPayload::from_iter(part.iter().cloned()))));
         part.iter().for_each(|bytes| pieces.add(bytes));
     }
-    while let Some(next) = under_way.pop_front() {
+    while let Some(next) = running.pop_front() {
         wait(next)?;
     }
-    runtime.block_on(upload.complete()).map(drop).map_err(|error| store.failed(path, error))
+    runtime.block_on(upload.complete()).map(drop).map_err(|error| store.storage_error(path, error))
 }
 
 /// Writes a unit's table.
 pub fn write_table(store: &Store, step: u64, entry: &UnitEntry, table: &Table) -> Result<()> {
-    store.write(&format!("{}/{}", folder_of(step), entry.table), table.text())
+    store.write(&format!("{}/{}", step_folder(step), entry.table), table.to_json())
 }
 
-/// Writes the manifest: from here on the checkpoint is there. `inside` is called while it is on its way, and does not have its
-/// name yet.
+/// Writes the manifest, which completes the checkpoint. For fault injection, `inside` is called while the manifest is being
+/// written, before it has its final name.
 pub fn write_manifest(store: &Store, manifest: &Manifest, inside: &mut dyn FnMut()) -> Result<()> {
-    let path = format!("{}/{}", folder_of(manifest.step), Manifest::file());
-    let bytes = Bytes::from(manifest.sealed());
+    let path = format!("{}/{}", step_folder(manifest.step), Manifest::file_name());
+    let bytes = Bytes::from(manifest.to_json());
     if store.local(&path).is_none() {
         inside();
         return store.write(&path, bytes);
@@ -171,9 +170,9 @@ pub fn write_manifest(store: &Store, manifest: &Manifest, inside: &mut dyn FnMut
 }
 
 impl UnitLayout {
-    /// What the manifest says of this unit.
+    /// Creates the manifest's entry for this unit.
     pub fn entry(&self, save: SaveId, table: &Table) -> UnitEntry {
-        let text = table.text();
+        let text = table.to_json();
         UnitEntry {
             name: self.name.clone(),
             table: format!("{}.{save}.json", self.name),
@@ -184,27 +183,27 @@ impl UnitLayout {
 }
 
 impl Store {
-    /// Removes what earlier saves have left: steps that are not to be kept, folders before the newest checkpoint that never
-    /// got a manifest, and files that the checkpoint of `step` does not have.
-    pub fn tidy(&self, step: u64, save: SaveId, keeps: impl Fn(u64) -> bool) -> Result<Vec<u64>> {
+    /// Removes leftovers of earlier saves: steps that `keeps` rejects, older folders without a manifest, and files that do not
+    /// belong to the checkpoint of `step`. Returns the removed steps.
+    pub fn prune(&self, step: u64, save: SaveId, keeps: impl Fn(u64) -> bool) -> Result<Vec<u64>> {
         let mut removed = Vec::new();
-        let whole = self.steps()?;
+        let complete = self.steps()?;
         for other in self.folders()?.into_iter().filter(|&other| other != step) {
-            let torn = !whole.contains(&other) && other < step;
-            if torn || whole.contains(&other) && !keeps(other) {
+            let incomplete = !complete.contains(&other) && other < step;
+            if incomplete || complete.contains(&other) && !keeps(other) {
                 self.remove_step(other)?;
                 removed.push(other);
             }
         }
         let own = format!(".{save}.");
-        self.remove_files(&folder_of(step), |name| name != Manifest::file() && !name.contains(&own))?;
+        self.remove_files(&step_folder(step), |name| name != Manifest::file_name() && !name.contains(&own))?;
         removed.sort_unstable();
         Ok(removed)
     }
 }
 
-/// Cuts a sequence of bytes into parts of at most so many; no byte is copied.
-fn cut(contents: &[Bytes], most: u64) -> Vec<Vec<Bytes>> {
+/// Splits a sequence of bytes into parts of at most `most` bytes, without copying.
+fn split(contents: &[Bytes], most: u64) -> Vec<Vec<Bytes>> {
     let mut parts = vec![Vec::new()];
     let mut room = most as usize;
     for bytes in contents {
@@ -222,7 +221,7 @@ fn cut(contents: &[Bytes], most: u64) -> Vec<Vec<Bytes>> {
     parts
 }
 
-/// The hashes of a file's pieces, as it goes by.
+/// Computes the hashes of a file's pieces from a stream of bytes.
 #[derive(Default)]
 struct Pieces {
     done: Vec<Hash>,
@@ -244,7 +243,7 @@ impl Pieces {
     }
 
     fn finish(&mut self) {
-        self.done.push(Hash::finished(&self.current));
+        self.done.push(Hash::from_hasher(&self.current));
         self.current.reset();
         self.current_bytes = 0;
     }
@@ -262,7 +261,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pieces_are_cut_at_the_same_places_however_bytes_come() {
+    fn piece_hashes_do_not_depend_on_how_bytes_arrive() {
         let bytes: Vec<u8> = (0..3 * PIECE_BYTES as usize + 77).map(|i| (i * 7 % 251) as u8).collect();
         let expected: Vec<Hash> = bytes.chunks(PIECE_BYTES as usize).map(Hash::of).collect();
         for size in [1_000_003, 4096, bytes.len()] {
@@ -270,7 +269,7 @@ mod tests {
             bytes.chunks(size).for_each(|chunk| pieces.add(chunk));
             assert_eq!(pieces.hashes(), expected);
         }
-        let parts = cut(&[Bytes::from(bytes.clone()), Bytes::new(), Bytes::from_static(b"end")], 1 << 20);
+        let parts = split(&[Bytes::from(bytes.clone()), Bytes::new(), Bytes::from_static(b"end")], 1 << 20);
         assert!(parts[..3].iter().all(|part| part.iter().map(Bytes::len).sum::<usize>() == 1 << 20));
         let joined: Vec<u8> = parts.concat().concat();
         assert_eq!(joined, [&bytes[..], b"end"].concat());

@@ -1,4 +1,4 @@
-//! A checkpoint of a thousand ranks: what it costs depends on its bytes, not on who wrote it.
+//! A checkpoint of a thousand ranks: its cost depends on its bytes, not on the number of writers.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
@@ -20,7 +20,7 @@ fn a_thousand_ranks_write_and_a_thousand_others_read() {
         let layouts = units(shapes, owners, FILE_BYTES);
         let step = owners as u64;
         save(&store, step, &layouts, SaveId::from(1));
-        let files = store.files(&shardwise_checkpoint::folder_of(step)).unwrap();
+        let files = store.files(&shardwise_checkpoint::step_folder(step)).unwrap();
         let metadata: u64 = files.iter().filter(|(name, _)| name.ends_with(".json")).map(|(_, bytes)| bytes).sum();
         (files.len(), metadata)
     };
@@ -29,13 +29,13 @@ fn a_thousand_ranks_write_and_a_thousand_others_read() {
     println!("1,000 ranks: {files} files, {metadata} bytes of tables and manifest");
     assert!(metadata < 20_000, "{metadata} bytes of tables and manifest");
 
-    // Rank 637 of 1,000 others whose slices begin elsewhere: the tensors as one buffer each, cut anew.
+    // Rank 637 of 1,000 others with different shards: each tensor is partitioned separately.
     let started = Instant::now();
     let checkpoint = Checkpoint::open(&store, 1000).unwrap();
     let mut read = 0;
     for layout in units(shapes, 1000, FILE_BYTES) {
         let mut reader = checkpoint.unit(&layout.name).unwrap();
-        for tensor in layout.bands.iter().flat_map(|band| &band.tensors) {
+        for tensor in layout.buffers.iter().flat_map(|buffer| &buffer.tensors) {
             let range = Partition::new(elements(&tensor.shape).unwrap() as usize, 1000).range(637);
             let mut found = vec![0f32; range.len()];
             reader.read_f32(&tensor.name, &tensor.shape, range.start as u64..range.end as u64, &mut found).unwrap();

@@ -1,4 +1,4 @@
-//! One attempt of a run: ranks are started, watched to their end, and swept up.
+//! One attempt of a run: launches the ranks, monitors them until they end, and kills whatever is left.
 
 use std::net::SocketAddr;
 use std::process::{Child, ExitStatus, Stdio};
@@ -6,133 +6,135 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use rustix::process::{Pid, Signal, kill_process, kill_process_group};
-use shardwise_journal::{Setback, What};
+use shardwise_journal::{EntryKind, Resumed};
 use shardwise_watch::{self as watch, Cause, Event, FailureKind, Order, Presence, Request, Secret, Server, explain};
 
-use crate::chronicle::Chronicle;
-use crate::door::Door;
+use crate::event_log::EventLog;
 use crate::hosts::Host;
-use crate::launch::Work;
-use crate::launched::{ATTEMPT, REFUSED, SECRET, SUPERVISOR, own_name};
-use crate::outcry::{Outcry, first_death};
+use crate::launch::RankCommand;
+use crate::launcher_env::{ATTEMPT, REFUSED, SECRET, SUPERVISOR, hostname};
+use crate::launcher_stderr::{LauncherStderr, first_death};
 use crate::screen::{Output, Screen};
 use crate::supervise::{INTERRUPTED, Signals};
+use crate::supervisor_file::SupervisorFile;
 
-/// How often the launcher and signals are looked after.
+/// How often the launcher and the signals are checked.
 const POLL: Duration = Duration::from_millis(20);
 
-/// How long ranks may take to report for the first time: the launcher has to reach all hosts.
-const START: Duration = Duration::from_secs(120);
+/// How long ranks may take to join: the launcher has to reach all hosts.
+const JOIN_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// After the first sign of a failure: how long to listen for what others say of it.
+/// How long to wait for reports from other ranks after the first sign of a failure. If a rank reports an error, wait longer: the
+/// positions of all the others help to explain it.
 const LISTEN: Duration = Duration::from_millis(100);
 const LISTEN_TO_ALL: Duration = Duration::from_millis(1200);
 
-/// How far ranks that have fallen silent together may be apart.
-const BEATS: Duration = Duration::from_secs(1);
+/// The ranks of a lost host fall silent within this time of each other.
+const HEARTBEAT_SPREAD: Duration = Duration::from_secs(1);
 
-/// How long a launcher may stay when all its ranks have said that they are through.
-const LINGER: Duration = Duration::from_secs(10);
+/// How long a launcher may keep running after all its ranks have left.
+const LAUNCHER_EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Few ranks say more often where they are.
+/// Runs with few ranks can afford a shorter heartbeat.
 const FEW_RANKS: usize = 64;
-const SHORT_BEAT: Duration = Duration::from_millis(200);
+const SHORT_HEARTBEAT: Duration = Duration::from_millis(200);
 
-/// The most steps that one who looks on may have traced at once.
+/// The maximum number of steps that a viewer may ask to trace at once.
 const TRACED_STEPS_MAX: u64 = 100;
 
-/// How long a launcher may take to end when its ranks are gone, and when it is asked to.
-const LEAVE: Duration = Duration::from_millis(1500);
+/// How long a launcher may take to exit after its ranks are killed, and then after each signal.
+const KILL_TIMEOUT: Duration = Duration::from_millis(1500);
 
-/// One attempt.
+/// The settings of an attempt.
 pub(crate) struct Attempt<'a> {
-    pub(crate) work: &'a Work<'a>,
+    pub(crate) command: &'a RankCommand<'a>,
     pub(crate) ranks: usize,
     pub(crate) hosts: &'a [Host],
     pub(crate) agent: &'a str,
     pub(crate) listen: SocketAddr,
     pub(crate) secret: &'a Secret,
     pub(crate) number: u64,
-    pub(crate) silence: Duration,
+    pub(crate) heartbeat_timeout: Duration,
     pub(crate) saves: bool,
     pub(crate) signals: &'a Signals,
     pub(crate) fault: Option<String>,
-    pub(crate) failed_before: Option<&'a Failure>,
+    pub(crate) last_failure: Option<&'a Failure>,
 }
 
-/// What became of it.
 pub(crate) enum Outcome {
-    /// It went as far as it was asked to.
+    /// The run finished, or stopped on request.
     Ended {
         code: u8,
+        /// The time that the failure before this attempt cost.
         lost: Duration,
     },
     Failed(Failure),
 }
 
-/// Why an attempt has failed.
 pub(crate) struct Failure {
-    /// In a paragraph.
+    /// An explanation for the user, one paragraph long.
     pub(crate) text: String,
-    /// With which code the run ends, if another attempt would fail the same way.
-    pub(crate) is_final: Option<u8>,
+    /// The exit code, if another attempt would fail the same way.
+    pub(crate) final_code: Option<u8>,
     /// When the ranks stopped working, as far as that is known.
     pub(crate) stopped: Instant,
-    /// When that was noticed.
+    /// When the supervisor noticed.
     pub(crate) noticed: Instant,
-    /// The first step that the attempt made, or would have; and the last that it was seen at.
+    /// The first step of the attempt, or 0 if it never got that far.
     pub(crate) first_step: u64,
+    /// The last step that any rank reported.
     pub(crate) last_step: u64,
-    /// What the failure before this one has cost.
+    /// The time that the failure before this one cost.
     pub(crate) lost_before: Duration,
 }
 
-/// What is known of the ranks so far.
+/// The state of the ranks, as far as it is known.
 #[derive(Default)]
-struct Seen {
+struct State {
     /// The first sign of a failure, and when it came.
     failure: Option<(Cause, Instant)>,
-    /// The codes with which ranks took their leave.
+    /// The exit codes of the ranks that have left.
     codes: Vec<Option<i32>>,
     joined: usize,
     first_step: Option<u64>,
     last_step: u64,
+    /// The time that the failure before this attempt cost.
     lost: Duration,
-    asked_to_save: bool,
-    /// Since when all ranks have taken their leave.
+    has_ordered_save: bool,
+    /// When the last rank left.
     all_left: Option<Instant>,
 }
 
 impl Attempt<'_> {
-    /// Runs it to its end. With what became of it, where its ranks reported to.
-    pub(crate) fn run(&self, chronicle: &mut Chronicle) -> Result<(Outcome, SocketAddr)> {
-        let mut server = self.bind().with_context(|| format!("{}: ranks cannot report there", self.listen))?;
+    /// Runs the attempt to its end. Returns its outcome and the address at which the ranks reported.
+    pub(crate) fn run(&self, log: &mut EventLog) -> Result<(Outcome, SocketAddr)> {
+        let mut server = self.bind().with_context(|| format!("cannot listen for ranks at {}", self.listen))?;
         if self.ranks <= FEW_RANKS {
-            server.set_beat(SHORT_BEAT);
+            server.set_heartbeat(SHORT_HEARTBEAT);
         }
-        server.set_history(chronicle.history());
+        server.set_history(log.history());
         let address = server.address();
-        let door = Door::open(chronicle.folder(), address, self.secret);
-        if let Err(error) = &door {
-            chronicle.screen.say(&format!("{error:#}"));
+        let file = SupervisorFile::create(log.folder(), address, self.secret);
+        if let Err(error) = &file {
+            log.screen.say(&format!("{error:#}"));
         }
-        let (mut launcher, outcry, output) = self.launch(address, &chronicle.screen)?;
-        let mut seen = Seen { codes: vec![None; self.ranks], ..Seen::default() };
-        let watched = self.watch(&mut server, &mut launcher, &mut seen, chronicle);
-        // What ranks say of where they are is worth nothing once they are told to end.
-        let (noticed, standing) = (Instant::now(), server.ranks().to_vec());
-        let ended = watched.as_ref().ok().copied().flatten();
-        let (status, outcry) = sweep(&mut server, launcher, &outcry, ended, &mut |server, event| {
-            self.hear(event, server, &mut seen, chronicle)
+        let (mut launcher, stderr, output) = self.launch(address, &log.screen)?;
+        let mut state = State { codes: vec![None; self.ranks], ..State::default() };
+        let monitored = self.monitor(&mut server, &mut launcher, &mut state, log);
+        // Copy the positions of the ranks before they are told to stop; afterwards they mean nothing.
+        let (noticed, ranks) = (Instant::now(), server.ranks().to_vec());
+        let status = monitored.as_ref().ok().copied().flatten();
+        let (status, messages) = stop_all(&mut server, launcher, &stderr, status, &mut |server, event| {
+            self.handle_event(event, server, &mut state, log)
         })?;
         if let Some(output) = output {
             output.finish();
         }
-        watched?;
-        Ok((self.outcome(&standing, seen, status, &outcry, noticed, &chronicle.screen), address))
+        monitored?;
+        Ok((self.outcome(&ranks, state, status, &messages, noticed, &log.screen), address))
     }
 
-    /// Where the attempt before listened, if that is still to be had.
+    /// Listens at the address of the previous attempt, or at another port if that one is taken.
     fn bind(&self) -> std::io::Result<Server> {
         let bind = |address| Server::bind(address, self.secret.clone(), self.ranks, self.number);
         match bind(self.listen) {
@@ -141,78 +143,77 @@ impl Attempt<'_> {
         }
     }
 
-    /// Takes what has happened.
-    fn hear(&self, event: Event, server: &mut Server, seen: &mut Seen, chronicle: &mut Chronicle) {
+    fn handle_event(&self, event: Event, server: &mut Server, state: &mut State, log: &mut EventLog) {
         match event {
-            Event::Entry(entry) => chronicle.hear(*entry, Some(server)),
-            Event::Asked(request) => self.obey(request, server),
-            event => seen.hear(event, &chronicle.screen),
+            Event::Entry(entry) => log.forward(*entry, Some(server)),
+            Event::Requested(request) => self.handle_request(request, server),
+            event => state.handle_event(event, &log.screen),
         }
     }
 
-    /// Does what one who looks on asks for, and says what becomes of it.
-    fn obey(&self, request: Request, server: &mut Server) {
+    /// Carries out a viewer's request, and answers it.
+    fn handle_request(&self, request: Request, server: &mut Server) {
         let (order, answer) = match request {
             Request::Save if !self.saves => {
-                return server.answer("Nothing is saved: the recipe has no checkpoints.folder.");
+                return server.answer("Not saved: the recipe has no checkpoints.folder.");
             }
-            Request::Save => (Order::Checkpoint, "A checkpoint is saved at the end of the step.".to_string()),
+            Request::Save => (Order::Checkpoint, "Saving a checkpoint at the end of this step.".to_string()),
             Request::Trace { steps } => {
                 let steps = steps.clamp(1, TRACED_STEPS_MAX);
-                (Order::Trace { steps }, format!("The next {steps} steps are traced."))
+                (Order::Trace { steps }, format!("Tracing the next {steps} steps."))
             }
         };
-        match server.ask_one(order) {
+        match server.order_one(order) {
             true => server.answer(&answer),
-            false => server.answer("There is no rank yet that could be asked."),
+            false => server.answer("No rank has joined yet; try again in a moment."),
         }
     }
 
-    /// Until the launcher has ended, or has to be: its status in the one case, none in the other.
-    fn watch(
+    /// Monitors the ranks until the launcher exits, and returns its status, or until it has to be stopped, and returns `None`.
+    fn monitor(
         &self,
         server: &mut Server,
         launcher: &mut Child,
-        seen: &mut Seen,
-        chronicle: &mut Chronicle,
+        state: &mut State,
+        log: &mut EventLog,
     ) -> Result<Option<ExitStatus>> {
-        let began = Instant::now();
+        let started = Instant::now();
         loop {
             for event in server.poll(POLL)? {
-                self.hear(event, server, seen, chronicle);
+                self.handle_event(event, server, state, log);
             }
-            self.look_at_steps(server, seen, chronicle);
-            chronicle.screen.refresh();
+            self.track_steps(server, state, log);
+            log.screen.refresh();
             if let Some(status) = launcher.try_wait()? {
                 return Ok(Some(status));
             }
-            if self.signals.end() {
+            if self.signals.should_stop() {
                 return Ok(None);
             }
-            if self.signals.save() && !std::mem::replace(&mut seen.asked_to_save, true) {
+            if self.signals.should_save() && !std::mem::replace(&mut state.has_ordered_save, true) {
                 if !self.saves {
                     return Ok(None);
                 }
-                chronicle.screen.say("It was asked to end, and saves first; asked once more, it ends at once.");
+                log.screen.say("Saving a checkpoint before stopping. A second request stops the run at once.");
                 server.order(Order::Save);
             }
-            if seen.codes.iter().all(Option::is_some)
-                && seen.all_left.get_or_insert_with(Instant::now).elapsed() > LINGER
+            if state.codes.iter().all(Option::is_some)
+                && state.all_left.get_or_insert_with(Instant::now).elapsed() > LAUNCHER_EXIT_TIMEOUT
             {
                 return Ok(None);
             }
-            if seen.failure.is_none() {
-                let silent = server.silent(Instant::now(), self.silence);
+            if state.failure.is_none() {
+                let silent = server.silent(Instant::now(), self.heartbeat_timeout);
                 if !silent.is_empty() {
-                    seen.failure = Some((Cause::Silent { ranks: silent }, Instant::now()));
-                } else if began.elapsed() > START && seen.joined < self.ranks {
-                    seen.failure = Some((Cause::Absent { ranks: server.awaited() }, Instant::now()));
+                    state.failure = Some((Cause::Silent { ranks: silent }, Instant::now()));
+                } else if started.elapsed() > JOIN_TIMEOUT && state.joined < self.ranks {
+                    state.failure = Some((Cause::NotJoined { ranks: server.not_joined() }, Instant::now()));
                 }
             }
-            if seen.failure.as_ref().is_some_and(|(cause, since)| since.elapsed() > patience(cause)) {
-                if let Some((Cause::Silent { ranks }, _)) = &mut seen.failure {
-                    // Ranks of a lost host fall silent within a beat or two.
-                    ranks.extend(server.silent(Instant::now(), self.silence.saturating_sub(BEATS)));
+            if state.failure.as_ref().is_some_and(|(cause, since)| since.elapsed() > listen_time(cause)) {
+                if let Some((Cause::Silent { ranks }, _)) = &mut state.failure {
+                    ranks
+                        .extend(server.silent(Instant::now(), self.heartbeat_timeout.saturating_sub(HEARTBEAT_SPREAD)));
                     ranks.sort_unstable();
                     ranks.dedup();
                 }
@@ -221,153 +222,153 @@ impl Attempt<'_> {
         }
     }
 
-    /// Starts the ranks, with what they need to report.
-    fn launch(&self, address: SocketAddr, screen: &Screen) -> Result<(Child, Outcry, Option<Output>)> {
-        let mut launcher = self.work.launcher(self.ranks, self.hosts, self.agent)?;
+    /// Launches the ranks, with the environment that they need to report to this supervisor.
+    fn launch(&self, address: SocketAddr, screen: &Screen) -> Result<(Child, LauncherStderr, Option<Output>)> {
+        let mut launcher = self.command.launcher(self.ranks, self.hosts, self.agent)?;
         launcher.env(SUPERVISOR, address.to_string()).env(SECRET, self.secret.to_hex());
         launcher.env(ATTEMPT, self.number.to_string());
         if let Some(fault) = &self.fault {
             launcher.arg("--fault").arg(fault);
         }
-        // A group of its own: what a terminal sends to ours, and what is for the ranks, is decided here.
+        // In a separate process group, so that signals from the terminal reach only this process, which decides what to tell the ranks.
         std::os::unix::process::CommandExt::process_group(&mut launcher, 0);
         launcher.stdin(Stdio::null()).stderr(Stdio::piped());
         if let Screen::Bar(_) = screen {
             launcher.stdout(Stdio::piped());
         }
         let mut child = launcher.spawn().with_context(|| launcher.get_program().display().to_string())?;
-        let outcry = Outcry::of(child.stderr.take().context("the launcher's standard error")?, screen.clone());
+        let stderr = child.stderr.take().context("the launcher has no standard error")?;
+        let stderr = LauncherStderr::read(stderr, screen.clone());
         let output = match (screen, child.stdout.take()) {
-            (Screen::Bar(bar), Some(stdout)) => Some(Output::of(stdout, bar.clone())),
+            (Screen::Bar(bar), Some(stdout)) => Some(Output::spawn(stdout, bar.clone())),
             _ => None,
         };
-        Ok((child, outcry, output))
+        Ok((child, stderr, output))
     }
 
-    /// Notes where the ranks are, and says what the failure before has cost once they are at work again.
-    fn look_at_steps(&self, server: &mut Server, seen: &mut Seen, chronicle: &mut Chronicle) {
-        let of_all = |step: fn(&watch::Standing) -> u64| server.ranks().iter().map(|rank| step(&rank.standing)).max();
-        seen.last_step = seen.last_step.max(of_all(|standing| standing.step).unwrap_or(0));
-        let first = of_all(|standing| standing.first_step).unwrap_or(0);
-        if first == 0 || seen.first_step.is_some() {
+    /// Tracks the steps that ranks report. Once they train again after a failure, reports what the failure cost.
+    fn track_steps(&self, server: &mut Server, state: &mut State, log: &mut EventLog) {
+        let of_all = |step: fn(&watch::RankStatus) -> u64| server.ranks().iter().map(|rank| step(&rank.status)).max();
+        state.last_step = state.last_step.max(of_all(|status| status.step).unwrap_or(0));
+        let first = of_all(|status| status.first_step).unwrap_or(0);
+        if first == 0 || state.first_step.is_some() {
             return;
         }
-        seen.first_step = Some(first);
-        if let Some(before) = self.failed_before {
-            seen.lost = before.stopped.elapsed();
+        state.first_step = Some(first);
+        if let Some(before) = self.last_failure {
+            state.lost = before.stopped.elapsed();
             let noticed_s = before.noticed.duration_since(before.stopped).as_secs_f64();
-            let (lost_s, steps_again) = (seen.lost.as_secs_f64(), (before.last_step + 1).saturating_sub(first));
-            let again = match steps_again {
-                1 => "1 step is".to_string(),
-                steps => format!("{steps} steps are"),
+            let (lost_s, steps_again) = (state.lost.as_secs_f64(), (before.last_step + 1).saturating_sub(first));
+            let repeated = match steps_again {
+                1 => "1 step".to_string(),
+                steps => format!("{steps} steps"),
             };
-            chronicle.screen.say(&format!(
-                "At work again at step {first} after {lost_s:.1} s: noticed after {noticed_s:.1} s, started and loaded in {:.1} s; {again} \
-                 made again.",
+            log.screen.say(&format!(
+                "Resumed at step {first} after {lost_s:.1} s: noticed after {noticed_s:.1} s, restarted and loaded in {:.1} s; repeating \
+                 {repeated}.",
                 before.noticed.elapsed().as_secs_f64(),
             ));
-            let setback = Setback { attempt: self.number, step: first, lost_s, noticed_s, steps_again };
-            chronicle.note(What::Again(setback), Some(server));
+            let resumed = Resumed { attempt: self.number, step: first, lost_s, noticed_s, steps_again };
+            log.record(EntryKind::Resumed(resumed), Some(server));
         }
     }
 
     fn outcome(
         &self,
-        ranks: &[watch::Seen],
-        seen: Seen,
+        ranks: &[watch::RankInfo],
+        state: State,
         status: ExitStatus,
-        outcry: &[String],
+        messages: &[String],
         noticed: Instant,
         screen: &Screen,
     ) -> Outcome {
-        let all_left = seen.codes.iter().all(Option::is_some);
-        let worst = seen.codes.iter().flatten().copied().max().unwrap_or(0);
-        if self.signals.end() {
-            return Outcome::Ended { code: INTERRUPTED, lost: seen.lost };
+        let all_left = state.codes.iter().all(Option::is_some);
+        let worst = state.codes.iter().flatten().copied().max().unwrap_or(0);
+        if self.signals.should_stop() {
+            return Outcome::Ended { code: INTERRUPTED, lost: state.lost };
         }
-        // A run that has worked before is not refused for good: a host may lack memory for now.
-        let is_refused_now = worst == i32::from(REFUSED) && self.failed_before.is_some();
-        if all_left && seen.failure.is_none() && !is_refused_now {
-            return Outcome::Ended { code: worst as u8, lost: seen.lost };
+        // A run that has trained before may be retried even if it is refused now: a host may be short of memory for a while.
+        let is_refused_now = worst == i32::from(REFUSED) && self.last_failure.is_some();
+        if all_left && state.failure.is_none() && !is_refused_now {
+            return Outcome::Ended { code: worst as u8, lost: state.lost };
         }
-        if self.signals.save() && !self.saves {
-            screen.say("Nothing is saved: the recipe has no checkpoints.folder.");
-            return Outcome::Ended { code: if self.signals.interrupted() { INTERRUPTED } else { 1 }, lost: seen.lost };
+        if self.signals.should_save() && !self.saves {
+            screen.say("Not saved: the recipe has no checkpoints.folder.");
+            return Outcome::Ended {
+                code: if self.signals.is_interrupted() { INTERRUPTED } else { 1 },
+                lost: state.lost,
+            };
         }
-        let (cause, stopped) = first_cause(seen.failure, ranks, outcry, noticed);
-        // What has not worked once, and not for want of a rank, will not the next time.
-        let never_worked = self.failed_before.is_none() && seen.first_step.is_none();
+        let (cause, stopped) = first_cause(state.failure, ranks, messages, noticed);
+        // An error in a run that has never trained would occur again.
+        let never_worked = self.last_failure.is_none() && state.first_step.is_none();
         let (mut text, is_final) = match &cause {
             Some(Cause::Failed { kind: FailureKind::Final, text, .. }) => (text.clone(), true),
-            // Another attempt would need as much.
-            Some(Cause::Failed { rank, kind: FailureKind::Memory, text }) => (of_rank(*rank, text), true),
-            Some(Cause::Failed { rank, kind: FailureKind::Error, text }) => (of_rank(*rank, text), never_worked),
+            // Another attempt would need as much memory.
+            Some(Cause::Failed { rank, kind: FailureKind::Memory, text }) => (name_rank(*rank, text), true),
+            Some(Cause::Failed { rank, kind: FailureKind::Error, text }) => (name_rank(*rank, text), never_worked),
             Some(cause) => (explain(ranks, cause, noticed), false),
-            None if is_refused_now => {
-                ("The ranks have refused to start again; what they miss is above.".to_string(), false)
-            }
-            None => {
-                (format!("The launcher has ended ({status}) before its ranks had."), never_worked && seen.joined == 0)
-            }
+            None if is_refused_now => ("The ranks refused to restart for the reason above.".to_string(), false),
+            None => (format!("The launcher exited ({status}) before its ranks."), never_worked && state.joined == 0),
         };
-        if !outcry.is_empty() && matches!(&cause, None | Some(Cause::Died { how: None, .. })) {
-            text = format!("{text}\nThe launcher says:\n{}", outcry.join("\n"));
+        if !messages.is_empty() && matches!(&cause, None | Some(Cause::Died { how: None, .. })) {
+            text = format!("{text}\nThe launcher printed:\n{}", messages.join("\n"));
         }
         Outcome::Failed(Failure {
             text,
-            is_final: is_final.then_some(1),
+            final_code: is_final.then_some(1),
             stopped,
             noticed,
-            first_step: seen.first_step.unwrap_or(0),
-            last_step: seen.last_step,
-            lost_before: seen.lost,
+            first_step: state.first_step.unwrap_or(0),
+            last_step: state.last_step,
+            lost_before: state.lost,
         })
     }
 }
 
-/// What a rank said, which may be what it heard from another one: then that one is named already.
-fn of_rank(rank: usize, text: &str) -> String {
+/// Prefixes an error with its rank, unless it already starts with a rank.
+fn name_rank(rank: usize, text: &str) -> String {
     let names_one =
         text.strip_prefix("rank ").is_some_and(|rest| rest.starts_with(|letter: char| letter.is_ascii_digit()));
     if names_one { text.to_string() } else { format!("rank {rank}: {text}") }
 }
 
-/// What came first, and when the ranks stopped working for it: as they have told, and as the launcher has.
+/// Determines the first cause of the failure and when it stopped the ranks, from the reports of the ranks and of the launcher.
 fn first_cause(
-    told: Option<(Cause, Instant)>,
-    ranks: &[watch::Seen],
-    outcry: &[String],
+    reported: Option<(Cause, Instant)>,
+    ranks: &[watch::RankInfo],
+    messages: &[String],
     noticed: Instant,
 ) -> (Option<Cause>, Instant) {
-    match told {
-        // A launcher knows how a rank has died, and which was the first.
+    match reported {
+        // The launcher knows how a rank died, and which one died first.
         Some((Cause::Died { rank, .. }, when)) => {
-            let (rank, how) = first_death(outcry).map_or((rank, None), |(rank, how)| (rank, Some(how)));
+            let (rank, how) = first_death(messages).map_or((rank, None), |(rank, how)| (rank, Some(how)));
             (Some(Cause::Died { rank, how }), when)
         }
         Some((Cause::Silent { ranks: silent }, when)) => {
-            let heard = silent.iter().filter_map(|&rank| ranks[rank].heard).max();
+            let heard = silent.iter().filter_map(|&rank| ranks[rank].last_heard).max();
             (Some(Cause::Silent { ranks: silent }), heard.unwrap_or(when))
         }
         Some((cause, when)) => (Some(cause), when),
-        None => (first_death(outcry).map(|(rank, how)| Cause::Died { rank, how: Some(how) }), noticed),
+        None => (first_death(messages).map(|(rank, how)| Cause::Died { rank, how: Some(how) }), noticed),
     }
 }
 
-impl Seen {
-    fn hear(&mut self, event: Event, screen: &Screen) {
+impl State {
+    fn handle_event(&mut self, event: Event, screen: &Screen) {
         let cause = match event {
             Event::Joined { .. } => {
                 self.joined += 1;
                 return;
             }
-            Event::Entry(_) | Event::Asked(_) => return,
+            Event::Entry(_) | Event::Requested(_) => return,
             Event::Note { text, .. } => return screen.say(&text),
             Event::Refused { rank, reason } => {
-                return screen.say(&format!("Someone who wanted to be rank {rank} was refused: {reason}"));
+                return screen.say(&format!("Refused a connection that claimed to be rank {rank}: {reason}"));
             }
             Event::Malformed { rank, error } => {
-                let text = format!("it has sent what is no message: {error}");
+                let text = format!("it sent an invalid message: {error}");
                 Cause::Failed { rank, kind: FailureKind::Error, text }
             }
             Event::Left { rank, code: Some(code) } => {
@@ -377,23 +378,25 @@ impl Seen {
             Event::Left { rank, code: None } => Cause::Died { rank, how: None },
             Event::Failed { rank, kind, text } => Cause::Failed { rank, kind, text },
         };
-        // One failure makes others: what a rank says of its own comes before what it says of others.
-        // Of ranks with the same to say it is the first that says it, whichever was heard first.
-        let is_worse = |(known, _): &(Cause, Instant)| match (&cause, known) {
-            (Cause::Failed { rank, .. }, Cause::Failed { rank: known_rank, .. }) if weight(&cause) == weight(known) => {
+        // One failure causes others, so a rank's own error takes precedence over what it reports about other ranks. Among equals the
+        // lowest rank counts, whichever reported first.
+        let is_better = |(known, _): &(Cause, Instant)| match (&cause, known) {
+            (Cause::Failed { rank, .. }, Cause::Failed { rank: known_rank, .. })
+                if precedence(&cause) == precedence(known) =>
+            {
                 rank < known_rank
             }
-            _ => weight(&cause) > weight(known),
+            _ => precedence(&cause) > precedence(known),
         };
-        if self.failure.as_ref().is_none_or(is_worse) {
+        if self.failure.as_ref().is_none_or(is_better) {
             let when = self.failure.as_ref().map_or_else(Instant::now, |(_, when)| *when);
             self.failure = Some((cause, when));
         }
     }
 }
 
-/// How much a sign says of what came first.
-fn weight(cause: &Cause) -> u32 {
+/// How likely a cause is to be the first one. Higher wins.
+fn precedence(cause: &Cause) -> u32 {
     match cause {
         Cause::Failed { kind, .. } => match kind {
             FailureKind::Timeout => 1,
@@ -402,49 +405,49 @@ fn weight(cause: &Cause) -> u32 {
             FailureKind::Final | FailureKind::Memory | FailureKind::Error | FailureKind::SpotCheck => 5,
         },
         Cause::Died { .. } => 3,
-        Cause::Silent { .. } | Cause::Absent { .. } => 2,
+        Cause::Silent { .. } | Cause::NotJoined { .. } => 2,
     }
 }
 
-/// How long to listen after such a sign.
-fn patience(cause: &Cause) -> Duration {
+/// How long to wait for further reports.
+fn listen_time(cause: &Cause) -> Duration {
     match cause {
-        Cause::Died { .. } | Cause::Silent { .. } | Cause::Absent { .. } => LISTEN,
-        // Where all the others are is what explains it.
+        Cause::Died { .. } | Cause::Silent { .. } | Cause::NotJoined { .. } => LISTEN,
         Cause::Failed { .. } => LISTEN_TO_ALL,
     }
 }
 
-/// Ends the ranks and the launcher, wherever they are, and whatever state they are in.
-fn sweep(
+/// Stops the ranks and the launcher on all hosts, whatever state they are in. Returns the launcher's status and messages.
+fn stop_all(
     server: &mut Server,
     mut launcher: Child,
-    outcry: &Outcry,
+    stderr: &LauncherStderr,
     status: Option<ExitStatus>,
-    hear: &mut dyn FnMut(&mut Server, Event),
+    handle_event: &mut dyn FnMut(&mut Server, Event),
 ) -> Result<(ExitStatus, Vec<String>)> {
     if let Some(status) = status {
-        // The last words of ranks may still be on their way.
+        // The last reports of the ranks may still be on their way.
         for event in server.poll(Duration::from_millis(50))? {
-            hear(server, event);
+            handle_event(server, event);
         }
-        return Ok((status, outcry.heard()));
+        return Ok((status, stderr.messages()));
     }
-    outcry.mute();
+    stderr.mute();
     server.order(Order::End { reason: "the attempt has ended".to_string() });
     drop(server.poll(Duration::from_millis(10)));
-    let own = own_name();
-    for rank in server.ranks().iter().filter(|rank| rank.presence != Presence::Awaited && rank.host == own) {
-        // One that is stopped takes no orders.
+    let own = hostname();
+    for rank in server.ranks().iter().filter(|rank| rank.presence != Presence::NotJoined && rank.host == own) {
+        // A process that is stopped (SIGSTOP) does not act on orders.
         if let Some(id) = i32::try_from(rank.pid).ok().and_then(Pid::from_raw) {
             let _ = kill_process(id, Signal::KILL);
         }
     }
-    let id = i32::try_from(launcher.id()).ok().and_then(Pid::from_raw).context("the launcher's process")?;
+    let id =
+        i32::try_from(launcher.id()).ok().and_then(Pid::from_raw).context("the launcher has no valid process id")?;
     let mut status = None;
     for signal in [None, Some(Signal::TERM), Some(Signal::KILL)] {
         signal.map(|signal| kill_process_group(id, signal));
-        let until = Instant::now() + LEAVE;
+        let until = Instant::now() + KILL_TIMEOUT;
         while status.is_none() && Instant::now() < until {
             drop(server.poll(Duration::from_millis(5)));
             status = launcher.try_wait()?;
@@ -457,5 +460,5 @@ fn sweep(
         Some(status) => status,
         None => launcher.wait()?,
     };
-    Ok((status, outcry.heard()))
+    Ok((status, stderr.messages()))
 }

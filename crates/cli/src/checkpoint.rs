@@ -1,4 +1,4 @@
-//! `shardwise checkpoint`: what is in a folder of checkpoints, and whether it is what was written.
+//! `shardwise checkpoint`: lists, verifies, compares, prunes, exports and imports checkpoints.
 
 use std::collections::BTreeMap;
 use std::io::{IsTerminal, Write};
@@ -7,137 +7,137 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{Result, bail};
-use shardwise_checkpoint::hugging_face::{self, Export, Weights};
-use shardwise_checkpoint::{Checkpoint, Keep, Store, UnitReader, elements, folder_of};
+use shardwise_checkpoint::hugging_face::{self, ExportOptions, Weights};
+use shardwise_checkpoint::{Checkpoint, RetentionPolicy, Store, UnitReader, elements, step_folder};
 use shardwise_plan::Dtype;
 
 #[derive(clap::Subcommand)]
 pub(crate) enum Command {
-    /// List checkpoints, the newest first
+    /// List checkpoints, newest first
     #[command(after_help = "Example:\n  shardwise checkpoint ls runs/small")]
     Ls {
-        /// Where they are
+        /// The checkpoint folder
         folder: String,
     },
-    /// Read checkpoints whole, and compare everything with its hash
+    /// Read all checkpoints and verify their hashes
     ///
-    /// The exit code is 1 if anything is damaged.
+    /// Exits with code 1 if anything is damaged.
     #[command(
         after_help = "Examples:\n  shardwise checkpoint verify runs/small\n  shardwise checkpoint verify runs/small --step 100"
     )]
     Verify {
-        /// Where they are
+        /// The checkpoint folder
         folder: String,
-        /// One step alone
+        /// Verify only the checkpoint of this step
         #[arg(long)]
         step: Option<u64>,
     },
-    /// Compare two checkpoints, tensor by tensor
+    /// Compare two checkpoints tensor by tensor
     ///
-    /// The exit code is 1 if they differ.
+    /// Exits with code 1 if they differ.
     #[command(
         after_help = "Examples:\n  shardwise checkpoint diff runs/small 100 200\n  shardwise checkpoint diff runs/small 100 100 --other runs/again"
     )]
     Diff {
-        /// Where they are
+        /// The checkpoint folder
         folder: String,
-        /// The one step
+        /// The step of the first checkpoint
         one: u64,
-        /// The other step
+        /// The step of the second checkpoint
         two: u64,
-        /// Where the other one is, if it is elsewhere
+        /// Read the second checkpoint from this folder
         #[arg(long, value_name = "FOLDER")]
         other: Option<String>,
     },
-    /// Remove all but some
+    /// Remove old checkpoints
     #[command(
         after_help = "Example:\n  shardwise checkpoint prune runs/small --keep-last 2 --keep-every 1000 --dry-run"
     )]
     Prune {
-        /// Where they are
+        /// The checkpoint folder
         folder: String,
-        /// How many of the last whole ones stay
+        /// Keep this many of the newest intact checkpoints
         #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
         keep_last: u32,
-        /// Those of every so manieth step stay as well
+        /// Also keep every checkpoint whose step is a multiple of this
         #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
         keep_every: Option<u64>,
-        /// Say which would be removed, and remove none
+        /// Print what would be removed, and remove nothing
         #[arg(long)]
         dry_run: bool,
     },
-    /// Write the parameters of a checkpoint as Hugging Face does
+    /// Export the parameters of a checkpoint in Hugging Face's format
     ///
-    /// config.json, safetensors files with their index, and what the checkpoint that the run began with has of tokenizer and
-    /// generation settings. Only a few megabytes are in memory at a time.
+    /// Writes config.json and safetensors files with their index, and copies the tokenizer and generation settings of the model that the
+    /// run started from. Needs only a few megabytes of memory.
     #[command(after_help = "Example:\n  shardwise checkpoint export runs/small exported --dtype bf16")]
     Export {
-        /// Where checkpoints are
+        /// The checkpoint folder
         folder: String,
-        /// Where to write
+        /// The folder to write to
         to: String,
-        /// Which step; the newest unless said otherwise
+        /// Export the checkpoint of this step instead of the newest
         #[arg(long)]
         step: Option<u64>,
-        /// The type of elements: f32, bf16 or f16
-        #[arg(long, default_value = "f32", value_parser = dtype)]
+        /// Convert the parameters to this type: f32, bf16 or f16
+        #[arg(long, default_value = "f32", value_parser = parse_dtype)]
         dtype: Dtype,
-        /// How long a file may become
+        /// Start a new file after this many megabytes
         #[arg(long, default_value_t = 5000, value_name = "MB", value_parser = clap::value_parser!(u64).range(1..))]
         file_mb: u64,
-        /// A Hugging Face checkpoint whose tokenizer and generation settings are handed on
+        /// Copy the tokenizer and generation settings from this Hugging Face checkpoint
         #[arg(long, value_name = "FOLDER")]
         like: Option<String>,
-        /// Write over an export or another model that is there
+        /// Overwrite an existing model
         #[arg(long)]
         force: bool,
     },
-    /// Make a checkpoint of a Hugging Face checkpoint, at step 0
+    /// Import a Hugging Face checkpoint as the checkpoint of step 0
     #[command(after_help = "Example:\n  shardwise checkpoint import models/llama runs/small")]
     Import {
         /// The folder with config.json and safetensors files
         from: String,
-        /// Where checkpoints are to be
+        /// The checkpoint folder to create
         folder: String,
     },
 }
 
-fn dtype(text: &str) -> std::result::Result<Dtype, String> {
+fn parse_dtype(text: &str) -> std::result::Result<Dtype, String> {
     let known = [Dtype::F32, Dtype::Bf16, Dtype::F16];
     known.into_iter().find(|dtype| dtype.to_string() == text).ok_or_else(|| "use f32, bf16 or f16".to_string())
 }
 
 pub(crate) fn run(command: &Command) -> Result<ExitCode> {
     match command {
-        Command::Ls { folder } => ls(&opened(folder)?),
-        Command::Verify { folder, step } => verify(&opened(folder)?, *step),
+        Command::Ls { folder } => ls(&open_store(folder)?),
+        Command::Verify { folder, step } => verify(&open_store(folder)?, *step),
         Command::Diff { folder, one, two, other } => {
-            let one = Checkpoint::open(&opened(folder)?, *one)?;
-            let two = Checkpoint::open(&opened(other.as_ref().unwrap_or(folder))?, *two)?;
+            let one = Checkpoint::open(&open_store(folder)?, *one)?;
+            let two = Checkpoint::open(&open_store(other.as_ref().unwrap_or(folder))?, *two)?;
             diff(&one, &two)
         }
         Command::Prune { folder, keep_last, keep_every, dry_run } => {
-            prune(&opened(folder)?, *keep_last as usize, *keep_every, *dry_run)
+            prune(&open_store(folder)?, *keep_last as usize, *keep_every, *dry_run)
         }
         Command::Export { folder, to, step, dtype, file_mb, like, force } => {
             if !force {
                 refuse_to_overwrite(to)?;
             }
-            let how = Export { dtype: *dtype, file_bytes: file_mb * 1_000_000 };
-            export(&opened(folder)?, to, *step, &how, like.as_deref())
+            let how = ExportOptions { dtype: *dtype, file_bytes: file_mb * 1_000_000 };
+            export(&open_store(folder)?, to, *step, &how, like.as_deref())
         }
         Command::Import { from, folder } => import(from, folder),
     }
 }
 
-fn opened(folder: &str) -> Result<Arc<Store>> {
+fn open_store(folder: &str) -> Result<Arc<Store>> {
     Ok(Arc::new(Store::open(folder)?))
 }
 
 fn ls(store: &Arc<Store>) -> Result<ExitCode> {
     let steps = store.steps()?;
     if steps.is_empty() {
-        println!("there is no checkpoint in {}", store.display(""));
+        println!("there are no checkpoints in {}", store.display(""));
     }
     for step in steps {
         let line = Checkpoint::open(store, step).and_then(|checkpoint| Ok((checkpoint.bytes()?, checkpoint)));
@@ -160,7 +160,7 @@ fn ls(store: &Arc<Store>) -> Result<ExitCode> {
 fn verify(store: &Arc<Store>, step: Option<u64>) -> Result<ExitCode> {
     let steps = step.map_or_else(|| store.steps(), |step| Ok(vec![step]))?;
     if steps.is_empty() {
-        bail!("there is no checkpoint in {}", store.display(""));
+        bail!("there are no checkpoints in {}", store.display(""));
     }
     let mut code = ExitCode::SUCCESS;
     for step in steps {
@@ -172,7 +172,7 @@ fn verify(store: &Arc<Store>, step: Option<u64>) -> Result<ExitCode> {
             Ok(bytes)
         });
         match verified {
-            Ok(bytes) => println!("step {step}: whole, {:.1} MB", bytes as f64 / 1e6),
+            Ok(bytes) => println!("step {step}: intact, {:.1} MB", bytes as f64 / 1e6),
             Err(error) => {
                 println!("step {step}: damaged: {error}");
                 code = ExitCode::FAILURE;
@@ -183,48 +183,54 @@ fn verify(store: &Arc<Store>, step: Option<u64>) -> Result<ExitCode> {
 }
 
 fn prune(store: &Arc<Store>, keep_last: usize, keep_every: Option<u64>, dry_run: bool) -> Result<ExitCode> {
-    let kept = Keep { last: Some(keep_last), every: keep_every }.steps(store)?;
+    let kept = RetentionPolicy { last: Some(keep_last), every: keep_every }.steps_to_keep(store)?;
     for step in store.steps()?.into_iter().filter(|step| !kept.contains(step)) {
         match dry_run {
-            true => println!("step {step} would be removed"),
+            true => println!("would remove step {step}"),
             false => {
                 store.remove_step(step)?;
-                println!("step {step} is removed");
+                println!("removed step {step}");
             }
         }
     }
     Ok(ExitCode::SUCCESS)
 }
 
-/// A model that is there is not lost to an export without being asked for.
+/// Fails if the folder already holds a model.
 fn refuse_to_overwrite(to: &str) -> Result<()> {
-    // Where there is no folder yet there is nothing to lose.
+    // A folder that does not exist yet holds no model.
     let Ok(store) = Store::open(to) else { return Ok(()) };
-    if let Some(file) = hugging_face::existing(&store)? {
-        bail!("{} is there already: name another folder, or say --force", store.display(file));
+    if let Some(file) = hugging_face::first_existing_file(&store)? {
+        bail!("{} already exists: choose another folder or pass --force", store.display(file));
     }
     Ok(())
 }
 
-fn export(store: &Arc<Store>, to: &str, step: Option<u64>, how: &Export, like: Option<&str>) -> Result<ExitCode> {
+fn export(
+    store: &Arc<Store>,
+    to: &str,
+    step: Option<u64>,
+    how: &ExportOptions,
+    like: Option<&str>,
+) -> Result<ExitCode> {
     let newest = || store.steps().map(|steps| steps.first().copied());
     let Some(step) = step.map_or_else(newest, |step| Ok(Some(step)))? else {
-        bail!("there is no checkpoint in {}", store.display(""));
+        bail!("there are no checkpoints in {}", store.display(""));
     };
     let checkpoint = Checkpoint::open(store, step)?;
     let training = &checkpoint.manifest().training;
     let config = &training["model"];
     if !config.is_object() {
-        bail!("{}: its model is of no family that Hugging Face knows", checkpoint.name());
+        bail!("{}: Hugging Face has no format for this model", checkpoint.name());
     }
-    // What the run began with may be gone; its tokenizer is worth a try.
-    let began_with = training["began_with"].as_str().and_then(|folder| Store::open(folder).ok());
-    let like = like.map(Store::open).transpose()?.or(began_with);
+    // The model that the run started from may no longer exist.
+    let started_from = training["began_with"].as_str().and_then(|folder| Store::open(folder).ok());
+    let like = like.map(Store::open).transpose()?.or(started_from);
     let out = Store::create(to)?;
     let mut progress = Progress::new("exported".to_string(), 0);
     hugging_face::export(&checkpoint, &out, config, like.as_ref(), how, &mut |more| progress.add(more))?;
     progress.end();
-    println!("{} is exported to {to}, {:.1} MB in {}", checkpoint.name(), progress.done as f64 / 1e6, how.dtype);
+    println!("exported {} to {to}: {:.1} MB in {}", checkpoint.name(), progress.done as f64 / 1e6, how.dtype);
     Ok(ExitCode::SUCCESS)
 }
 
@@ -232,19 +238,19 @@ fn import(from: &str, folder: &str) -> Result<ExitCode> {
     let weights = Weights::open(from)?;
     let store = Arc::new(Store::create(folder)?);
     if let Some(step) = store.steps()?.first() {
-        bail!("{folder} has checkpoints already, the newest of step {step}: give another folder");
+        bail!("{folder} already has checkpoints, the newest of step {step}: choose another folder");
     }
     let mut progress = Progress::new("imported".to_string(), 0);
     hugging_face::import(&weights, &store, &mut |more| progress.add(more))?;
     progress.end();
-    println!("{from} is imported as {}, {:.1} MB", store.display(&folder_of(0)), progress.done as f64 / 1e6);
+    println!("imported {from} as {}: {:.1} MB", store.display(&step_folder(0)), progress.done as f64 / 1e6);
     Ok(ExitCode::SUCCESS)
 }
 
-/// Elements that are compared at once.
-const COMPARED: u64 = 1 << 20;
+/// The number of elements that are compared at once.
+const CHUNK: u64 = 1 << 20;
 
-/// What a checkpoint has of each tensor: its unit and its shape.
+/// The unit and the shape of each tensor in a checkpoint.
 fn tensors(checkpoint: &Checkpoint) -> Result<BTreeMap<String, (String, Vec<u64>)>> {
     let mut all = BTreeMap::new();
     for unit in &checkpoint.manifest().units {
@@ -279,10 +285,10 @@ fn diff(one: &Checkpoint, two: &Checkpoint) -> Result<ExitCode> {
         let Some((_, _, reader, other)) = &mut readers else { continue };
         let (mut count, mut most) = (0u64, 0f32);
         let len = elements(shape).unwrap_or(0);
-        for from in (0..len).step_by(COMPARED as usize) {
-            let range = from..len.min(from + COMPARED);
-            let room = || vec![0f32; (range.end - range.start) as usize];
-            let (mut a, mut b) = (room(), room());
+        for from in (0..len).step_by(CHUNK as usize) {
+            let range = from..len.min(from + CHUNK);
+            let buffer = || vec![0f32; (range.end - range.start) as usize];
+            let (mut a, mut b) = (buffer(), buffer());
             reader.read_f32(name, shape, range.clone(), &mut a)?;
             other.read_f32(name, shape, range.clone(), &mut b)?;
             for (a, b) in a.iter().zip(&b).filter(|(a, b)| a.to_bits() != b.to_bits()) {
@@ -308,10 +314,10 @@ fn diff(one: &Checkpoint, two: &Checkpoint) -> Result<ExitCode> {
     Ok(if differ == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// A line that says how far long work is, where somebody looks at it.
+/// A progress line on standard error, shown only on a terminal.
 struct Progress {
     what: String,
-    /// Of how many bytes; 0 where that is not known.
+    /// The total number of bytes, or 0 if it is not known.
     all: u64,
     done: u64,
     shown: Instant,

@@ -1,19 +1,19 @@
-//! `shardwise config`: what a recipe comes to, with where each value comes from.
+//! `shardwise config`: prints the resolved recipe, with the source of each value.
 
 use std::path::PathBuf;
 use std::process::{Command, ExitCode};
 
 use anyhow::{Context, Result};
 
-use crate::launch::{absolute, as_it_ended, laid, rank_program};
+use crate::launch::{absolute, add_layers, exit_code, rank_program};
 use crate::layers::Layers;
 
 #[derive(clap::Args)]
 pub(crate) struct Options {
-    /// What to train, and how
+    /// The recipe
     #[arg(required_unless_present = "schema")]
     recipe: Option<PathBuf>,
-    /// The number of ranks: with it, all three sizes of the batch are shown
+    /// Resolve all three batch sizes for this number of ranks
     #[arg(short = 'n', long, value_parser = clap::value_parser!(u32).range(1..))]
     ranks: Option<u32>,
     #[command(flatten)]
@@ -32,10 +32,10 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode> {
             if let Some(ranks) = options.ranks {
                 command.arg("--ranks").arg(ranks.to_string());
             }
-            laid(&mut command, &options.layers);
+            add_layers(&mut command, &options.layers);
         }
         None => drop(command.arg("schema")),
     }
     let status = command.status().with_context(|| program.display().to_string())?;
-    Ok(as_it_ended(status))
+    Ok(exit_code(status))
 }

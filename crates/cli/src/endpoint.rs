@@ -1,8 +1,8 @@
-//! The endpoint that Prometheus scrapes: `GET /metrics`, and nothing else.
+//! The metrics endpoint for Prometheus: `GET /metrics`, and nothing else.
 //!
-//! A few lines of HTTP/1.1 on a thread of their own, because a scraper needs no more and a supervisor should stay small. It changes
-//! nothing and waits for nobody: requests are short, few at a time, and have seconds. At an address that others can reach it asks
-//! for a bearer token; it is not sealed, so that is for a network of one's own.
+//! It is a minimal HTTP/1.1 server on its own thread: a scraper needs no more, and it keeps the supervisor small. It is read-only,
+//! and limits the length, number and duration of requests. At an address that other hosts can reach, it requires a bearer token.
+//! The traffic is not encrypted: use it on a trusted network.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
@@ -14,23 +14,23 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use shardwise_journal::prometheus;
 
-use crate::figures::Figures;
+use crate::metrics::Metrics;
 
-/// Where the token is.
+/// The environment variable with the token.
 const TOKEN: &str = "SHARDWISE_METRICS_TOKEN";
 
-/// The shortest token that is one.
+/// The shortest token that is accepted.
 const TOKEN_BYTES_MIN: usize = 16;
 
-/// The longest request, how long it may take, and how many there may be at once.
+/// The maximum length of a request, its time limit, and the maximum number of concurrent requests.
 const REQUEST_BYTES_MAX: usize = 8 << 10;
 const REQUEST_LIMIT: Duration = Duration::from_secs(5);
 const REQUESTS_MAX: usize = 8;
 
-/// How long is waited after a connection could not be taken.
+/// The pause after a connection could not be accepted.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Where to listen.
+/// The address to listen at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Address(SocketAddr);
 
@@ -43,43 +43,42 @@ impl FromStr for Address {
             return Ok(here(port));
         }
         let address = text.parse().map(Address);
-        address
-            .map_err(|_| "a port, as in 9464, or an address and a port, as in 127.0.0.1:9464 or [::1]:9464".to_string())
+        address.map_err(|_| "write a port (9464) or an address and a port (127.0.0.1:9464, [::1]:9464)".to_string())
     }
 }
 
-/// An endpoint at work, for as long as the process lasts.
+/// A running endpoint. It runs until the process exits.
 pub(crate) struct Endpoint {
     address: SocketAddr,
 }
 
-/// What the thread has.
-struct Page {
-    figures: Arc<Mutex<Figures>>,
+/// The state that the threads share.
+struct Service {
+    metrics: Arc<Mutex<Metrics>>,
     token: Option<String>,
-    under_way: AtomicUsize,
+    active_requests: AtomicUsize,
 }
 
 impl Endpoint {
-    /// Begins to serve these figures.
-    pub(crate) fn serve(address: Address, figures: Arc<Mutex<Figures>>) -> Result<Self> {
+    /// Starts to serve these metrics.
+    pub(crate) fn serve(address: Address, metrics: Arc<Mutex<Metrics>>) -> Result<Self> {
         let token = std::env::var(TOKEN).ok().filter(|token| !token.is_empty());
-        Endpoint::serve_with(address, figures, token)
+        Endpoint::serve_with(address, metrics, token)
     }
 
-    fn serve_with(Address(address): Address, figures: Arc<Mutex<Figures>>, token: Option<String>) -> Result<Self> {
-        let is_enough = token.as_ref().is_some_and(|token| token.len() >= TOKEN_BYTES_MIN);
-        if !address.ip().is_loopback() && !is_enough {
+    fn serve_with(Address(address): Address, metrics: Arc<Mutex<Metrics>>, token: Option<String>) -> Result<Self> {
+        let is_long_enough = token.as_ref().is_some_and(|token| token.len() >= TOKEN_BYTES_MIN);
+        if !address.ip().is_loopback() && !is_long_enough {
             bail!(
-                "--metrics {address}: others can reach that address, so {TOKEN} has to be set, to {TOKEN_BYTES_MIN} characters or more; \
-                 or give a port alone"
+                "--metrics {address}: other hosts can reach this address, so set {TOKEN} to at least {TOKEN_BYTES_MIN} characters, or \
+                 give only a port"
             );
         }
         let listener = TcpListener::bind(address).with_context(|| format!("--metrics {address}"))?;
         let address = listener.local_addr().with_context(|| format!("--metrics {address}"))?;
-        let page = Arc::new(Page { figures, token, under_way: AtomicUsize::new(0) });
+        let service = Arc::new(Service { metrics, token, active_requests: AtomicUsize::new(0) });
         let thread = std::thread::Builder::new().name("metrics".to_string());
-        thread.spawn(move || accept(&listener, &page)).context("the thread of --metrics")?;
+        thread.spawn(move || accept(&listener, &service)).context("starting the thread of --metrics")?;
         Ok(Endpoint { address })
     }
 
@@ -88,33 +87,33 @@ impl Endpoint {
     }
 }
 
-fn accept(listener: &TcpListener, page: &Arc<Page>) {
+fn accept(listener: &TcpListener, service: &Arc<Service>) {
     loop {
         let Ok((stream, _)) = listener.accept() else {
             std::thread::sleep(PAUSE);
             continue;
         };
-        if page.under_way.fetch_add(1, Ordering::Relaxed) >= REQUESTS_MAX {
-            page.under_way.fetch_sub(1, Ordering::Relaxed);
+        if service.active_requests.fetch_add(1, Ordering::Relaxed) >= REQUESTS_MAX {
+            service.active_requests.fetch_sub(1, Ordering::Relaxed);
             continue;
         }
-        let served = page.clone();
+        let shared = service.clone();
         let thread = std::thread::Builder::new().name("metrics request".to_string());
         let started = thread.spawn(move || {
-            // Whoever asked may be gone.
-            drop(served.answer(stream));
-            served.under_way.fetch_sub(1, Ordering::Relaxed);
+            // Errors are ignored: the client may be gone.
+            drop(shared.answer(stream));
+            shared.active_requests.fetch_sub(1, Ordering::Relaxed);
         });
         if started.is_err() {
-            page.under_way.fetch_sub(1, Ordering::Relaxed);
+            service.active_requests.fetch_sub(1, Ordering::Relaxed);
         }
     }
 }
 
-impl Page {
+impl Service {
     fn answer(&self, mut stream: TcpStream) -> std::io::Result<()> {
         stream.set_write_timeout(Some(REQUEST_LIMIT))?;
-        let answer = match request(&mut stream)? {
+        let answer = match read_request(&mut stream)? {
             Some(request) => self.respond(&request),
             None => response("431 Request Header Fields Too Large", "", "The request is too long.\n"),
         };
@@ -122,7 +121,7 @@ impl Page {
         stream.shutdown(std::net::Shutdown::Write)
     }
 
-    /// The response to a request's head.
+    /// Returns the response to the head of a request.
     fn respond(&self, request: &str) -> String {
         let mut lines = request.lines();
         let mut words = lines.next().unwrap_or_default().split(' ');
@@ -131,20 +130,20 @@ impl Page {
             return response("400 Bad Request", "", "This is an HTTP/1.1 endpoint.\n");
         }
         if !self.admits(lines) {
-            return response("401 Unauthorized", "WWW-Authenticate: Bearer\r\n", "A bearer token is needed.\n");
+            return response("401 Unauthorized", "WWW-Authenticate: Bearer\r\n", "A bearer token is required.\n");
         }
         match (method, path.map(|path| path.split('?').next().unwrap_or(path))) {
             (Some("GET"), Some("/metrics")) => {
-                let run = self.figures.lock().unwrap_or_else(PoisonError::into_inner).run();
+                let run = self.metrics.lock().unwrap_or_else(PoisonError::into_inner).to_run();
                 let kind = format!("Content-Type: {}\r\n", prometheus::CONTENT_TYPE);
                 response("200 OK", &kind, &prometheus::text(&run))
             }
-            (Some("GET"), _) => response("404 Not Found", "", "There is /metrics, and nothing else.\n"),
-            _ => response("405 Method Not Allowed", "Allow: GET\r\n", "There is GET, and nothing else.\n"),
+            (Some("GET"), _) => response("404 Not Found", "", "Only /metrics exists.\n"),
+            _ => response("405 Method Not Allowed", "Allow: GET\r\n", "Only GET is supported.\n"),
         }
     }
 
-    /// Whether a request with these headers knows the token, if there is one.
+    /// Whether a request with these headers has the token, if one is required.
     fn admits<'a>(&self, mut headers: impl Iterator<Item = &'a str>) -> bool {
         let Some(token) = &self.token else { return true };
         let given = headers.find_map(|header| {
@@ -152,12 +151,12 @@ impl Page {
             let (scheme, given) = value.trim().split_once(' ')?;
             (name.eq_ignore_ascii_case("authorization") && scheme.eq_ignore_ascii_case("bearer")).then(|| given.trim())
         });
-        given.is_some_and(|given| is_same(given.as_bytes(), token.as_bytes()))
+        given.is_some_and(|given| is_equal(given.as_bytes(), token.as_bytes()))
     }
 }
 
-/// A request's head; none if it is too long.
-fn request(stream: &mut TcpStream) -> std::io::Result<Option<String>> {
+/// Reads the head of a request; `None` if it is too long.
+fn read_request(stream: &mut TcpStream) -> std::io::Result<Option<String>> {
     let (end, mut head, mut piece) = (Instant::now() + REQUEST_LIMIT, Vec::new(), [0; 1024]);
     while !head.windows(4).any(|four| four == b"\r\n\r\n") {
         if head.len() > REQUEST_BYTES_MAX {
@@ -184,8 +183,8 @@ fn response(status: &str, headers: &str, body: &str) -> String {
     format!("HTTP/1.1 {status}\r\n{headers}Content-Length: {}\r\nConnection: close\r\n\r\n{body}", body.len())
 }
 
-/// Takes as long wherever the two differ.
-fn is_same(given: &[u8], token: &[u8]) -> bool {
+/// Compares a given token with the right one in a time that does not depend on where they differ.
+fn is_equal(given: &[u8], token: &[u8]) -> bool {
     let differ = given.iter().zip(token).fold(0, |differ, (a, b)| differ | (a ^ b));
     given.len() == token.len() && differ == 0
 }
@@ -193,18 +192,18 @@ fn is_same(given: &[u8], token: &[u8]) -> bool {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test may fail")]
-    use shardwise_journal::{Entry, Step, StepTraffic, VerbTraffic, What};
+    use shardwise_journal::{Entry, EntryKind, Step, StepTraffic, VerbTraffic};
 
     use super::*;
 
-    fn figures() -> Arc<Mutex<Figures>> {
-        let mut figures = Figures::default();
+    fn metrics() -> Arc<Mutex<Metrics>> {
+        let mut metrics = Metrics::default();
         for step in 1..=3 {
-            figures.add(&Entry::now(What::Step(Step { step, loss: f64::NAN, ..Step::default() })));
-            let verb = VerbTraffic { verb: "all-gather".to_string(), calls: 2, bytes: 500, theory_bytes: 400 };
-            figures.add(&Entry::now(What::Traffic(StepTraffic { step, steps: 1, verbs: vec![verb] })));
+            metrics.add(&Entry::now(EntryKind::Step(Step { step, loss: f64::NAN, ..Step::default() })));
+            let verb = VerbTraffic { verb: "all-gather".to_string(), calls: 2, bytes: 500, expected_bytes: 400 };
+            metrics.add(&Entry::now(EntryKind::Traffic(StepTraffic { step, steps: 1, verbs: vec![verb] })));
         }
-        Arc::new(Mutex::new(figures))
+        Arc::new(Mutex::new(metrics))
     }
 
     fn ask(endpoint: &Endpoint, request: &str) -> String {
@@ -216,8 +215,8 @@ mod tests {
     }
 
     #[test]
-    fn figures_are_served_and_nothing_else_is() {
-        let endpoint = Endpoint::serve_with("0".parse().unwrap(), figures(), None).unwrap();
+    fn only_metrics_are_served() {
+        let endpoint = Endpoint::serve_with("0".parse().unwrap(), metrics(), None).unwrap();
         assert!(endpoint.address().ip().is_loopback());
         let page = ask(&endpoint, "GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n");
         assert!(page.starts_with("HTTP/1.1 200 OK\r\n"), "{page}");
@@ -240,13 +239,13 @@ mod tests {
     }
 
     #[test]
-    fn others_need_the_token() {
+    fn other_hosts_need_the_token() {
         let everywhere: Address = "0.0.0.0:0".parse().unwrap();
         for token in [None, Some("short".to_string())] {
-            let error = Endpoint::serve_with(everywhere, figures(), token).err().unwrap();
+            let error = Endpoint::serve_with(everywhere, metrics(), token).err().unwrap();
             assert!(error.to_string().contains(TOKEN), "{error}");
         }
-        let endpoint = Endpoint::serve_with(everywhere, figures(), Some("0123456789abcdef".to_string())).unwrap();
+        let endpoint = Endpoint::serve_with(everywhere, metrics(), Some("0123456789abcdef".to_string())).unwrap();
         let get = |header: &str| ask(&endpoint, &format!("GET /metrics HTTP/1.1\r\n{header}\r\n"));
         for header in ["", "Authorization: Bearer 0123456789abcdeg\r\n", "Authorization: Basic 0123456789abcdef\r\n"] {
             assert!(get(header).starts_with("HTTP/1.1 401 "), "{header}");
@@ -255,14 +254,14 @@ mod tests {
     }
 
     #[test]
-    fn those_who_say_nothing_do_not_keep_others_out_for_good() {
-        let endpoint = Endpoint::serve_with("0".parse().unwrap(), figures(), None).unwrap();
+    fn idle_connections_do_not_block_others_for_long() {
+        let endpoint = Endpoint::serve_with("0".parse().unwrap(), metrics(), None).unwrap();
         let idle: Vec<TcpStream> = (0..50).map(|_| TcpStream::connect(endpoint.address()).unwrap()).collect();
         let started = Instant::now();
         loop {
             let mut stream = TcpStream::connect(endpoint.address()).unwrap();
             let mut answer = String::new();
-            // It may be turned away while the others have their seconds.
+            // It may be rejected until the idle connections time out.
             let asked =
                 stream.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").and_then(|()| stream.read_to_string(&mut answer));
             if asked.is_ok() && answer.starts_with("HTTP/1.1 200 ") {
@@ -275,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_is_a_port_or_both() {
+    fn an_address_may_be_a_port_alone() {
         assert_eq!("9464".parse::<Address>().unwrap().0.to_string(), "127.0.0.1:9464");
         assert_eq!("[::]:1".parse::<Address>().unwrap().0.to_string(), "[::]:1");
         for wrong in ["", ":9464", "70000", "host", "0.0.0.0"] {

@@ -1,19 +1,18 @@
-//! The hosts that ranks are started on, and which of them answer.
+//! The hosts that ranks run on, and which of them can be reached.
 
 use std::fmt;
 use std::process::{Command, Stdio};
 use std::str::FromStr;
 use std::time::{Duration, Instant};
 
-use crate::launched::own_name;
+use crate::launcher_env::hostname;
 
 /// How long a host may take to answer.
-const ANSWER: Duration = Duration::from_secs(5);
+const TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How often it is asked whether it has.
 const POLL: Duration = Duration::from_millis(20);
 
-/// A host, and how many ranks there is room for.
+/// A host, and the number of ranks that it has room for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Host {
     pub(crate) name: String,
@@ -23,16 +22,16 @@ pub(crate) struct Host {
 impl FromStr for Host {
     type Err = String;
 
-    /// As `NAME:RANKS`, or `NAME` for one rank.
+    /// Parses `NAME:RANKS`, or `NAME` for one rank.
     fn from_str(text: &str) -> Result<Self, String> {
         let (name, ranks) = text.split_once(':').unwrap_or((text, "1"));
-        // It becomes an argument of other programs.
+        // The name becomes an argument of other programs, so it may not look like an option.
         let is_name = !name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric() || "._-".contains(c));
         match ranks.parse() {
             Ok(ranks @ 1..=1_000_000) if is_name && !name.starts_with('-') => {
                 Ok(Host { name: name.to_string(), ranks })
             }
-            _ => Err(format!("'{text}' is not a host: write NAME:RANKS, as in node1:8")),
+            _ => Err(format!("'{text}' is not a host: write NAME:RANKS, for example node1:8")),
         }
     }
 }
@@ -43,20 +42,20 @@ impl fmt::Display for Host {
     }
 }
 
-/// Those of the hosts on which `agent` can start a program, in their order. All are asked at once.
-pub(crate) fn answering(hosts: &[Host], agent: &str) -> Vec<Host> {
-    let own = own_name();
-    let ask = |host: &Host| {
+/// Returns the hosts on which `agent` can start a program, in the given order. All are tried at once.
+pub(crate) fn reachable_hosts(hosts: &[Host], agent: &str) -> Vec<Host> {
+    let own = hostname();
+    let probe = |host: &Host| {
         let mut command = Command::new(agent);
         command.arg(&host.name).arg("true").stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         command.spawn()
     };
-    let asked: Vec<_> = hosts.iter().map(|host| (host, (host.name != own).then(|| ask(host)))).collect();
-    let until = Instant::now() + ANSWER;
-    let answers = |(host, asked): (&Host, Option<std::io::Result<std::process::Child>>)| {
-        let Some(asked) = asked else { return Some(host.clone()) };
-        let mut child = asked.ok()?;
-        while Instant::now() < until {
+    let probes: Vec<_> = hosts.iter().map(|host| (host, (host.name != own).then(|| probe(host)))).collect();
+    let deadline = Instant::now() + TIMEOUT;
+    let answer = |(host, probe): (&Host, Option<std::io::Result<std::process::Child>>)| {
+        let Some(probe) = probe else { return Some(host.clone()) };
+        let mut child = probe.ok()?;
+        while Instant::now() < deadline {
             if let Some(status) = child.try_wait().ok()? {
                 return status.success().then(|| host.clone());
             }
@@ -66,7 +65,7 @@ pub(crate) fn answering(hosts: &[Host], agent: &str) -> Vec<Host> {
         drop(child.wait());
         None
     };
-    asked.into_iter().filter_map(answers).collect()
+    probes.into_iter().filter_map(answer).collect()
 }
 
 #[cfg(test)]
@@ -75,7 +74,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn hosts_are_read_as_they_are_written() {
+    fn hosts_are_parsed_and_printed() {
         let host: Host = "node-1.site:8".parse().unwrap();
         assert_eq!((host.name.as_str(), host.ranks, host.to_string().as_str()), ("node-1.site", 8, "node-1.site:8"));
         assert_eq!("b".parse::<Host>().unwrap().ranks, 1);
@@ -85,11 +84,11 @@ mod tests {
     }
 
     #[test]
-    fn those_that_do_not_answer_are_left_out() {
+    fn hosts_that_do_not_answer_are_left_out() {
         let hosts: Vec<Host> =
-            [own_name().as_str(), "a", "b"].iter().map(|name| format!("{name}:2").parse().unwrap()).collect();
-        assert_eq!(answering(&hosts, "true"), hosts);
-        assert_eq!(answering(&hosts, "false"), hosts[..1]);
-        assert_eq!(answering(&hosts, "/nowhere/agent"), hosts[..1]);
+            [hostname().as_str(), "a", "b"].iter().map(|name| format!("{name}:2").parse().unwrap()).collect();
+        assert_eq!(reachable_hosts(&hosts, "true"), hosts);
+        assert_eq!(reachable_hosts(&hosts, "false"), hosts[..1]);
+        assert_eq!(reachable_hosts(&hosts, "/nowhere/agent"), hosts[..1]);
     }
 }

@@ -1,4 +1,4 @@
-//! `shardwise init`: a recipe to begin with, by question or by flag.
+//! `shardwise init`: writes a starter recipe, interactively or from flags.
 
 use std::fmt::Write as _;
 use std::io::{BufRead, IsTerminal, Write};
@@ -6,32 +6,32 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context, Result, bail};
-use shardwise_data::{About, Corpus};
-use shardwise_journal::words::count;
+use shardwise_data::{Corpus, CorpusInfo};
+use shardwise_journal::format::count;
 
 #[derive(clap::Args)]
 pub(crate) struct Options {
     /// The recipe to write
     #[arg(default_value = "recipe.toml")]
     recipe: PathBuf,
-    /// A corpus of `shardwise tokenize`, whose vocabulary is the model's; random tokens without one
+    /// Train on this corpus of `shardwise tokenize`, with its vocabulary; without it, on random tokens
     #[arg(long)]
     corpus: Option<PathBuf>,
-    /// How large the model is to be, embeddings included; a corpus with another vocabulary changes that
+    /// Use a model of this size, embeddings included; the vocabulary of the corpus can change the size
     #[arg(long, value_enum)]
     size: Option<Size>,
-    /// A Hugging Face checkpoint to begin with, in place of a size
+    /// Start from this Hugging Face checkpoint instead of a new model
     #[arg(long, conflicts_with = "size", value_name = "FOLDER")]
     from: Option<PathBuf>,
-    /// How many steps
+    /// Train for this many steps
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
     steps: Option<u64>,
-    /// Write over a recipe that is there
+    /// Overwrite an existing recipe
     #[arg(long)]
     force: bool,
 }
 
-/// Sizes, in parameters.
+/// Model sizes, named by their number of parameters.
 #[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum Size {
     /// 5 million: minutes on a laptop
@@ -40,30 +40,39 @@ enum Size {
     /// 42 million
     #[value(name = "42m")]
     Small,
-    /// 124 million, as GPT-2
+    /// 124 million, like GPT-2
     #[value(name = "124m")]
     Gpt2,
     /// 1 billion
     #[value(name = "1b")]
     Billion,
-    /// 8 billion, as Llama 3
+    /// 8 billion, like Llama 3
     #[value(name = "8b")]
     Eight,
 }
 
 impl Size {
     fn shape(self) -> Shape {
-        let (vocabulary, width, blocks, heads, kv_heads, mlp_width, tied) = match self {
-            Size::Laptop => (1024, 256, 6, 4, 4, 704, true),
-            Size::Small => (32_000, 512, 8, 8, 8, 1408, true),
-            Size::Gpt2 => (50_304, 768, 12, 12, 12, 2048, true),
-            Size::Billion => (32_000, 2048, 16, 32, 8, 8192, true),
-            Size::Eight => (128_256, 4096, 32, 32, 8, 14336, false),
+        let (vocab_size, hidden_size, num_hidden_layers, heads, intermediate_size, tie_word_embeddings) = match self {
+            Size::Laptop => (1024, 256, 6, [4, 4], 704, true),
+            Size::Small => (32_000, 512, 8, [8, 8], 1408, true),
+            Size::Gpt2 => (50_304, 768, 12, [12, 12], 2048, true),
+            Size::Billion => (32_000, 2048, 16, [32, 8], 8192, true),
+            Size::Eight => (128_256, 4096, 32, [32, 8], 14336, false),
         };
-        Shape { vocabulary, width, blocks, heads, kv_heads, mlp_width, tied }
+        let [num_attention_heads, num_key_value_heads] = heads;
+        Shape {
+            vocab_size,
+            hidden_size,
+            num_hidden_layers,
+            num_attention_heads,
+            num_key_value_heads,
+            intermediate_size,
+            tie_word_embeddings,
+        }
     }
 
-    /// Positions, sequences and rate.
+    /// The sequence length, the micro-batch size and the learning rate.
     fn batch(self) -> (usize, usize, f64) {
         match self {
             Size::Laptop => (256, 8, 3e-3),
@@ -74,7 +83,7 @@ impl Size {
         }
     }
 
-    /// The parameters that its name promises.
+    /// The number of parameters in its name.
     fn parameters(self) -> usize {
         match self {
             Size::Laptop => 5_000_000,
@@ -86,29 +95,30 @@ impl Size {
     }
 }
 
-/// A Llama, as `[model.llama]` describes it. Without a corpus the vocabulary is one with which the model has the parameters that were
-/// asked for, embeddings included.
+/// The sizes in `[model.llama]`. Each model size comes with a vocabulary size that gives it the promised number of parameters, embeddings
+/// included; a corpus replaces that with its own.
 struct Shape {
-    vocabulary: usize,
-    width: usize,
-    blocks: usize,
-    heads: usize,
-    kv_heads: usize,
-    mlp_width: usize,
-    tied: bool,
+    vocab_size: usize,
+    hidden_size: usize,
+    num_hidden_layers: usize,
+    num_attention_heads: usize,
+    num_key_value_heads: usize,
+    intermediate_size: usize,
+    tie_word_embeddings: bool,
 }
 
 impl Shape {
-    /// Parameters of the blocks and the last norm, and of the embeddings.
+    /// The number of parameters in the blocks and the last norm, and in the embeddings.
     fn parameters(&self) -> [usize; 2] {
-        let Shape { vocabulary, width, blocks, heads, kv_heads, mlp_width, tied } = *self;
-        let (queries_and_output, keys_and_values) = (2 * width * width, 2 * width * (width / heads) * kv_heads);
-        let block = queries_and_output + keys_and_values + 3 * width * mlp_width + 2 * width;
-        let tables = if tied { 1 } else { 2 };
-        [blocks * block + width, tables * vocabulary * width]
+        let Shape { vocab_size, hidden_size, num_hidden_layers, num_attention_heads, .. } = *self;
+        let queries_and_output = 2 * hidden_size * hidden_size;
+        let keys_and_values = 2 * hidden_size * (hidden_size / num_attention_heads) * self.num_key_value_heads;
+        let block = queries_and_output + keys_and_values + 3 * hidden_size * self.intermediate_size + 2 * hidden_size;
+        let tables = if self.tie_word_embeddings { 1 } else { 2 };
+        [num_hidden_layers * block + hidden_size, tables * vocab_size * hidden_size]
     }
 
-    /// How large it is, and why, where that is not what was asked for.
+    /// Describes how large the model is, and why, if that is not the requested size.
     fn describe(&self, size: Size) -> String {
         let [blocks, embeddings] = self.parameters();
         let all = blocks + embeddings;
@@ -117,14 +127,14 @@ impl Shape {
             "{} parameters, {} of them in the embeddings of {} tokens",
             of(all),
             of(embeddings),
-            of(self.vocabulary)
+            of(self.vocab_size)
         );
         let asked = size.parameters();
         match all.abs_diff(asked) * 10 <= asked {
             true => text,
             false => format!(
-                "{text}: the corpus has another vocabulary than the {} tokens with which a model of this size has {}",
-                of(size.shape().vocabulary),
+                "{text}: the vocabulary of the corpus differs from the {} tokens with which a model of this size has {}",
+                of(size.shape().vocab_size),
                 of(size.shape().parameters().iter().sum())
             ),
         }
@@ -134,53 +144,54 @@ impl Shape {
 pub(crate) fn run(options: &Options) -> Result<ExitCode> {
     let path = &options.recipe;
     if path.exists() && !options.force {
-        bail!("{} is there already: name another file, or say --force", path.display());
+        bail!("{} already exists: choose another file or pass --force", path.display());
     }
     let asks =
         std::io::stdin().is_terminal() && options.corpus.is_none() && options.size.is_none() && options.from.is_none();
     let (corpus, size, steps) = match asks {
-        true => asked(options)?,
+        true => ask(options)?,
         false => (options.corpus.clone(), options.size.unwrap_or(Size::Laptop), options.steps.unwrap_or(1000)),
     };
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let shape = Shape { vocabulary: vocabulary(corpus.as_deref(), size)?, ..size.shape() };
+    let shape = Shape { vocab_size: vocab_size(corpus.as_deref(), size)?, ..size.shape() };
     let text = recipe(path, folder, corpus.as_deref(), options.from.as_deref(), size, &shape, steps)?;
     std::fs::write(path, text).with_context(|| path.display().to_string())?;
     match &options.from {
-        Some(from) => println!("{} is written: the model of {}. Next:", path.display(), from.display()),
-        None => println!("{} is written: {}. Next:", path.display(), shape.describe(size)),
+        Some(from) => println!("wrote {}: the model in {}. Next:", path.display(), from.display()),
+        None => println!("wrote {}: {}. Next:", path.display(), shape.describe(size)),
     }
-    println!("  shardwise train {} -n 2 --dry-run    # what it needs", path.display());
+    println!("  shardwise train {} -n 2 --dry-run    # memory estimate", path.display());
     println!("  shardwise train {} -n 2", path.display());
     Ok(ExitCode::SUCCESS)
 }
 
-fn asked(options: &Options) -> Result<(Option<PathBuf>, Size, u64)> {
-    let corpus = answer("A corpus of `shardwise tokenize` (empty: random tokens)", "")?;
-    let size = answer("How large: 5m, 42m, 124m, 1b or 8b", "5m")?;
+/// Asks for the options on the terminal.
+fn ask(options: &Options) -> Result<(Option<PathBuf>, Size, u64)> {
+    let corpus = prompt("Corpus of `shardwise tokenize` (empty for random tokens)", "")?;
+    let size = prompt("Model size: 5m, 42m, 124m, 1b or 8b", "5m")?;
     let size = <Size as clap::ValueEnum>::from_str(&size, true).map_err(anyhow::Error::msg)?;
     let steps = match options.steps {
         Some(steps) => steps,
-        None => answer("How many steps", "1000")?.parse().context("steps are a number")?,
+        None => prompt("Number of steps", "1000")?.parse().context("the number of steps is not a number")?,
     };
     Ok(((!corpus.is_empty()).then(|| corpus.into()), size, steps))
 }
 
-fn answer(question: &str, usual: &str) -> Result<String> {
-    print!("{question}{}: ", if usual.is_empty() { String::new() } else { format!(" [{usual}]") });
+fn prompt(question: &str, default: &str) -> Result<String> {
+    print!("{question}{}: ", if default.is_empty() { String::new() } else { format!(" [{default}]") });
     std::io::stdout().flush()?;
     let mut line = String::new();
     std::io::stdin().lock().read_line(&mut line)?;
     let line = line.trim();
-    Ok(if line.is_empty() { usual } else { line }.to_string())
+    Ok(if line.is_empty() { default } else { line }.to_string())
 }
 
-/// As many tokens as the corpus has, or as the size has without one.
-fn vocabulary(corpus: Option<&Path>, size: Size) -> Result<usize> {
-    let Some(corpus) = corpus else { return Ok(size.shape().vocabulary) };
-    // That it can be opened is worth knowing now.
+/// The vocabulary size of the corpus or, if there is none, the default of the model size.
+fn vocab_size(corpus: Option<&Path>, size: Size) -> Result<usize> {
+    let Some(corpus) = corpus else { return Ok(size.shape().vocab_size) };
+    // Fails early if the corpus cannot be opened.
     Corpus::open(corpus)?;
-    Ok(About::read(corpus)?.map_or(50_304, |about| about.vocabulary as usize))
+    Ok(CorpusInfo::read(corpus)?.map_or(50_304, |info| info.vocab_size as usize))
 }
 
 fn recipe(
@@ -192,26 +203,30 @@ fn recipe(
     shape: &Shape,
     steps: u64,
 ) -> Result<String> {
-    let (positions, sequences, rate) = size.batch();
-    let Shape { vocabulary, width, blocks, heads, kv_heads, mlp_width, tied } = *shape;
-    // What was learned before is only touched up.
-    let rate = if from.is_some() { 1e-5 } else { rate };
+    let (seq_len, micro_batch_size, lr) = size.batch();
+    let Shape { vocab_size, hidden_size, num_hidden_layers, num_attention_heads, .. } = *shape;
+    let Shape { num_key_value_heads, intermediate_size, tie_word_embeddings, .. } = *shape;
+    // Fine-tuning needs a much smaller learning rate.
+    let lr = if from.is_some() { 1e-5 } else { lr };
     let mut text =
         String::from("# Written by `shardwise init`. `shardwise config` shows every key, with its default.\n\n");
     match from {
-        Some(from) => write!(text, "[model]\nfrom = {:?}\n", relative(folder, from))?,
+        Some(from) => write!(text, "[model]\nfrom_pretrained = {:?}\n", relative(folder, from))?,
         None => write!(
             text,
-            "[model.llama]\nvocabulary = {vocabulary}\nwidth = {width}\nblocks = {blocks}\nheads = {heads}\n\
-             kv_heads = {kv_heads}\nmlp_width = {mlp_width}\ntied = {tied}\n"
+            "[model.llama]\nvocab_size = {vocab_size}\nhidden_size = {hidden_size}\n\
+             num_hidden_layers = {num_hidden_layers}\nnum_attention_heads = {num_attention_heads}\n\
+             num_key_value_heads = {num_key_value_heads}\nintermediate_size = {intermediate_size}\n\
+             tie_word_embeddings = {tie_word_embeddings}\n"
         )?,
     }
     text.push_str("\n[data]\nseed = 1\n");
     if let Some(corpus) = corpus {
         writeln!(text, "corpus = {:?}", relative(folder, corpus))?;
     }
-    let beside = corpus.map(|corpus| corpus.with_file_name("tokenizer.json"));
-    let tokenizer = from.map(|from| from.join("tokenizer.json")).or(beside).filter(|tokenizer| tokenizer.exists());
+    let next_to_corpus = corpus.map(|corpus| corpus.with_file_name("tokenizer.json"));
+    let tokenizer =
+        from.map(|from| from.join("tokenizer.json")).or(next_to_corpus).filter(|tokenizer| tokenizer.exists());
     if let Some(tokenizer) = &tokenizer {
         writeln!(text, "tokenizer = {:?}", relative(folder, tokenizer))?;
     }
@@ -225,10 +240,10 @@ fn recipe(
     }
     write!(
         text,
-        "\n[batch]\nsequences = {sequences}        # a rank computes at once\npositions = {positions}\n\
-         \n[optimizer]\nrate = {rate:e}\nweight_decay = 0.1\nclip_norm = 1.0\n\
+        "\n[batch]\nmicro_batch_size = {micro_batch_size}        # sequences per micro-batch, on each rank\nseq_len = {seq_len}\n\
+         \n[optimizer]\nlr = {lr:e}\nweight_decay = 0.1\nmax_grad_norm = 1.0\n\
          \n[schedule]\nkind = \"cosine\"\nwarmup_steps = {}\n\
-         \n[run]\nsteps = {steps}\nprint_every = {}\n\
+         \n[run]\nsteps = {steps}\nlog_every = {}\n\
          \n[checkpoints]\nfolder = \"runs/{}\"\nevery_minutes = 10\n",
         (steps / 20).max(1),
         (steps / 100).max(1),
@@ -237,7 +252,7 @@ fn recipe(
     Ok(text)
 }
 
-/// A path as the recipe in that folder names it.
+/// The path to write into a recipe in this folder.
 fn relative(folder: &Path, path: &Path) -> String {
     let inside = path.strip_prefix(folder).unwrap_or(path);
     let named =

@@ -1,4 +1,4 @@
-//! Starting ranks.
+//! Starts ranks through an MPI launcher.
 
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -7,103 +7,105 @@ use std::process::{Command, ExitCode, ExitStatus};
 use anyhow::{Context, Result, bail};
 
 use crate::hosts::Host;
-use crate::launched::{ATTEMPT, SECRET, SUPERVISOR};
-use crate::launched::{Launched, launched};
+use crate::launcher_env::{ATTEMPT, LauncherEnv, SECRET, SUPERVISOR, launcher_env};
 use crate::layers::Layers;
 
-/// Variables that ranks on other hosts need.
-const HANDED_ON: [&str; 4] = [SUPERVISOR, SECRET, ATTEMPT, "OMP_NUM_THREADS"];
+/// Environment variables that are forwarded to ranks on other hosts.
+const FORWARDED: [&str; 4] = [SUPERVISOR, SECRET, ATTEMPT, "OMP_NUM_THREADS"];
 
-/// A launcher that will start what is appended to it on `ranks` ranks of this host, and what it says of its version. The error
-/// is why there is none.
-pub(crate) fn launcher(ranks: usize) -> Result<(Command, String), String> {
-    // The one that scripts/setup found beside the MPI that this was built with, unless told otherwise.
+/// Returns a launcher command that starts the program appended to it on `ranks` ranks of this host, and the launcher's version text.
+pub(crate) fn find_launcher(ranks: usize) -> Result<(Command, String), String> {
+    // By default the launcher of the MPI that this program was built with, which scripts/setup found.
     let built_with = option_env!("MPIRUN").unwrap_or("mpirun");
     let program = std::env::var_os("MPIRUN").map_or_else(|| PathBuf::from(built_with), PathBuf::from);
     let version = Command::new(&program).arg("--version").output();
-    let version = version.map_err(|_| format!("there is no '{}'", program.display()))?;
+    let version = version.map_err(|_| format!("cannot run '{}'", program.display()))?;
     let version = String::from_utf8_lossy(&version.stdout).into_owned();
     let mut command = Command::new(&program);
     command.args(["-n", &ranks.to_string()]);
-    // It calls itself by the one name or, where its file has another name than mpirun, by the other.
+    // Open MPI's launcher calls itself OpenRTE if its file is not named mpirun.
     if version.contains("Open MPI") || version.contains("OpenRTE") {
-        // There may be more ranks than cores, and root in a container is meant to be root.
+        // There may be more ranks than cores, and containers normally run as root.
         command.args(["--oversubscribe", "--bind-to", "none", "--allow-run-as-root"]);
-        // The engine for shared memory and TCP. Looking for networks that one host does not need takes 0.2 s.
+        // ob1 covers shared memory and TCP. Probing for other networks takes 0.2 s.
         if std::env::var_os("OMPI_MCA_pml").is_none() {
             command.args(["--mca", "pml", "ob1"]);
+        }
+        // Authenticate ranks on one host by user id. Trying munge takes 2 s if its daemon does not answer.
+        if std::env::var_os("PMIX_MCA_psec").is_none() {
+            command.env("PMIX_MCA_psec", "native");
         }
     }
     Ok((command, version))
 }
 
-/// What the ranks of a recipe are to do.
-pub(crate) struct Work<'a> {
-    /// A command of `shardwise-rank`.
-    pub(crate) verb: &'static str,
+/// A `shardwise-rank` command to run on all ranks.
+pub(crate) struct RankCommand<'a> {
+    pub(crate) subcommand: &'static str,
     pub(crate) recipe: &'a Path,
-    /// As it was asked for.
+    /// The value of `-n`.
     pub(crate) ranks: Option<u32>,
     pub(crate) layers: &'a Layers,
-    /// What else `shardwise-rank` is told.
-    pub(crate) rest: Vec<String>,
+    /// Further arguments of the subcommand.
+    pub(crate) arguments: Vec<String>,
 }
 
-impl Work<'_> {
-    /// Starts the ranks on this host, and waits for them; or becomes one, where a launcher has started this process.
-    pub(crate) fn start(&self) -> Result<ExitCode> {
+impl RankCommand<'_> {
+    /// Starts the ranks on this host and waits for them, or becomes a rank if a launcher started this process.
+    pub(crate) fn run(&self) -> Result<ExitCode> {
         let program = rank_program()?;
         let asked = self.ranks.map(|ranks| ranks as usize);
-        if let Some(Launched { ranks, ranks_here }) = launched() {
-            if let (Some(asked), Some(ranks)) = (asked, ranks.filter(|&ranks| Some(ranks) != asked)) {
-                bail!("-n {asked} contradicts the launcher, which has started {ranks} ranks; leave -n out");
+        if let Some(LauncherEnv { world_size, local_size }) = launcher_env() {
+            if let (Some(asked), Some(ranks)) = (asked, world_size.filter(|&ranks| Some(ranks) != asked)) {
+                bail!("-n {asked} contradicts the launcher, which started {ranks} ranks; leave -n out");
             }
-            let mut rank = prepared(Command::new(&program), ranks_here.or(ranks).unwrap_or(1));
-            self.told(&mut rank);
+            let mut rank = with_rank_environment(Command::new(&program), local_size.or(world_size).unwrap_or(1));
+            self.add_arguments(&mut rank);
             return Err(rank.exec()).with_context(|| program.display().to_string());
         }
         let mut launcher = self.launcher(asked.unwrap_or(1), &[], "")?;
         let status = launcher.status().with_context(|| launcher.get_program().display().to_string())?;
-        Ok(as_it_ended(status))
+        Ok(exit_code(status))
     }
 
-    /// What starts so many ranks: on these hosts, by an agent that starts programs there; on this host where there are none.
+    /// The command that starts the ranks: on these hosts, through `agent`, or on this host if there are none.
     pub(crate) fn launcher(&self, ranks: usize, hosts: &[Host], agent: &str) -> Result<Command> {
-        let (mut launcher, version) =
-            launcher(ranks).map_err(anyhow::Error::msg).context("scripts/setup installs it")?;
+        let (mut launcher, version) = find_launcher(ranks)
+            .map_err(anyhow::Error::msg)
+            .context("there is no MPI launcher; scripts/setup installs one")?;
         if !hosts.is_empty() {
             if !version.contains("Open MPI") && !version.contains("OpenRTE") {
                 bail!(
-                    "--hosts needs Open MPI's mpirun; with another, write a host file for it and start shardwise under it"
+                    "--hosts needs Open MPI's mpirun; with another MPI, write a host file and run shardwise under its launcher"
                 );
             }
             let hosts: Vec<String> = hosts.iter().map(Host::to_string).collect();
             launcher.args(["--host", &hosts.join(","), "--mca", "plm_rsh_agent", agent]);
-            // By name alone: what is in its command line everyone can read.
-            launcher.args(HANDED_ON.iter().flat_map(|name| ["-x", name]));
+            // Pass only the names: anyone can read the values on a command line.
+            launcher.args(FORWARDED.iter().flat_map(|name| ["-x", name]));
         }
         let here = hosts.iter().map(|host| host.ranks).max().unwrap_or(ranks);
-        let mut launcher = prepared(launcher, here.min(ranks));
+        let mut launcher = with_rank_environment(launcher, here.min(ranks));
         launcher.arg(rank_program()?);
-        self.told(&mut launcher);
+        self.add_arguments(&mut launcher);
         Ok(launcher)
     }
 
-    fn told(&self, command: &mut Command) {
-        command.arg(self.verb).arg(absolute(self.recipe));
-        laid(command, self.layers);
-        command.args(&self.rest);
+    fn add_arguments(&self, command: &mut Command) {
+        command.arg(self.subcommand).arg(absolute(self.recipe));
+        add_layers(command, self.layers);
+        command.args(&self.arguments);
     }
 }
 
-/// A program's exit code as this one's.
-pub(crate) fn as_it_ended(status: ExitStatus) -> ExitCode {
+/// Converts the status of a program to the exit code that passes it on.
+pub(crate) fn exit_code(status: ExitStatus) -> ExitCode {
     status.code().and_then(|code| u8::try_from(code).ok()).map_or(ExitCode::FAILURE, ExitCode::from)
 }
 
-/// What every rank's environment needs, whoever starts it.
-fn prepared(mut command: Command, ranks: usize) -> Command {
-    // Read by Open MPI when a rank starts: waiting ranks yield, and see the note on full duplex in shardwise_comm::mpi.
+/// Sets the environment variables that every rank needs, whoever starts it. `ranks` is the number on one host.
+fn with_rank_environment(mut command: Command, ranks: usize) -> Command {
+    // For Open MPI: waiting ranks yield the core; for the TCP flags see the note on full duplex in shardwise_comm::mpi.
     command.env("OMPI_MCA_mpi_yield_when_idle", "1").env("OMPI_MCA_btl_tcp_flags", "1");
     if std::env::var_os("OMP_NUM_THREADS").is_none() {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -112,21 +114,21 @@ fn prepared(mut command: Command, ranks: usize) -> Command {
     command
 }
 
-/// The program that runs on every rank, beside this one.
+/// The path of `shardwise-rank`, in the same folder as this program.
 pub(crate) fn rank_program() -> std::io::Result<PathBuf> {
     Ok(std::env::current_exe()?.with_file_name("shardwise-rank"))
 }
 
-/// The same layers for the program of ranks.
-pub(crate) fn laid(command: &mut Command, layers: &Layers) {
+/// Passes the layers of a recipe on to `shardwise-rank`.
+pub(crate) fn add_layers(command: &mut Command, layers: &Layers) {
     if let Some(file) = &layers.deepspeed {
         command.arg("--deepspeed").arg(absolute(file));
     }
-    // In one word each: a value may begin with a dash.
+    // Pass each setting as one argument, since a value may start with a dash.
     command.args(layers.set.iter().map(|set| format!("--set={set}")));
 }
 
-/// A path that means the same in another working folder.
+/// The absolute path, which stays valid in another working directory.
 pub(crate) fn absolute(path: &Path) -> PathBuf {
     std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf())
 }

@@ -1,47 +1,46 @@
 //! The `shardwise` program.
 //!
-//! It does not link libtorch or MPI: what needs them is `shardwise-rank`, the program beside it that runs on every rank. So
-//! this one starts in a millisecond, stays small while it watches a run, and can still say what is wrong on a machine where
-//! libtorch or MPI is missing.
+//! It links neither libtorch nor MPI; the ranks, which need both, run `shardwise-rank`. So this program starts in a millisecond, stays
+//! small while it supervises a run, and can still report what is missing on a machine without libtorch or MPI.
 
 #![forbid(unsafe_code)]
 
 mod attempt;
-mod bar;
 mod checkpoint;
-mod chronicle;
 mod config;
 mod dashboard;
 mod doctor;
-mod door;
 mod endpoint;
-mod figures;
+mod event_log;
+mod faults;
+mod generate_flags;
 mod hosts;
+mod inference;
 mod init;
 mod inspect;
 mod launch;
-mod launched;
+mod launcher_env;
+mod launcher_stderr;
 mod layers;
-mod outcry;
+mod metrics;
 mod profile;
-mod profiling;
+mod profile_flags;
+mod progress_line;
 mod rank_count;
 mod report;
-mod sabotage;
-mod sampling;
 mod screen;
 mod supervise;
+mod supervisor_file;
 mod tokenize;
-mod tracing;
+mod trace_flags;
 mod train;
-mod trained;
 
 use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::{CommandFactory, Parser, Subcommand};
 
-/// Trains transformer models that do not fit on one device
+/// Train transformer models that do not fit on one device
 #[derive(Parser)]
 #[command(name = "shardwise", version)]
 struct Arguments {
@@ -51,91 +50,93 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Check what this machine has, and say how to mend what is wrong
+    /// Check this machine and explain how to fix what is missing
     ///
-    /// Looks at libtorch, MPI (library, thread level, launcher), NCCL and CUDA if there are any, cores, memory and shared
-    /// memory. Each thing that is wrong comes with the command that mends it. The exit code is 1 if anything is.
+    /// Checks libtorch, MPI (library, thread level and launcher), NCCL and CUDA if present, cores, memory and shared memory. Prints the
+    /// command that fixes each problem. Exits with code 1 if there is any.
     #[command(after_help = "Example:\n  shardwise doctor")]
     Doctor,
-    /// Train what a recipe says
+    /// Train a model from a recipe
     ///
-    /// Starts the ranks itself, on this host; or is started on every rank by mpirun or srun. Says beforehand what a rank needs
-    /// of memory, and does not start what cannot fit. On a terminal it shows a bar, elsewhere lines; `shardwise watch` shows more. The
-    /// exit code is 2 if the recipe is wrong or does not fit, and 75 if it has saved and is to be started again: Ctrl-C asks for that,
-    /// and a second Ctrl-C ends it at once.
+    /// Starts the ranks on this host, or runs as one of the ranks if mpirun or srun started it. Prints the memory that each rank
+    /// needs, and refuses to start a run that does not fit. Shows a progress bar on a terminal and plain lines elsewhere;
+    /// `shardwise watch` shows more.
+    ///
+    /// Ctrl-C saves a checkpoint and stops; a second Ctrl-C stops at once. Exits with code 2 if the recipe is wrong or does not fit, and
+    /// with code 75 if the run was saved and should be started again.
     #[command(
-        after_help = "Examples:\n  shardwise train recipes/small.toml -n 2\n  shardwise train recipes/small.toml -n 4 --dry-run\n  shardwise train recipes/small.toml -n 2 --set optimizer.rate=1e-3 --set run.steps=100\n  shardwise train recipes/small.toml -n 2 --deepspeed ds_config.json\n  shardwise train recipes/small.toml -n 2 --metrics 9464 --trace 10..12\n  mpirun -n 4 shardwise train recipes/small.toml"
+        after_help = "Examples:\n  shardwise train recipes/small.toml -n 2\n  shardwise train recipes/small.toml -n 4 --dry-run\n  shardwise train recipes/small.toml -n 2 --set optimizer.lr=1e-3 --set run.steps=100\n  shardwise train recipes/small.toml -n 2 --deepspeed ds_config.json\n  shardwise train recipes/small.toml -n 2 --metrics 9464 --trace 10..12\n  mpirun -n 4 shardwise train recipes/small.toml"
     )]
     Train(train::Options),
-    /// Look at a run, while it is at work or afterwards
+    /// Watch a run, live or after it has ended
     ///
-    /// A screen with the loss, the speed, what ranks hold of memory, who waits for whom, and what has happened; plain lines where
-    /// standard output is no terminal. RUN is the folder that `shardwise train` names in its first lines.
+    /// Shows the loss, throughput, memory per rank, which ranks wait for which, and recent events. Prints plain lines if standard output
+    /// is not a terminal. RUN is the folder that `shardwise train` prints when it starts.
     #[command(
         after_help = "Examples:\n  shardwise watch runs/kjv\n  shardwise watch runs/kjv | cat\n  SHARDWISE_SECRET=… shardwise watch --connect node1:40123"
     )]
     Watch(dashboard::Options),
-    /// Run a few steps of a recipe, say where their time goes, and what would make them faster
+    /// Profile a few steps of a recipe and suggest changes that make it faster
     ///
-    /// Traces the steps, measures what the machine can do, and tries the changes of the recipe that promise most. Nothing is saved,
-    /// and no checkpoint is touched.
+    /// Traces the steps, measures the peak performance of the machine, and tries the most promising changes to the recipe. Saves
+    /// nothing and touches no checkpoint.
     #[command(
         after_help = "Examples:\n  shardwise profile recipes/small.toml -n 2\n  shardwise profile recipes/small.toml -n 2 --keep traces --draw step.svg\n  mpirun -n 4 shardwise profile recipes/small.toml --json"
     )]
     Profile(profile::Options),
-    /// Make a corpus of tokens from text
+    /// Tokenize text into a corpus
     ///
-    /// Reads plain text, JSON lines and Parquet, also compressed, with all cores and little memory, and writes Megatron's format.
-    /// A run that was stopped or killed goes on when the same command is given again. The exit code is 3 if it was stopped.
+    /// Reads plain text, JSON lines and Parquet, compressed or not, on all cores and with little memory, and writes Megatron's indexed
+    /// format. To continue after an interruption, repeat the same command. Exits with code 3 if it was stopped.
     #[command(
         after_help = "Examples:\n  shardwise tokenize kjv.txt --to data/kjv --vocabulary 2048 --held-out 20\n  shardwise tokenize corpus/*.jsonl.zst --to data/web --tokenizer models/llama\n  shardwise tokenize wiki.parquet --to data/wiki --tokenizer tokenizer.json --field text"
     )]
     Tokenize(tokenize::Options),
-    /// Write a recipe to begin with, by question or by flag
+    /// Write a starter recipe, interactively or from flags
     #[command(
         after_help = "Examples:\n  shardwise init\n  shardwise init kjv.toml --corpus data/kjv --size 5m --steps 1000\n  shardwise init tuned.toml --from models/llama --corpus data/web"
     )]
     Init(init::Options),
-    /// Say how well a recipe's newest checkpoint does on text that was held out
+    /// Evaluate the newest checkpoint of a recipe on held-out text
     ///
-    /// The mean loss of a token, perplexity, and bits per byte of the text where the corpus says how long that was.
+    /// Prints the mean loss per token, the perplexity and, if the corpus records the length of its text, the bits per byte.
     #[command(after_help = "Examples:\n  shardwise eval kjv.toml -n 2\n  shardwise eval kjv.toml --corpus data/other")]
-    Eval(trained::Evaluate),
-    /// Generate text with a recipe's newest checkpoint
+    Eval(inference::Evaluate),
+    /// Generate text with the newest checkpoint of a recipe
     #[command(
         after_help = "Examples:\n  shardwise generate kjv.toml --prompt 'And God said'\n  shardwise generate kjv.toml -n 2 --tokens 50 --temperature 0"
     )]
-    Generate(trained::Generate),
-    /// Say what is in a corpus, a tokenizer or a folder of checkpoints
+    Generate(inference::Generate),
+    /// Show what is in a corpus, a tokenizer or a checkpoint folder
     #[command(
         after_help = "Examples:\n  shardwise inspect data/kjv --tokenizer data/tokenizer.json\n  shardwise inspect data/tokenizer.json --text 'In the beginning'\n  shardwise inspect runs/kjv"
     )]
     Inspect(inspect::Options),
-    /// Make a page of what runs wrote down of themselves: loss, memory, traffic, failures
+    /// Write an HTML report of one or more runs: loss, memory, traffic, failures
     ///
-    /// One HTML file that needs no network and no script. Two or more runs are laid side by side, with the keys in which their
-    /// recipes differ. RUN is the folder that `shardwise train` names in its first lines.
+    /// Writes a single file that needs no network and no scripts. Several runs are shown side by side, with the recipe keys in which they
+    /// differ. RUN is the folder that `shardwise train` prints when it starts.
     #[command(
         after_help = "Examples:\n  shardwise report runs/kjv\n  shardwise report runs/a runs/b --to compared.html"
     )]
     Report(report::Options),
-    /// Print a recipe as it comes out, with where each value comes from
+    /// Print the resolved recipe and where each value comes from
     ///
-    /// Every key, defaults included; what is printed can be used as a recipe. Paths are relative to the recipe's file, also those
-    /// of --set. The exit code is 2 if the recipe is wrong.
+    /// Prints every key, defaults included, as a valid recipe. Paths are relative to the recipe file, including paths given with
+    /// --set. Exits with code 2 if the recipe is wrong.
     #[command(
-        after_help = "Examples:\n  shardwise config recipes/small.toml -n 2\n  shardwise config recipes/small.toml --set optimizer.rate=1e-3 --deepspeed ds_config.json\n  shardwise config --schema > recipe.schema.json"
+        after_help = "Examples:\n  shardwise config recipes/small.toml -n 2\n  shardwise config recipes/small.toml --set optimizer.lr=1e-3 --deepspeed ds_config.json\n  shardwise config --schema > recipe.schema.json"
     )]
     Config(config::Options),
-    /// Look at checkpoints, check them, compare them, remove them
+    /// List, verify, compare, prune, export and import checkpoints
     ///
-    /// FOLDER is where a recipe's checkpoints are: a folder, or s3://bucket/folder, gs://…, az://….
+    /// FOLDER is the checkpoint folder of a recipe: a local folder, or s3://bucket/folder, gs://…, az://….
     #[command(subcommand)]
     Checkpoint(checkpoint::Command),
-    /// Print completions for a shell
+    /// Print a shell completion script
     #[command(after_help = "Example:\n  shardwise completions bash > /etc/bash_completion.d/shardwise")]
     Completions {
-        /// Which shell
+        /// The shell to complete commands for
         shell: clap_complete::Shell,
     },
     /// Print the manual page
@@ -143,8 +144,8 @@ enum Command {
     Man,
 }
 
-/// One page with all commands.
-fn manual() -> Result<ExitCode> {
+/// Prints one manual page that covers every command.
+fn print_manual() -> Result<ExitCode> {
     let (mut out, whole) = (std::io::stdout(), Arguments::command());
     clap_mangen::Man::new(whole.clone()).render(&mut out)?;
     for command in whole.get_subcommands() {
@@ -161,7 +162,7 @@ fn manual() -> Result<ExitCode> {
 fn main() -> ExitCode {
     run(Arguments::parse().command).unwrap_or_else(|error| {
         eprintln!("Error: {error}");
-        // What people can do something about, and so without the stack that RUST_BACKTRACE would add.
+        // These errors are for users, so the causes are printed without the backtrace that RUST_BACKTRACE would add.
         for (number, cause) in error.chain().skip(1).enumerate() {
             eprint!("{}", if number == 0 { "\nCaused by:\n" } else { "" });
             eprintln!("    {}", cause.to_string().replace('\n', "\n    "));
@@ -181,13 +182,13 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Checkpoint(command) => checkpoint::run(&command),
         Command::Tokenize(options) => tokenize::run(&options),
         Command::Init(options) => init::run(&options),
-        Command::Eval(options) => trained::evaluate(&options),
-        Command::Generate(options) => trained::generate(&options),
+        Command::Eval(options) => inference::evaluate(&options),
+        Command::Generate(options) => inference::generate(&options),
         Command::Inspect(options) => inspect::run(&options),
         Command::Completions { shell } => {
             clap_complete::generate(shell, &mut Arguments::command(), "shardwise", &mut std::io::stdout());
             Ok(ExitCode::SUCCESS)
         }
-        Command::Man => manual(),
+        Command::Man => print_manual(),
     }
 }

@@ -1,18 +1,18 @@
-//! A profile for people: a table that fits the terminal, and the changes that would help.
+//! Formats a profile for people: tables that fit the terminal, and the changes most likely to help.
 
 use shardwise_journal::UnitTime;
-use shardwise_train::fit::gib;
-use shardwise_train::{Change, Profiled};
+use shardwise_train::memory_estimate::format_bytes;
+use shardwise_train::{ProfileReport, Recommendation};
 
-/// A table's width where there is no terminal, and the least.
+/// The width if standard output is not a terminal, and the minimum width.
 const WIDTH: usize = 100;
 const WIDTH_MIN: usize = 40;
 
-/// How many units have a line of their own.
-const UNITS_SHOWN: usize = 12;
+/// With more units than this, the blocks are merged into one line.
+const UNITS_SHOWN_MAX: usize = 12;
 
-/// What is printed.
-pub(crate) fn table(profiled: &Profiled, width: Option<usize>) -> String {
+/// Returns the text to print.
+pub(crate) fn table(profiled: &ProfileReport, width: Option<usize>) -> String {
     let width = width.unwrap_or(WIDTH).max(WIDTH_MIN);
     let mut lines = heading(profiled);
     lines.push(String::new());
@@ -23,11 +23,11 @@ pub(crate) fn table(profiled: &Profiled, width: Option<usize>) -> String {
     lines.extend(machine(profiled));
     lines.push(String::new());
     lines.extend(changes(&profiled.changes, profiled.least_step_s));
-    lines.iter().flat_map(|line| wrapped(line, width)).collect::<Vec<_>>().join("\n") + "\n"
+    lines.iter().flat_map(|line| wrap(line, width)).collect::<Vec<_>>().join("\n") + "\n"
 }
 
-fn heading(profiled: &Profiled) -> Vec<String> {
-    let Profiled { ranks, hosts, stage, precision, parameters, tokens, step_s, .. } = profiled;
+fn heading(profiled: &ProfileReport) -> Vec<String> {
+    let ProfileReport { ranks, hosts, stage, precision, parameters, tokens, step_s, .. } = profiled;
     let hosts = if *hosts == 1 { String::new() } else { format!(" on {hosts} hosts") };
     vec![
         format!(
@@ -47,21 +47,26 @@ fn heading(profiled: &Profiled) -> Vec<String> {
     ]
 }
 
-/// What the thread that trains does, the most first.
-fn by_kind(profiled: &Profiled, width: usize) -> Vec<String> {
+/// The time of the training thread by kind, longest first.
+fn by_kind(profiled: &ProfileReport, width: usize) -> Vec<String> {
     let whole = profiled.profile.step_s;
     let mut kinds = profiled.profile.kinds.clone();
     kinds.sort_by(|a, b| b.mean_s.total_cmp(&a.mean_s));
     let bar_width = width.saturating_sub(44).min(40);
     let mut lines = vec!["  time of a step       mean   share".to_string()];
     for kind in kinds.iter().filter(|kind| kind.mean_s >= 0.001 * whole) {
-        let share = kind.mean_s / whole.max(1e-12);
+        let fraction = kind.mean_s / whole.max(1e-12);
         let spread = match kind.most_s > 1.25 * kind.mean_s && kind.most_s > 0.02 * whole && profiled.ranks > 1 {
             true => format!("  {} on rank {}", time(kind.most_s), kind.most_rank),
             false => String::new(),
         };
-        let line =
-            format!("  {:14} {:>10} {:>6.1}%  {}", kind.kind, time(kind.mean_s), 100. * share, bar(share, bar_width));
+        let line = format!(
+            "  {:14} {:>10} {:>6.1}%  {}",
+            kind.kind,
+            time(kind.mean_s),
+            100. * fraction,
+            bar(fraction, bar_width)
+        );
         let line = line.trim_end();
         let fits = line.chars().count() + spread.chars().count() <= width;
         lines.push(if fits { format!("{line}{spread}") } else { line.to_string() });
@@ -69,31 +74,31 @@ fn by_kind(profiled: &Profiled, width: usize) -> Vec<String> {
     lines
 }
 
-fn by_unit(profiled: &Profiled, width: usize) -> Vec<String> {
-    let units = shown(&profiled.profile.units);
-    let again = units.iter().any(|unit| unit.recompute_s > 0.);
+fn by_unit(profiled: &ProfileReport, width: usize) -> Vec<String> {
+    let units = merge_blocks(&profiled.profile.units);
+    let has_recompute = units.iter().any(|unit| unit.recompute_s > 0.);
     type Column = (&'static str, fn(&UnitTime) -> f64);
     let columns: [Column; 8] = [
         ("forward", |unit| unit.forward_s),
-        ("again", |unit| unit.recompute_s),
+        ("recompute", |unit| unit.recompute_s),
         ("backward", |unit| unit.backward_s),
         ("optimizer", |unit| unit.optimizer_s),
-        ("handing", |unit| unit.handing_s),
+        ("copy", |unit| unit.copy_s),
         ("wait:gather", |unit| unit.wait_gather_s),
         ("wait:reduce", |unit| unit.wait_reduce_s),
         ("total", UnitTime::total_s),
     ];
-    let columns: Vec<Column> = columns.into_iter().filter(|(name, _)| again || *name != "again").collect();
+    let columns: Vec<Column> = columns.into_iter().filter(|(name, _)| has_recompute || *name != "recompute").collect();
     let name_width = units.iter().map(|unit| unit.unit.chars().count()).max().unwrap_or(0).max(10);
     let needed = 2 + name_width + columns.iter().map(|(name, _)| name.len().max(7) + 2).sum::<usize>();
-    // Where it is too narrow, the ones that say least go first.
+    // On a narrow terminal, only the most important columns are shown.
     let columns: Vec<Column> = match needed <= width {
         true => columns,
         false => columns.into_iter().filter(|(name, _)| ["forward", "backward", "total"].contains(name)).collect(),
     };
     let cell = |name: &str, text: String| format!("  {text:>width$}", width = name.len().max(7));
     let head: String = columns.iter().map(|(name, _)| cell(name, (*name).to_string())).collect();
-    let mut lines = vec![format!("  {:name_width$}{head}", "ms a step")];
+    let mut lines = vec![format!("  {:name_width$}{head}", "ms/step")];
     for unit in &units {
         let cells: String = columns.iter().map(|(name, of)| cell(name, format!("{:.1}", 1e3 * of(unit)))).collect();
         lines.push(format!("  {:name_width$}{cells}", unit.unit));
@@ -101,51 +106,51 @@ fn by_unit(profiled: &Profiled, width: usize) -> Vec<String> {
     lines
 }
 
-/// The units, of which equal ones share a line where there are many.
-fn shown(units: &[UnitTime]) -> Vec<UnitTime> {
-    if units.len() <= UNITS_SHOWN {
+/// Merges the blocks into one line if there are many units.
+fn merge_blocks(units: &[UnitTime]) -> Vec<UnitTime> {
+    if units.len() <= UNITS_SHOWN_MAX {
         return units.to_vec();
     }
     let Some(((first, rest), last)) = units.split_first().zip(units.last()) else { return Vec::new() };
     let inner = &rest[..rest.len() - 1];
     let slowest = inner.iter().max_by(|a, b| a.total_s().total_cmp(&b.total_s()));
-    let mean = |of: fn(&UnitTime) -> f64| inner.iter().map(of).sum::<f64>();
-    let together = UnitTime {
+    let sum = |of: fn(&UnitTime) -> f64| inner.iter().map(of).sum::<f64>();
+    let all = UnitTime {
         unit: format!("{} blocks", inner.len()),
-        forward_s: mean(|unit| unit.forward_s),
-        recompute_s: mean(|unit| unit.recompute_s),
-        backward_s: mean(|unit| unit.backward_s),
-        optimizer_s: mean(|unit| unit.optimizer_s),
-        handing_s: mean(|unit| unit.handing_s),
-        wait_gather_s: mean(|unit| unit.wait_gather_s),
-        wait_reduce_s: mean(|unit| unit.wait_reduce_s),
+        forward_s: sum(|unit| unit.forward_s),
+        recompute_s: sum(|unit| unit.recompute_s),
+        backward_s: sum(|unit| unit.backward_s),
+        optimizer_s: sum(|unit| unit.optimizer_s),
+        copy_s: sum(|unit| unit.copy_s),
+        wait_gather_s: sum(|unit| unit.wait_gather_s),
+        wait_reduce_s: sum(|unit| unit.wait_reduce_s),
     };
     let slowest = slowest.map(|unit| UnitTime { unit: format!("the slowest: {}", unit.unit), ..unit.clone() });
-    [Some(first.clone()), Some(together), slowest, Some(last.clone())].into_iter().flatten().collect()
+    [Some(first.clone()), Some(all), slowest, Some(last.clone())].into_iter().flatten().collect()
 }
 
-fn machine(profiled: &Profiled) -> Vec<String> {
+fn machine(profiled: &ProfileReport) -> Vec<String> {
     let communication = profiled.profile.communication;
     let mut lines = Vec::new();
     let achieved = profiled.flops / profiled.step_s.max(1e-9);
     let peak = profiled.peak_flops_per_s;
     lines.push(match achieved <= peak {
         true => format!(
-            "Arithmetic: {} of {}, which a large matrix product reaches here: {:.1}%",
+            "Compute: {} of the {} that large matrix products reach here: {:.1}% MFU",
             flops(achieved),
             flops(peak),
             100. * achieved / peak.max(1.)
         ),
-        // Nothing is faster than its peak.
+        // An MFU above 100% means that the peak was measured on a busy machine.
         false if peak > 0. => format!(
-            "Arithmetic: {}; the machine was too busy to measure what a large matrix product reaches here",
+            "Compute: {}; the machine was too busy to measure what large matrix products reach here",
             flops(achieved)
         ),
-        false => format!("Arithmetic: {}; what a large matrix product reaches here is not known", flops(achieved)),
+        false => format!("Compute: {}; what large matrix products reach here is not known", flops(achieved)),
     });
     if profiled.ranks > 1 {
         lines.push(format!(
-            "Communication: {} a step, {:.0}% of it hidden; ranks stand still for {}, of which {} for a rank that is late",
+            "Communication: {} per step, {:.0}% of it hidden; ranks wait for {}, of which {} for a late rank",
             time(communication.total_s),
             100. * communication.hidden_share(),
             time(communication.exposed_s),
@@ -159,17 +164,18 @@ fn machine(profiled: &Profiled) -> Vec<String> {
         if profiled.peak_bytes_per_s > 0. {
             let latency = 1e6 * profiled.latency_s;
             let peak = rate(profiled.peak_bytes_per_s);
-            lines.push(format!("  a large gather reaches {peak} here, and the smallest call takes {latency:.0} µs"));
+            lines
+                .push(format!("  a large all-gather reaches {peak} here, and the smallest call takes {latency:.0} µs"));
         }
     }
-    let limit = profiled.memory_limit_bytes.map_or(String::new(), |bytes| format!(" of {}", gib(bytes)));
-    lines.push(format!("Memory: at most {}{limit} on a rank", gib(profiled.memory_peak_bytes)));
+    let limit = profiled.memory_limit_bytes.map_or(String::new(), |bytes| format!(" of {}", format_bytes(bytes)));
+    lines.push(format!("Memory: at most {}{limit} per rank", format_bytes(profiled.memory_peak_bytes)));
     lines
 }
 
-fn changes(changes: &[Change], step_s: f64) -> Vec<String> {
+fn changes(changes: &[Recommendation], step_s: f64) -> Vec<String> {
     if changes.is_empty() {
-        return vec!["Nothing stands out: no change that was looked at would help by 5%.".to_string()];
+        return vec!["Nothing stands out: none of the changes considered would help by 5%.".to_string()];
     }
     let mut lines = vec![match changes.len() {
         1 => "The change most likely to help:".to_string(),
@@ -190,8 +196,8 @@ fn changes(changes: &[Change], step_s: f64) -> Vec<String> {
     lines
 }
 
-fn bar(share: f64, width: usize) -> String {
-    let eighths = (share.clamp(0., 1.) * width as f64 * 8.).round() as usize;
+fn bar(fraction: f64, width: usize) -> String {
+    let eighths = (fraction.clamp(0., 1.) * width as f64 * 8.).round() as usize;
     let rest = [' ', '▏', '▎', '▍', '▌', '▋', '▊', '▉'][eighths % 8];
     format!("{}{rest}", "█".repeat(eighths / 8)).trim_end().to_string()
 }
@@ -220,8 +226,8 @@ fn rate(bytes_per_s: f64) -> String {
     }
 }
 
-/// A line in pieces that fit, the later ones indented as the first.
-fn wrapped(line: &str, width: usize) -> Vec<String> {
+/// Wraps a line, and indents the continuation lines like the first.
+fn wrap(line: &str, width: usize) -> Vec<String> {
     let indent = line.len() - line.trim_start().len();
     if line.chars().count() <= width {
         return vec![line.to_string()];
@@ -229,11 +235,11 @@ fn wrapped(line: &str, width: usize) -> Vec<String> {
     let mut lines = vec![line[..indent].to_string()];
     for word in line.split_whitespace() {
         let last = lines.last_mut().expect("there is a first line");
-        let is_begun = last.chars().count() > indent;
-        if is_begun && last.chars().count() + 1 + word.chars().count() > width {
+        let has_words = last.chars().count() > indent;
+        if has_words && last.chars().count() + 1 + word.chars().count() > width {
             lines.push(format!("{}{word}", " ".repeat(indent)));
         } else {
-            *last += &format!("{}{word}", if is_begun { " " } else { "" });
+            *last += &format!("{}{word}", if has_words { " " } else { "" });
         }
     }
     lines
@@ -245,10 +251,10 @@ mod tests {
 
     use super::*;
 
-    fn profiled(units: usize) -> Profiled {
+    fn profiled(units: usize) -> ProfileReport {
         let unit = |index: usize| UnitTime { unit: format!("block.{index}"), forward_s: 0.01, ..UnitTime::default() };
         let kind = |kind: &str, mean_s| KindTime { kind: kind.to_string(), mean_s, most_s: 2. * mean_s, most_rank: 1 };
-        Profiled {
+        ProfileReport {
             ranks: 2,
             hosts: 1,
             stage: 3,
@@ -273,9 +279,9 @@ mod tests {
             memory_peak_bytes: 1 << 30,
             memory_limit_bytes: None,
             trace: "trace.json".into(),
-            changes: vec![Change {
+            changes: vec![Recommendation {
                 cause: "link",
-                change: "sharding.stage = 2".to_string(),
+                change: "zero.stage = 2".to_string(),
                 why: "80% of a step is waiting for parameters, which there is memory to keep".to_string(),
                 step_s: 0.25,
                 gain: 2.,
@@ -285,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn it_fits_narrow_and_wide_terminals() {
+    fn it_fits_terminals_of_any_width() {
         for (width, units) in [(20, 3), (40, 3), (60, 40), (80, 10), (100, 40), (200, 0)] {
             let text = table(&profiled(units), Some(width));
             let widest = text.lines().map(|line| line.chars().count()).max();
@@ -294,9 +300,9 @@ mod tests {
         }
         let many = table(&profiled(40), Some(100));
         assert!(many.contains("38 blocks") && many.contains("380.0"), "{many}");
-        let busy = table(&Profiled { peak_flops_per_s: 1e9, ..profiled(3) }, None);
+        let busy = table(&ProfileReport { peak_flops_per_s: 1e9, ..profiled(3) }, None);
         assert!(busy.contains("too busy to measure") && !busy.contains("2000.0%"), "{busy}");
-        let none = table(&Profiled { changes: Vec::new(), ..profiled(3) }, None);
+        let none = table(&ProfileReport { changes: Vec::new(), ..profiled(3) }, None);
         assert!(none.contains("Nothing stands out"), "{none}");
     }
 }

@@ -1,15 +1,14 @@
-//! `shardwise report`: what runs wrote down of themselves, as one page to read, print and keep.
+//! `shardwise report`: one HTML page with the results of a run, or of several runs side by side.
 //!
-//! It reads a run's folder and nothing else, so it works on any machine, while the run goes on or years later. It measures
-//! nothing; charts are drawn here and not by a library, because labels at curves' ends, hatchings and a page that bears any
-//! width are most of the work.
+//! It reads the runs' folders and nothing else, so it works on any machine, during the run or years later. The charts are drawn without a
+//! library, because most of the work is in details: labels at the ends of curves, hatch patterns, and a layout for any width.
 
 mod bars;
 mod chart;
 mod facts;
 mod figures;
-mod history;
 mod page;
+mod run_data;
 mod scale;
 mod text;
 
@@ -17,19 +16,19 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context, Result, ensure};
-use shardwise_journal::words::{amount, counted};
+use shardwise_journal::format::{byte_size, plural};
 
-use history::History;
+use run_data::RunData;
 
-/// As many runs as a chart can tell apart.
+/// The maximum number of runs that a chart can distinguish.
 const RUNS_MAX: usize = 12;
 
 #[derive(clap::Args)]
 pub(crate) struct Options {
-    /// The folders that runs wrote to (run.folder in the recipe); two or more are laid side by side
+    /// Folders of runs (run.folder in the recipe); two or more are compared side by side
     #[arg(required = true, value_name = "RUN")]
     runs: Vec<PathBuf>,
-    /// The file to write; report.html in the first run's folder unless given
+    /// Write the page to this file [default: report.html in the first run's folder]
     #[arg(long, value_name = "FILE")]
     to: Option<PathBuf>,
 }
@@ -37,22 +36,23 @@ pub(crate) struct Options {
 pub(crate) fn run(options: &Options) -> Result<ExitCode> {
     ensure!(
         options.runs.len() <= RUNS_MAX,
-        "{} runs are more than a page can tell apart: give at most {RUNS_MAX}",
+        "{} runs are too many for one page; give at most {RUNS_MAX}",
         options.runs.len()
     );
-    let runs: Vec<History> = options.runs.iter().map(|folder| History::read(folder)).collect::<Result<_>>()?;
+    let runs: Vec<RunData> = options.runs.iter().map(|folder| RunData::read(folder)).collect::<Result<_>>()?;
     let page = page::page(&runs);
     let to = options.to.clone().unwrap_or_else(|| options.runs[0].join("report.html"));
-    write(&to, &page).with_context(|| format!("{} cannot be written; --to FILE says where else", to.display()))?;
-    for run in runs.iter().filter(|run| run.unknown > 0) {
-        let are = if run.unknown == 1 { "is" } else { "are" };
-        eprintln!("{} of {} could not be read and {are} left out.", counted(run.unknown, "line"), run.folder);
+    write(&to, &page)
+        .with_context(|| format!("{} cannot be written; choose another file with --to FILE", to.display()))?;
+    for run in runs.iter().filter(|run| run.unreadable > 0) {
+        let were = if run.unreadable == 1 { "was" } else { "were" };
+        eprintln!("{} of {} could not be read and {were} skipped.", plural(run.unreadable, "line"), run.folder);
     }
-    println!("{}: {}, {}", to.display(), counted(runs.len() as u64, "run"), amount(page.len() as f64));
+    println!("{}: {}, {}", to.display(), plural(runs.len() as u64, "run"), byte_size(page.len() as f64));
     Ok(ExitCode::SUCCESS)
 }
 
-/// Whole or not at all: somebody may be looking at the one before.
+/// Writes the page atomically, because somebody may be reading the previous one.
 fn write(to: &Path, page: &str) -> std::io::Result<()> {
     let mut name = to.as_os_str().to_os_string();
     name.push(".part");

@@ -1,7 +1,7 @@
-//! What people see of a run: lines, and on a terminal a bar below them.
+//! The output of a run: lines and, on a terminal, a progress bar below them.
 //!
-//! Where standard output is no terminal the ranks write to it themselves, and what is said here goes to standard error as it is.
-//! On a terminal everything passes through here, because a line has to be put above the bar.
+//! If standard output is not a terminal, the ranks write to it themselves, and messages go to standard error unchanged. On a terminal,
+//! everything passes through here, because lines must be printed above the bar.
 
 use std::io::{BufRead, BufReader, IsTerminal, Read, Write};
 use std::sync::mpsc::{Receiver, channel};
@@ -12,27 +12,27 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use ratatui::crossterm::terminal;
 use shardwise_journal::Entry;
 
-use crate::bar::Facts;
+use crate::progress_line::ProgressLine;
 
-/// How often the bar is drawn again: the time that is left changes, and the window's width may.
+/// How often the bar is redrawn. The remaining time changes, and so may the width of the window.
 const REDRAW: Duration = Duration::from_millis(200);
 
-/// The longest line of a rank's that is handed on in one piece.
+/// The longest line of a rank that is printed in one piece.
 const LINE_BYTES_MAX: u64 = 64 << 10;
 
-/// How long the last lines of ranks are waited for, once the launcher has ended.
-const LAST_WORDS: Duration = Duration::from_millis(300);
+/// How long to wait for the last lines of the ranks after the launcher has exited.
+const LAST_LINES_LIMIT: Duration = Duration::from_millis(300);
 
-/// Where a run is shown.
+/// The output of a run.
 #[derive(Clone)]
 pub(crate) enum Screen {
-    /// Lines alone.
+    /// Lines only.
     Lines,
-    /// A bar below them.
+    /// Lines with a progress bar below them.
     Bar(Arc<Bar>),
 }
 
-/// The bar on a terminal.
+/// The progress bar on a terminal.
 pub(crate) struct Bar {
     bar: ProgressBar,
     is_coloured: bool,
@@ -40,34 +40,34 @@ pub(crate) struct Bar {
 }
 
 struct State {
-    facts: Facts,
+    progress: ProgressLine,
     drawn: Instant,
-    /// How many columns the line had that was drawn last.
+    /// The number of columns of the last drawn line.
     columns: usize,
 }
 
 impl Screen {
-    /// A bar where standard output is a terminal, unless lines are wanted.
+    /// Creates the output: with a bar if standard output is a terminal and `plain` is not set.
     pub(crate) fn new(plain: bool) -> Self {
         if plain || !std::io::stdout().is_terminal() {
             return Screen::Lines;
         }
         let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stdout_with_hz(20));
-        // A template of one word cannot be wrong; without it the bar is indicatif's own.
+        // This template is always valid. Without it, indicatif would draw its default bar.
         if let Ok(style) = ProgressStyle::with_template("{msg}") {
             bar.set_style(style);
         }
         let is_coloured = std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
-        let state = Mutex::new(State { facts: Facts::default(), drawn: Instant::now(), columns: 0 });
+        let state = Mutex::new(State { progress: ProgressLine::default(), drawn: Instant::now(), columns: 0 });
         Screen::Bar(Arc::new(Bar { bar, is_coloured, state }))
     }
 
-    /// Says something to people, beside what the run prints. Whoever reads it may be gone; the run goes on.
+    /// Prints a message to standard error. A reader that is gone does not end the run.
     pub(crate) fn say(&self, text: &str) {
         self.error(format!("{text}\n").as_bytes());
     }
 
-    /// Hands on what ranks say on their standard error.
+    /// Writes bytes to standard error, above the bar if there is one.
     pub(crate) fn error(&self, bytes: &[u8]) {
         let write = || drop(std::io::stderr().write_all(bytes));
         match self {
@@ -76,31 +76,31 @@ impl Screen {
         }
     }
 
-    /// Takes a line of the journal.
-    pub(crate) fn hear(&self, entry: &Entry) {
+    /// Updates the bar with a journal entry.
+    pub(crate) fn add_entry(&self, entry: &Entry) {
         if let Screen::Bar(bar) = self {
-            bar.state().facts.hear(entry);
+            bar.state().progress.add(entry);
         }
     }
 
-    /// Draws the bar again, if it is time.
+    /// Redraws the bar if it is due.
     pub(crate) fn refresh(&self) {
         if let Screen::Bar(bar) = self {
             let mut state = bar.state();
             if state.drawn.elapsed() >= REDRAW {
                 state.drawn = Instant::now();
-                bar.clear_rest(state.columns);
-                state.columns = state.facts.line(width(), false).chars().count();
-                bar.bar.set_message(bar.line(&state.facts));
+                bar.clear_wrapped_lines(state.columns);
+                state.columns = state.progress.format(width(), false).chars().count();
+                bar.bar.set_message(bar.line(&state.progress));
                 bar.bar.tick();
             }
         }
     }
 
-    /// The run is over: the bar's last line stays.
-    pub(crate) fn leave(&self) {
+    /// Ends the output; the last line of the bar stays.
+    pub(crate) fn finish(&self) {
         if let Screen::Bar(bar) = self {
-            let line = bar.line(&bar.state().facts);
+            let line = bar.line(&bar.state().progress);
             bar.bar.abandon_with_message(line);
         }
     }
@@ -108,49 +108,49 @@ impl Screen {
 
 impl Bar {
     fn state(&self) -> std::sync::MutexGuard<'_, State> {
-        // What a thread that panicked has left is still a line of text.
+        // The state is still usable after a panic: it is only text.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn line(&self, facts: &Facts) -> String {
-        facts.line(width(), self.is_coloured)
+    fn line(&self, progress: &ProgressLine) -> String {
+        progress.format(width(), self.is_coloured)
     }
 
-    /// A window that was made narrower has broken the line that was drawn into several, of which the bar knows the last alone.
-    fn clear_rest(&self, drawn: usize) {
+    /// Clears what is left of the bar after the window got narrower: the terminal has wrapped it, and indicatif knows only the last line.
+    fn clear_wrapped_lines(&self, drawn: usize) {
         let above = drawn.saturating_sub(1) / columns();
         if above > 0 {
             self.bar.suspend(|| drop(write!(std::io::stdout(), "\x1b[{above}A\x1b[J")));
         }
     }
 
-    /// Puts a line of a rank's above the bar, unless the bar says the same.
+    /// Prints a line of a rank above the bar, unless the bar already shows its content.
     fn print(&self, line: &[u8]) {
-        if line.starts_with(b"step ") && self.state().facts.has_begun() {
+        if line.starts_with(b"step ") && self.state().progress.has_started() {
             return;
         }
         self.bar.suspend(|| drop(std::io::stdout().write_all(line)));
     }
 }
 
-/// The columns of the terminal.
+/// The width of the terminal.
 fn columns() -> usize {
     terminal::size().map_or(80, |(width, _)| usize::from(width)).max(1)
 }
 
-/// As many as the bar has: in the last one some terminals begin a new line, and a `^C` needs two.
+/// The width of the bar. Some terminals wrap after the last column, and `^C` takes two columns.
 fn width() -> usize {
     columns().saturating_sub(3)
 }
 
-/// The ranks' standard output, which a thread puts above the bar.
+/// A thread that prints the ranks' standard output above the bar.
 pub(crate) struct Output {
-    is_through: Receiver<()>,
+    done: Receiver<()>,
 }
 
 impl Output {
-    pub(crate) fn of(stdout: impl Read + Send + 'static, bar: Arc<Bar>) -> Self {
-        let (through, is_through) = channel::<()>();
+    pub(crate) fn spawn(stdout: impl Read + Send + 'static, bar: Arc<Bar>) -> Self {
+        let (sender, done) = channel::<()>();
         std::thread::spawn(move || {
             let mut lines = BufReader::new(stdout);
             loop {
@@ -160,14 +160,14 @@ impl Output {
                     Ok(_) => bar.print(&line),
                 }
             }
-            drop(through);
+            drop(sender);
         });
-        Output { is_through }
+        Output { done }
     }
 
-    /// Waits until all was put there, but not for those who never end.
+    /// Waits until everything is printed, up to a limit.
     pub(crate) fn finish(&self) {
-        // An error is what is waited for: the thread has ended.
-        let _ = self.is_through.recv_timeout(LAST_WORDS);
+        // The expected result is an error: the thread has ended and dropped its sender.
+        let _ = self.done.recv_timeout(LAST_LINES_LIMIT);
     }
 }

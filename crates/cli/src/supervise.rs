@@ -1,8 +1,8 @@
-//! The supervisor: starts the ranks of a run, watches them, says in a paragraph what went wrong, and starts them again.
+//! The supervisor: launches the ranks of a run, monitors them, explains what went wrong, and restarts them.
 //!
-//! An attempt ends well, or because it was asked to, or with a failure. A failure ends it everywhere; what is left of it is
-//! swept up before the next attempt, which goes on from the newest checkpoint that is good, on the hosts that answer. Attempts
-//! that bring nothing are spaced further and further apart, and there is a limit to them.
+//! An attempt finishes, stops on request, or fails. A failure ends the attempt on all ranks. The supervisor kills whatever is left of it,
+//! then launches the next attempt on the hosts that can be reached. That one resumes from the newest intact checkpoint. Attempts that
+//! make no progress are spaced further and further apart, and limited in number.
 
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
@@ -13,224 +13,225 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
-use shardwise_journal::{Launch, What};
+use shardwise_journal::{EntryKind, Launch};
 use shardwise_watch::Secret;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 
 use crate::attempt::{Attempt, Failure, Outcome};
-use crate::chronicle::Chronicle;
-use crate::hosts::{Host, answering};
-use crate::launch::Work;
-use crate::launched::RESUME;
+use crate::event_log::EventLog;
+use crate::hosts::{Host, reachable_hosts};
+use crate::launch::RankCommand;
+use crate::launcher_env::RESUME;
 use crate::rank_count::RankCount;
 use crate::screen::Screen;
 
-/// The exit code of a run that has failed.
+/// The exit code of a failed run.
 const FAILED: u8 = 1;
 
-/// The exit code of a run that was interrupted, as shells have it.
+/// The exit code of an interrupted run, by the convention of shells.
 pub(crate) const INTERRUPTED: u8 = 130;
 
-/// The same where it is hosts that are missing, which may be starting up.
-const PAUSE_FOR_HOSTS: Duration = Duration::from_secs(5);
-
-/// How long the first pause is between attempts that bring nothing, and the longest.
+/// The first and the longest pause between attempts that make no progress.
 const PAUSE: Duration = Duration::from_millis(250);
 const PAUSE_MAX: Duration = Duration::from_secs(60);
 
-/// What of a recipe a supervisor has to know.
+/// The first pause if hosts are missing: they may still be booting.
+const PAUSE_FOR_HOSTS: Duration = Duration::from_secs(5);
+
+/// The part of a recipe that the supervisor needs.
 #[derive(Debug, Deserialize)]
 pub(crate) struct Settings {
-    /// The numbers of ranks that the recipe can be run on, the least first, all with the same global batch.
+    /// The world sizes that the recipe can run on, in ascending order, all with the same global batch.
     pub(crate) ranks: Vec<usize>,
-    /// Where the run writes what it says of itself.
+    /// The run folder, which holds the journal.
     pub(crate) folder: PathBuf,
-    /// Whether there is a place for checkpoints.
+    /// Whether the recipe has a checkpoint folder.
     pub(crate) saves: bool,
-    /// After how long without a sign a rank is given up.
-    pub(crate) silence_s: f64,
-    /// How many attempts in a row may bring nothing.
-    pub(crate) restarts: u32,
+    /// How long a rank may send no heartbeat before it counts as lost.
+    pub(crate) heartbeat_timeout_s: f64,
+    /// The maximum number of attempts in a row that make no progress.
+    pub(crate) max_restarts: u32,
 }
 
-/// Where ranks are started and watched.
-pub(crate) struct Places {
-    /// None for this host alone.
+/// Where ranks run, and where they report.
+pub(crate) struct Placement {
+    /// The hosts to run ranks on; empty for this host only.
     pub(crate) hosts: Vec<Host>,
-    /// What starts a program on another host.
+    /// The program that runs commands on other hosts.
     pub(crate) agent: String,
-    /// Where ranks report to.
+    /// The address at which the supervisor listens for ranks.
     pub(crate) listen: IpAddr,
 }
 
-/// What people ask of a supervisor by signals.
+/// Requests made by signal.
 #[derive(Clone, Default)]
 pub(crate) struct Signals {
-    /// To save and end (SIGTERM, SIGUSR1, and SIGHUP, when a terminal goes).
+    /// Save and stop: SIGTERM, SIGUSR1, SIGHUP when the terminal closes, or the first SIGINT.
     save: Arc<AtomicBool>,
-    /// To save and end, or to end where that was asked for before (SIGINT); not yet heard.
+    /// A SIGINT that has not been handled yet: save and stop, or stop at once if a save was already requested.
     interrupt: Arc<AtomicBool>,
+    /// Whether there was a SIGINT.
     interrupted: Arc<AtomicBool>,
-    /// To end.
-    end: Arc<AtomicBool>,
+    /// Stop at once.
+    stop: Arc<AtomicBool>,
 }
 
 impl Signals {
     fn register() -> Result<Self> {
         let signals = Signals::default();
-        // Who asks a second time does not want to wait: the ranks see their supervisor go, and go.
-        signal_hook::flag::register_conditional_default(SIGTERM, signals.save.clone()).context("a signal's handler")?;
+        // A second SIGTERM kills the supervisor at once; the ranks notice and exit.
+        signal_hook::flag::register_conditional_default(SIGTERM, signals.save.clone())
+            .context("cannot install a signal handler")?;
         let mut flags = vec![(SIGTERM, &signals.save), (SIGUSR1, &signals.save), (SIGINT, &signals.interrupt)];
-        if !hangups_are_ignored() {
+        if !is_hangup_ignored() {
             flags.push((SIGHUP, &signals.save));
         }
         for (signal, flag) in flags {
-            signal_hook::flag::register(signal, flag.clone()).context("a signal's handler")?;
+            signal_hook::flag::register(signal, flag.clone()).context("cannot install a signal handler")?;
         }
         Ok(signals)
     }
 
-    pub(crate) fn save(&self) -> bool {
-        self.hear();
+    pub(crate) fn should_save(&self) -> bool {
+        self.handle_interrupt();
         self.save.load(Ordering::Relaxed)
     }
 
-    /// Takes a key that was pressed for what it means: to save and end at first, then to end.
-    fn hear(&self) {
+    /// The first Ctrl-C asks for a save, the second for an immediate stop.
+    fn handle_interrupt(&self) {
         if self.interrupt.swap(false, Ordering::Relaxed) {
             self.interrupted.store(true, Ordering::Relaxed);
             if self.save.swap(true, Ordering::Relaxed) {
-                self.end.store(true, Ordering::Relaxed);
+                self.stop.store(true, Ordering::Relaxed);
             }
         }
     }
 
-    /// Whether it was a key that asked.
-    pub(crate) fn interrupted(&self) -> bool {
+    pub(crate) fn is_interrupted(&self) -> bool {
         self.interrupted.load(Ordering::Relaxed)
     }
 
-    /// With which code the run ends between two attempts, if it was asked to.
-    fn code(&self) -> Option<u8> {
-        match (self.end(), self.save()) {
+    /// The exit code if the run was asked to stop between two attempts.
+    fn exit_code(&self) -> Option<u8> {
+        match (self.should_stop(), self.should_save()) {
             (true, _) => Some(INTERRUPTED),
             (false, true) => Some(RESUME),
             (false, false) => None,
         }
     }
 
-    pub(crate) fn end(&self) -> bool {
-        self.hear();
-        self.end.load(Ordering::Relaxed)
+    pub(crate) fn should_stop(&self) -> bool {
+        self.handle_interrupt();
+        self.stop.load(Ordering::Relaxed)
     }
 }
 
-/// Whether it was started so that it outlives its terminal, by `nohup` for one.
-fn hangups_are_ignored() -> bool {
+/// Whether this process was started to outlive its terminal, for example with `nohup`.
+fn is_hangup_ignored() -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let ignored = status.lines().find_map(|line| u64::from_str_radix(line.strip_prefix("SigIgn:")?.trim(), 16).ok());
     ignored.is_some_and(|ignored| ignored & (1 << (SIGHUP - 1)) != 0)
 }
 
-/// Runs `work` to its end, however many attempts that takes, and writes down what becomes of it. Each attempt but the last is given
-/// one of `faults`, in their order.
+/// Runs a command until it finishes, stops on request, or keeps failing, and records what happens. Each attempt gets the next one of
+/// `faults`, as long as there are any.
 pub(crate) fn supervise(
-    work: &Work,
+    command: &RankCommand,
     asked: RankCount,
     settings: &Settings,
-    places: &Places,
+    placement: &Placement,
     faults: impl Iterator<Item = String>,
-    chronicle: &mut Chronicle,
+    log: &mut EventLog,
 ) -> Result<ExitCode> {
-    let mut past = Past::new(chronicle.screen.clone());
-    let ended = attempts(work, asked, settings, places, faults, chronicle, &mut past);
-    // Ranks that found nothing left to do have added nothing to the run: its story is as it was.
-    let is_idle = matches!(ended, Ok(0)) && chronicle.is_idle();
-    if past.attempts > 0 && !is_idle {
-        let (code, lost_s) = (*ended.as_ref().unwrap_or(&1), past.lost.as_secs_f64());
-        chronicle.note(What::Ended { code, restarts: past.attempts - 1, lost_s }, None);
+    let mut history = AttemptHistory::new(log.screen.clone());
+    let result = run_attempts(command, asked, settings, placement, faults, log, &mut history);
+    // A launch that found nothing left to do adds nothing to the run's journal.
+    let is_idle = matches!(result, Ok(0)) && log.is_idle();
+    if history.attempts > 0 && !is_idle {
+        let (code, lost_s) = (*result.as_ref().unwrap_or(&1), history.lost.as_secs_f64());
+        log.record(EntryKind::Ended { code, restarts: history.attempts - 1, lost_s }, None);
     }
-    chronicle.screen.leave();
-    ended.map(ExitCode::from)
+    log.screen.finish();
+    result.map(ExitCode::from)
 }
 
-/// Attempt after attempt; the code with which the run ends.
-fn attempts(
-    work: &Work,
+/// Launches attempts until the run ends, and returns its exit code.
+fn run_attempts(
+    command: &RankCommand,
     asked: RankCount,
     settings: &Settings,
-    places: &Places,
+    placement: &Placement,
     mut faults: impl Iterator<Item = String>,
-    chronicle: &mut Chronicle,
-    past: &mut Past,
+    log: &mut EventLog,
+    history: &mut AttemptHistory,
 ) -> Result<u8> {
     let signals = Signals::register()?;
-    let secret = Secret::new().context("a secret for the job")?;
-    let screen = chronicle.screen.clone();
-    let mut listen = SocketAddr::new(places.listen, 0);
+    let secret = Secret::new().context("cannot create a secret for the job")?;
+    let screen = log.screen.clone();
+    let mut listen = SocketAddr::new(placement.listen, 0);
     loop {
-        let hosts = answering(&places.hosts, &places.agent);
-        let ranks = match ranks_for(asked, settings, places, &hosts) {
+        let hosts = reachable_hosts(&placement.hosts, &placement.agent);
+        let ranks = match choose_world_size(asked, settings, placement, &hosts) {
             Ok(ranks) => ranks,
-            Err(error) if past.attempts > 0 => {
+            Err(error) if history.attempts > 0 => {
                 screen.say(&format!("{error:#}."));
-                if !past.waits(settings.restarts, PAUSE_FOR_HOSTS, &signals) {
+                if !history.wait_to_retry(settings.max_restarts, PAUSE_FOR_HOSTS, &signals) {
                     return Ok(FAILED);
                 }
-                if let Some(code) = signals.code() {
+                if let Some(code) = signals.exit_code() {
                     return Ok(code);
                 }
                 continue;
             }
             Err(error) => return Err(error),
         };
-        if past.attempts > 0 {
-            past.say_where(&places.hosts, &hosts, ranks);
+        if history.attempts > 0 {
+            history.announce_restart(&placement.hosts, &hosts, ranks);
         }
-        past.attempts += 1;
-        chronicle.note(What::Launched(launch(past.attempts, ranks, &places.hosts, &hosts)), None);
+        history.attempts += 1;
+        log.record(EntryKind::Launched(describe_launch(history.attempts, ranks, &placement.hosts, &hosts)), None);
         let attempt = Attempt {
-            work,
+            command,
             ranks,
             hosts: &hosts,
-            agent: &places.agent,
+            agent: &placement.agent,
             listen,
             secret: &secret,
-            number: past.attempts,
-            silence: Duration::from_secs_f64(settings.silence_s),
+            number: history.attempts,
+            heartbeat_timeout: Duration::from_secs_f64(settings.heartbeat_timeout_s),
             saves: settings.saves,
             signals: &signals,
             fault: faults.next(),
-            failed_before: past.last.as_ref(),
+            last_failure: history.last_failure.as_ref(),
         };
-        let (outcome, address) = attempt.run(chronicle)?;
-        // Whoever looks on finds the next attempt where this one was.
+        let (outcome, address) = attempt.run(log)?;
+        // The next attempt listens at the same address, so that viewers find it.
         listen = address;
         match outcome {
             Outcome::Ended { code, lost } => {
-                past.lost += lost;
-                past.say_all();
+                history.lost += lost;
+                history.announce_total();
                 return Ok(code);
             }
             Outcome::Failed(failure) => {
                 screen.say(&failure.text);
                 let Failure { last_step: step, ref text, .. } = failure;
-                chronicle.note(What::Failed { attempt: past.attempts, step, text: text.clone() }, None);
-                past.lost += failure.lost_before;
-                if let Some(code) = failure.is_final {
+                log.record(EntryKind::Failed { attempt: history.attempts, step, text: text.clone() }, None);
+                history.lost += failure.lost_before;
+                if let Some(code) = failure.final_code {
                     return Ok(code);
                 }
                 if !settings.saves {
                     screen.say(
-                        "There are no checkpoints to go on from; with checkpoints.folder in the recipe it would go on by itself.",
+                        "Not restarting: there are no checkpoints to resume from. Set checkpoints.folder in the recipe.",
                     );
                     return Ok(FAILED);
                 }
-                if !past.add(failure, settings.restarts, &signals) {
+                if !history.add_failure(failure, settings.max_restarts, &signals) {
                     return Ok(FAILED);
                 }
-                // What was saved is there: whoever wants the run to end has it.
-                if let Some(code) = signals.code() {
+                // The newest checkpoint is on disk, so a requested stop has nothing to wait for.
+                if let Some(code) = signals.exit_code() {
                     return Ok(code);
                 }
             }
@@ -238,114 +239,112 @@ fn attempts(
     }
 }
 
-/// What is started where.
-fn launch(attempt: u64, ranks: usize, wanted: &[Host], hosts: &[Host]) -> Launch {
+/// The journal entry of a launch.
+fn describe_launch(attempt: u64, ranks: usize, wanted: &[Host], hosts: &[Host]) -> Launch {
     let names = |hosts: &mut dyn Iterator<Item = &Host>| hosts.map(|host| host.name.clone()).collect();
     let missing = names(&mut wanted.iter().filter(|host| !hosts.contains(host)));
     Launch { attempt, ranks, hosts: names(&mut hosts.iter()), missing }
 }
 
-/// As many ranks as there is room for.
-fn ranks_for(asked: RankCount, settings: &Settings, places: &Places, hosts: &[Host]) -> Result<usize> {
-    let room = match places.hosts.is_empty() {
-        true => asked.most,
+/// Chooses the largest world size that there is room for.
+fn choose_world_size(asked: RankCount, settings: &Settings, placement: &Placement, hosts: &[Host]) -> Result<usize> {
+    let room = match placement.hosts.is_empty() {
+        true => asked.max,
         false => hosts.iter().map(|host| host.ranks).sum(),
     };
     match settings.ranks.iter().rev().find(|&&ranks| ranks <= room) {
         Some(&ranks) => Ok(ranks),
         None => {
             let missing: Vec<&str> =
-                places.hosts.iter().filter(|host| !hosts.contains(host)).map(|host| host.name.as_str()).collect();
+                placement.hosts.iter().filter(|host| !hosts.contains(host)).map(|host| host.name.as_str()).collect();
             let missing = match missing.is_empty() {
                 true => String::new(),
                 false => format!(" (no answer from {})", missing.join(", ")),
             };
             bail!(
-                "there is room for {room} ranks{missing}, and -n {asked} needs {}",
-                settings.ranks.first().unwrap_or(&asked.least)
+                "there is room for {room} ranks{missing}, but -n {asked} needs {}",
+                settings.ranks.first().unwrap_or(&asked.min)
             )
         }
     }
 }
 
-/// What became of earlier attempts.
-struct Past {
+/// The attempts so far.
+struct AttemptHistory {
     screen: Screen,
     attempts: u64,
-    /// In a row, that brought nothing.
-    in_vain: u32,
-    last: Option<Failure>,
+    /// The number of attempts in a row that made no progress.
+    fruitless: u32,
+    last_failure: Option<Failure>,
     failures: u32,
     lost: Duration,
 }
 
-impl Past {
+impl AttemptHistory {
     fn new(screen: Screen) -> Self {
-        Past { screen, attempts: 0, in_vain: 0, last: None, failures: 0, lost: Duration::ZERO }
+        AttemptHistory { screen, attempts: 0, fruitless: 0, last_failure: None, failures: 0, lost: Duration::ZERO }
     }
 
-    /// Whether there is to be another attempt after this failure; waits until it is time for it.
-    fn add(&mut self, failure: Failure, restarts: u32, signals: &Signals) -> bool {
-        let before = self.last.take();
+    /// Records a failure, waits until it is time for the next attempt, and returns whether there is one.
+    fn add_failure(&mut self, failure: Failure, max_restarts: u32, signals: &Signals) -> bool {
+        let before = self.last_failure.take();
         let furthest = before.as_ref().map_or(0, |before| before.first_step);
-        let brought_nothing = before.is_some() && failure.first_step <= furthest;
+        let made_no_progress = before.is_some() && failure.first_step <= furthest;
         self.failures += 1;
-        self.last = Some(match before {
-            // It never came to work, so what the failure before it costs is not over.
+        self.last_failure = Some(match before {
+            // This attempt never trained, so the previous failure still costs time.
             Some(before) if failure.first_step == 0 => before,
             _ => Failure { first_step: failure.first_step.max(furthest), ..failure },
         });
-        match brought_nothing {
-            true => self.waits(restarts, PAUSE, signals),
-            false if restarts == 0 => {
-                self.screen.say("It is not started again: supervision.restarts is 0.");
+        match made_no_progress {
+            true => self.wait_to_retry(max_restarts, PAUSE, signals),
+            false if max_restarts == 0 => {
+                self.screen.say("Not restarting: supervision.max_restarts is 0.");
                 false
             }
             false => {
-                self.in_vain = 0;
+                self.fruitless = 0;
                 true
             }
         }
     }
 
-    /// Whether there is to be another attempt after one that brought nothing; waits until it is time for it, longer every time.
-    fn waits(&mut self, restarts: u32, first: Duration, signals: &Signals) -> bool {
-        self.in_vain += 1;
-        if self.in_vain >= restarts {
+    /// Waits after an attempt that made no progress, longer each time. Returns whether there is another attempt.
+    fn wait_to_retry(&mut self, max_restarts: u32, first_pause: Duration, signals: &Signals) -> bool {
+        self.fruitless += 1;
+        if self.fruitless >= max_restarts {
             self.screen.say(&format!(
-                "It has been tried {} times from the same checkpoint and is not started again (supervision.restarts).",
-                self.in_vain + 1
+                "Not restarting after {} attempts from the same checkpoint (supervision.max_restarts).",
+                self.fruitless + 1
             ));
             return false;
         }
-        let pause = first.saturating_mul(1 << (self.in_vain - 1).min(16)).min(PAUSE_MAX);
-        self.screen
-            .say(&format!("It is started again in {:.1} s: the last attempt brought nothing.", pause.as_secs_f64()));
+        let pause = first_pause.saturating_mul(1 << (self.fruitless - 1).min(16)).min(PAUSE_MAX);
+        self.screen.say(&format!("Restarting in {:.1} s: the last attempt made no progress.", pause.as_secs_f64()));
         let until = Instant::now() + pause;
-        while Instant::now() < until && signals.code().is_none() {
+        while Instant::now() < until && signals.exit_code().is_none() {
             std::thread::sleep(Duration::from_millis(20).min(until.saturating_duration_since(Instant::now())));
         }
         true
     }
 
-    fn say_where(&self, all: &[Host], hosts: &[Host], ranks: usize) {
+    fn announce_restart(&self, all: &[Host], hosts: &[Host], ranks: usize) {
         let missing: Vec<&str> =
             all.iter().filter(|host| !hosts.contains(host)).map(|host| host.name.as_str()).collect();
         match missing.is_empty() {
-            true => self.screen.say(&format!("Starting again on {ranks} ranks.")),
-            false => self.screen.say(&format!(
-                "Starting again on {ranks} ranks, without {}, which does not answer.",
-                missing.join(" and ")
-            )),
+            true => self.screen.say(&format!("Restarting on {ranks} ranks.")),
+            false => self
+                .screen
+                .say(&format!("Restarting on {ranks} ranks without {}, which does not answer.", missing.join(" and "))),
         }
     }
 
-    /// What failures have cost.
-    fn say_all(&self) {
+    /// Says how much time the failures have cost.
+    fn announce_total(&self) {
         if self.failures > 0 {
             let times = if self.failures == 1 { "once".to_string() } else { format!("{} times", self.failures) };
             self.screen.say(&format!(
-                "It was started again {times}, for which {:.1} s were lost beside steps made again.",
+                "Restarted {times}, which cost {:.1} s in addition to repeated steps.",
                 self.lost.as_secs_f64()
             ));
         }

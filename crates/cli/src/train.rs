@@ -1,4 +1,4 @@
-//! `shardwise train`: looks whether the run fits, starts its ranks, and watches them.
+//! `shardwise train`: checks that the run fits, then starts and supervises its ranks.
 
 use std::io::Write;
 use std::net::{IpAddr, Ipv4Addr};
@@ -8,145 +8,146 @@ use std::process::{Command, ExitCode, Stdio};
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 
-use crate::chronicle::Chronicle;
 use crate::endpoint::{self, Endpoint};
+use crate::event_log::EventLog;
+use crate::faults::plan_faults;
 use crate::hosts::Host;
-use crate::launch::{Work, absolute, as_it_ended, laid, rank_program};
-use crate::launched::launched;
-use crate::launched::own_name;
+use crate::launch::{RankCommand, absolute, add_layers, exit_code, rank_program};
+use crate::launcher_env::{hostname, launcher_env};
 use crate::layers::Layers;
 use crate::rank_count::RankCount;
-use crate::sabotage::planned;
 use crate::screen::Screen;
-use crate::supervise::{Places, Settings, supervise};
+use crate::supervise::{Placement, Settings, supervise};
 
 #[derive(clap::Args)]
 pub(crate) struct Options {
-    /// What to train, and how
+    /// The recipe to train
     recipe: PathBuf,
-    /// The number of ranks, or the least and the most, as in 2..8; under mpirun or srun the launcher says it
+    /// Start this many ranks, or as many as there is room for in a range such as 2..8; not needed under mpirun or srun
     #[arg(short = 'n', long)]
     ranks: Option<RankCount>,
     #[command(flatten)]
     layers: Layers,
-    /// Say what it needs of memory, and do not start
+    /// Print the memory estimate and exit
     #[arg(long)]
     dry_run: bool,
-    /// Hosts to start ranks on, each with the number of ranks that there is room for; this host unless said otherwise
+    /// Start the ranks on these hosts, each with room for the given number of ranks, instead of on this host
     #[arg(long, value_name = "NAME:RANKS", value_delimiter = ',', requires = "listen")]
     hosts: Vec<Host>,
-    /// The program that starts others on hosts: it is given a host's name and a command
+    /// Use this program to run commands on other hosts; its arguments are a host name and a command
     #[arg(long, default_value = "ssh")]
     agent: String,
-    /// The address of this host at which ranks on others report to it; they prove that they know the job's secret
+    /// Accept reports from ranks on other hosts at this address of this host; ranks must know the job's secret
     #[arg(long, value_name = "ADDRESS")]
     listen: Option<IpAddr>,
-    /// Lines in place of the bar, also on a terminal
+    /// Print plain lines instead of the progress bar, even on a terminal
     #[arg(long)]
     plain: bool,
-    /// Serve the run's figures to Prometheus: a port of this host, or an address and a port, as in 127.0.0.1:9464
+    /// Serve Prometheus metrics on this port, or on this address and port, such as 127.0.0.1:9464
     ///
-    /// At http://ADDRESS/metrics, as long as the run lasts. A port alone is for programs of this host. At any other address
-    /// whoever asks has to know the token that is in the environment as SHARDWISE_METRICS_TOKEN.
+    /// Serves http://ADDRESS/metrics until the run ends. A port without an address can be reached only from this host. At any other
+    /// address, clients must send the token in the environment variable SHARDWISE_METRICS_TOKEN.
     #[arg(long, value_name = "ADDRESS")]
     metrics: Option<endpoint::Address>,
-    /// Let something go wrong, to see what becomes of it: one fault for each start of the ranks, in their order
+    /// Inject a fault to test recovery; may be given several times, one for each attempt
     ///
-    /// As in 'kill rank=2 step=40 phase=forward unit=block.3'. What happens is one of kill, stop, slow, delay, cut-off, exhaust (no more
-    /// memory), fail-copy (no memory for a checkpoint's copy), flip-bit, skip and shorten (a call between ranks); a step of +1 counts
-    /// from the one that ranks start with; phases are data, gather, forward, backward, reduce, optimizer, save, save-before,
-    /// save-inside and save-after. 'random seed=7 kills=200'
-    /// stands for so many kills, always the same ones.
+    /// For example 'kill rank=2 step=40 phase=forward unit=block.3'. The kinds of fault are kill, stop, slow, delay, cut-off, exhaust (use up
+    /// the memory), fail-copy (no memory for a checkpoint's copy), flip-bit, skip and shorten (both of a collective call). A step of
+    /// +1 counts from the first step of the attempt. The phases are data, gather, forward, backward, reduce, optimizer, save,
+    /// save-before, save-inside and save-after. 'random seed=7 kills=200' stands for 200 kills, which depend only on the seed.
     #[arg(long, value_name = "FAULT")]
     fault: Vec<String>,
     #[command(flatten)]
-    trace: crate::tracing::Tracing,
+    trace: crate::trace_flags::TraceFlags,
 }
 
-/// What `shardwise-rank check` says of a recipe.
+/// The output of `shardwise-rank check`.
 #[derive(Deserialize)]
-pub(crate) struct Checked {
-    /// For people.
+pub(crate) struct CheckReport {
+    /// The memory estimate, to be printed.
     text: String,
     #[serde(flatten)]
     settings: Settings,
 }
 
-/// Whether a recipe can be run at all, asked before ranks are started: it is then said once and without the launcher's words. The
-/// code to end with if it cannot.
+/// Before the ranks start, checks whether a recipe can run, so that an error is printed once and without the launcher's messages.
+/// Returns the exit code if it cannot.
 pub(crate) fn check(
     recipe: &Path,
     ranks: RankCount,
     layers: &Layers,
-    rest: &[String],
-) -> Result<Result<Checked, ExitCode>> {
+    arguments: &[String],
+) -> Result<Result<CheckReport, ExitCode>> {
     let program = rank_program()?;
     let mut check = Command::new(&program);
     check.arg("check").arg(absolute(recipe)).args(["--ranks", &ranks.to_string()]);
-    laid(&mut check, layers);
-    let checked = check.args(rest).stderr(Stdio::inherit()).output().with_context(|| program.display().to_string())?;
-    if !checked.status.success() {
-        return Ok(Err(as_it_ended(checked.status)));
+    add_layers(&mut check, layers);
+    let output =
+        check.args(arguments).stderr(Stdio::inherit()).output().with_context(|| program.display().to_string())?;
+    if !output.status.success() {
+        return Ok(Err(exit_code(output.status)));
     }
-    serde_json::from_slice(&checked.stdout).with_context(|| format!("what {} says", program.display())).map(Ok)
+    serde_json::from_slice(&output.stdout)
+        .with_context(|| format!("cannot parse the output of {}", program.display()))
+        .map(Ok)
 }
 
 pub(crate) fn run(options: &Options) -> Result<ExitCode> {
-    let asked = options.ranks.unwrap_or(RankCount { least: 1, most: 1 });
-    let work = Work {
-        verb: "train",
+    let asked = options.ranks.unwrap_or(RankCount { min: 1, max: 1 });
+    let command = RankCommand {
+        subcommand: "train",
         recipe: &options.recipe,
-        ranks: options.ranks.map(|ranks| ranks.most as u32),
+        ranks: options.ranks.map(|ranks| ranks.max as u32),
         layers: &options.layers,
-        rest: options.trace.arguments(),
+        arguments: options.trace.arguments(),
     };
-    if launched().is_some() {
+    if launcher_env().is_some() {
         if options.dry_run {
-            bail!("--dry-run needs no launcher: shardwise train {} -n RANKS --dry-run", options.recipe.display());
-        }
-        if asked.least < asked.most
-            || !options.hosts.is_empty()
-            || !options.fault.is_empty()
-            || options.metrics.is_some()
-        {
             bail!(
-                "a launcher has started this rank, so it is too late for a range of ranks, --hosts, --fault and --metrics, which are \
-                 for one that starts the ranks itself"
+                "--dry-run does not work under a launcher; run shardwise train {} -n RANKS --dry-run",
+                options.recipe.display()
             );
         }
-        return work.start();
+        if asked.min < asked.max || !options.hosts.is_empty() || !options.fault.is_empty() || options.metrics.is_some()
+        {
+            bail!(
+                "a range of ranks, --hosts, --fault and --metrics do not work under a launcher; run shardwise train without one, so \
+                 that it starts the ranks"
+            );
+        }
+        return command.run();
     }
-    let mut rest = options.trace.arguments();
+    let mut arguments = options.trace.arguments();
     if !options.hosts.is_empty() {
-        let here = options.hosts.iter().find(|host| host.name == own_name()).map_or(0, |host| host.ranks);
-        rest.push(format!("--ranks-here={here}"));
+        let here = options.hosts.iter().find(|host| host.name == hostname()).map_or(0, |host| host.ranks);
+        arguments.push(format!("--ranks-here={here}"));
     }
-    let faults = planned(&options.fault, asked.most)?;
-    rest.extend(faults.iter().map(|fault| format!("--fault={fault}")));
-    let Checked { text, settings } = match check(&options.recipe, asked, &options.layers, &rest)? {
-        Ok(checked) => checked,
+    let faults = plan_faults(&options.fault, asked.max)?;
+    arguments.extend(faults.iter().map(|fault| format!("--fault={fault}")));
+    let CheckReport { text, settings } = match check(&options.recipe, asked, &options.layers, &arguments)? {
+        Ok(report) => report,
         Err(code) => return Ok(code),
     };
-    // Whoever reads it may be gone; the run goes on.
+    // A closed standard output does not stop the run.
     drop(writeln!(std::io::stdout(), "{text}"));
     if options.dry_run {
         return Ok(ExitCode::SUCCESS);
     }
-    let places = Places {
+    let placement = Placement {
         hosts: options.hosts.clone(),
         agent: options.agent.clone(),
         listen: options.listen.unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST)),
     };
-    if places.listen.is_loopback() && places.hosts.iter().any(|host| host.name != own_name()) {
+    if placement.listen.is_loopback() && placement.hosts.iter().any(|host| host.name != hostname()) {
         bail!(
-            "--listen {}: other hosts cannot reach that; give the address that this host has for them",
-            places.listen
+            "--listen {}: other hosts cannot reach this address; give one at which they can reach this host",
+            placement.listen
         );
     }
-    let mut chronicle = Chronicle::open(&settings.folder, Screen::new(options.plain))?;
-    let endpoint = options.metrics.map(|address| Endpoint::serve(address, chronicle.figures())).transpose()?;
+    let mut log = EventLog::open(&settings.folder, Screen::new(options.plain))?;
+    let endpoint = options.metrics.map(|address| Endpoint::serve(address, log.metrics())).transpose()?;
     if let Some(endpoint) = endpoint {
-        chronicle.screen.say(&format!("Figures for Prometheus are at http://{}/metrics.", endpoint.address()));
+        log.screen.say(&format!("Serving Prometheus metrics at http://{}/metrics.", endpoint.address()));
     }
-    supervise(&work, asked, &settings, &places, faults.into_iter(), &mut chronicle)
+    supervise(&command, asked, &settings, &placement, faults.into_iter(), &mut log)
 }

@@ -1,4 +1,4 @@
-//! A model of `transformers` is taught to answer: through its own chat template, and by its answers alone.
+//! Fine-tuning a `transformers` model on conversations, with its own chat template and with targets only in the answers.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
@@ -6,11 +6,11 @@ use std::path::Path;
 use std::process::Command;
 use std::time::SystemTime;
 
-use shardwise_data::{ChatTemplate, IGNORED, Packed, Tokenizer};
-use shardwise_harness::transformers;
+use shardwise_data::{ChatTemplate, IGNORED, PackedConversations, Tokenizer};
+use shardwise_harness::run_with_transformers;
 
 fn python(verb: &str, folder: &Path) -> String {
-    transformers("hugging_face.py", &[Path::new(verb), folder]).unwrap()
+    run_with_transformers("hugging_face.py", &[Path::new(verb), folder]).unwrap()
 }
 
 fn shardwise(folder: &Path, arguments: &[&str]) -> String {
@@ -23,16 +23,16 @@ fn shardwise(folder: &Path, arguments: &[&str]) -> String {
 
 const RECIPE: &str = r#"
 [model]
-from = "model"
+from_pretrained = "model"
 [data]
 chat = "chat.jsonl"
 tokenizer = "model"
 [batch]
-sequences = 4
-positions = 96
+micro_batch_size = 4
+seq_len = 96
 [optimizer]
-rate = 1e-2
-clip_norm = 1.0
+lr = 1e-2
+max_grad_norm = 1.0
 [schedule]
 kind = "cosine"
 warmup_steps = 10
@@ -48,11 +48,11 @@ fn a_model_learns_to_answer_and_goes_back_to_transformers() {
     let folder = folder.path();
     python("chat", folder);
 
-    // What counts in the first conversation is what transformers' own rendering says.
+    // The targets in the first conversation are those of transformers' own rendering.
     let tokenizer = Tokenizer::open(folder.join("model")).unwrap();
     let template = ChatTemplate::open(&tokenizer, SystemTime::UNIX_EPOCH).unwrap();
     let conversations = template.conversations(&tokenizer, folder.join("chat.jsonl")).unwrap();
-    let packed = Packed::new(conversations, 96, 0).unwrap();
+    let packed = PackedConversations::new(conversations, 96, 0).unwrap();
     let window = packed.window(0).unwrap();
     let of_first = window.targets.iter().zip(&window.documents).filter(|(_, document)| **document == 0);
     let counted: Vec<i64> = of_first.map(|(target, _)| *target).filter(|target| *target != IGNORED).collect();
@@ -70,7 +70,7 @@ fn a_model_learns_to_answer_and_goes_back_to_transformers() {
     shardwise(folder, &["checkpoint", "export", "saved", "exported", "--like", "model"]);
     let answer = python("check-chat", folder);
     assert!(answer.contains("It is") && answer.contains("no more."), "{answer}");
-    // The same here, by the same template's words.
+    // Our generation gives the same answer to the same rendered prompt.
     let prompt = "<|im_start|>user\nWhat is 7 plus 7?<|im_end|>\n<|im_start|>assistant\n";
     let ours =
         shardwise(folder, &["generate", "recipe.toml", "--temperature", "0", "--tokens", "12", "--prompt", prompt]);

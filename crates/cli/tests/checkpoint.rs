@@ -1,4 +1,4 @@
-//! Checkpoints as a person meets them: a run that is stopped, killed or out of disk, and the commands that look at what it left.
+//! Checkpoints as a user sees them: runs that are stopped, killed or out of disk space, and the `shardwise checkpoint` commands.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
@@ -10,27 +10,27 @@ use std::process::{Child, Command, Output, Stdio};
 use std::time::Duration;
 
 use serde_json::{Value, json};
-use shardwise_harness::ranks_of;
-use support::{Folder, good, said, shardwise, watched_closely};
+use shardwise_harness::rank_pids;
+use support::{Folder, good, said, shardwise, short_timeouts};
 
 const RECIPE: &str = r#"
 [model.llama]
-vocabulary = 61
-width = 36
-blocks = 3
-heads = 6
-kv_heads = 3
-mlp_width = 53
+vocab_size = 61
+hidden_size = 36
+num_hidden_layers = 3
+num_attention_heads = 6
+num_key_value_heads = 3
+intermediate_size = 53
 
 [data]
 seed = 7
 
 [batch]
-sequences = 2
-positions = 16
+micro_batch_size = 2
+seq_len = 16
 
 [optimizer]
-rate = 1e-2
+lr = 1e-2
 
 [run]
 steps = 12
@@ -72,7 +72,7 @@ fn losses(text: &str) -> Vec<(u64, String)> {
 }
 
 #[test]
-fn a_run_that_was_ended_goes_on_as_if_it_had_not_been() {
+fn a_run_that_was_stopped_resumes_bit_for_bit() {
     let whole = Folder::new(&RECIPE.replace("every_steps = 4", "every_steps = 8"));
     let expected = losses(&whole.train(2));
     assert_eq!(expected.len(), 12);
@@ -83,47 +83,47 @@ fn a_run_that_was_ended_goes_on_as_if_it_had_not_been() {
     assert_eq!(text.matches("saved ").count(), 2, "{text}");
     folder.rewrite("\nsteps = 8", "\nsteps = 12");
     let text = folder.train(2);
-    assert!(text.contains("goes on after step 8"), "{text}");
+    assert!(text.contains("resuming after step 8"), "{text}");
     assert_eq!(losses(&text), expected[8..]);
 
-    // The same to the last bit, with all of the optimizer's numbers.
+    // Bitwise identical, including the optimizer state.
     let other = whole.path("saved");
     let same = folder.checkpoint(&["diff", "saved", "12", "12", "--other", other.to_str().unwrap()]);
     assert!(good(&same).contains("the same to the last bit"), "{}", said(&same));
-    // Where a run goes on, what is saved in the background is not touched by the next update.
-    let beside = folder.checkpoint(&["diff", "saved", "8", "8", "--other", other.to_str().unwrap()]);
-    assert!(good(&beside).contains("the same to the last bit"), "{}", said(&beside));
+    // In a run that resumes, the next update does not touch what is being saved in the background.
+    let saved_in_background = folder.checkpoint(&["diff", "saved", "8", "8", "--other", other.to_str().unwrap()]);
+    assert!(good(&saved_in_background).contains("the same to the last bit"), "{}", said(&saved_in_background));
     let differs = folder.checkpoint(&["diff", "saved", "8", "12"]);
     assert_eq!(differs.status.code(), Some(1));
     assert!(said(&differs).contains("lm_head.weight/first_moment: "), "{}", said(&differs));
 
-    // Another number of ranks needs as many sequences a step.
+    // Another number of ranks needs the same number of sequences per step.
     folder.rewrite("\nsteps = 12", "\nsteps = 16");
     let refused = folder.training(1).output().unwrap();
     assert!(!refused.status.success());
     assert!(
-        said(&refused).contains("4 sequences a step") && said(&refused).contains("another place"),
+        said(&refused).contains("4 sequences per step") && said(&refused).contains("another checkpoints.folder"),
         "{}",
         said(&refused)
     );
-    folder.rewrite("sequences = 2", "sequences = 4");
+    folder.rewrite("micro_batch_size = 2", "micro_batch_size = 4");
     let text = folder.train(1);
     assert_eq!(losses(&text).first().unwrap().0, 13, "{text}");
 
-    // Three are kept, and what is pruned is gone.
+    // Three are kept, and pruned ones are gone.
     let listed = good(&folder.checkpoint(&["ls", "saved"]));
     let steps: Vec<&str> = listed.lines().map(|line| line.split_whitespace().nth(1).unwrap()).collect();
     assert_eq!(steps, ["16", "12", "8"], "{listed}");
-    assert!(good(&folder.checkpoint(&["verify", "saved"])).contains("step 8: whole"));
+    assert!(good(&folder.checkpoint(&["verify", "saved"])).contains("step 8: intact"));
     good(&folder.checkpoint(&["prune", "saved", "--keep-last", "1", "--keep-every", "8"]));
     assert_eq!(good(&folder.checkpoint(&["ls", "saved"])).lines().count(), 2);
 
-    // A second export does not write over the first unless it is told to.
+    // A second export does not overwrite the first without --force.
     good(&folder.checkpoint(&["export", "saved", "exported"]));
     let first = std::fs::read(folder.path("exported/model.safetensors")).unwrap();
     let again = folder.checkpoint(&["export", "saved", "exported", "--step", "8"]);
     assert_eq!(again.status.code(), Some(1));
-    assert!(said(&again).contains("exported/config.json is there already"), "{}", said(&again));
+    assert!(said(&again).contains("exported/config.json already exists"), "{}", said(&again));
     assert!(said(&again).contains("--force"), "{}", said(&again));
     assert!(std::fs::read(folder.path("exported/model.safetensors")).unwrap() == first);
     good(&folder.checkpoint(&["export", "saved", "exported", "--step", "8", "--force"]));
@@ -144,14 +144,14 @@ fn a_damaged_checkpoint_is_named_and_the_one_before_it_used() {
     let verified = folder.checkpoint(&["verify", "saved"]);
     assert_eq!(verified.status.code(), Some(1));
     assert!(
-        said(&verified).contains("step 8: damaged") && said(&verified).contains("step 4: whole"),
+        said(&verified).contains("step 8: damaged") && said(&verified).contains("step 4: intact"),
         "{}",
         said(&verified)
     );
     let text = folder.train(2);
     assert!(text.contains("the checkpoint of step 8 is damaged and not used"), "{text}");
-    assert!(text.contains("goes on after step 4"), "{text}");
-    // Where none is left, nothing begins anew by itself.
+    assert!(text.contains("resuming after step 4"), "{text}");
+    // If none is left, the run does not silently start over.
     for step in [4, 8] {
         std::fs::write(folder.path(&format!("saved/step-0000000{step}/manifest.json")), "{}").unwrap();
     }
@@ -170,9 +170,9 @@ fn damaged_checkpoints_are_not_counted_among_the_last() {
     folder.rewrite("every_steps = 4", "every_steps = 6\nkeep_last = 2");
     folder.rewrite("\nsteps = 12", "\nsteps = 6");
     let text = folder.train(2);
-    assert!(text.contains("goes on after step 4"), "{text}");
+    assert!(text.contains("resuming after step 4"), "{text}");
     let verified = said(&folder.checkpoint(&["verify", "saved"]));
-    assert!(verified.contains("step 6: whole") && verified.contains("step 4: whole"), "{verified}");
+    assert!(verified.contains("step 6: intact") && verified.contains("step 4: intact"), "{verified}");
 }
 
 #[test]
@@ -204,10 +204,10 @@ fn eval_and_generate_use_the_checkpoint_before_a_damaged_one() {
         ["--set", "data.tokenizer=tokenizer.json", "--tokens", "2", "--temperature", "0", "--prompt", "w3 w5"];
     let output = folder.command("generate", &arguments).output().unwrap();
     assert!(good(&output).contains(damaged), "{}", said(&output));
-    assert!(output.stdout.starts_with(b"w3 w5"), "notes are not among the text: {}", said(&output));
+    assert!(output.stdout.starts_with(b"w3 w5"), "notes are not mixed into the text: {}", said(&output));
 }
 
-/// Cuts off the end of one of a checkpoint's files.
+/// Truncates one file of a checkpoint.
 fn truncate_a_file(checkpoint: &Path) {
     let mut files = std::fs::read_dir(checkpoint).unwrap().map(|entry| entry.unwrap().path());
     let file = files.find(|file| file.extension().is_some_and(|ending| ending == "safetensors")).unwrap();
@@ -218,13 +218,13 @@ fn truncate_a_file(checkpoint: &Path) {
 #[test]
 fn a_save_in_the_background_writes_what_a_blocking_one_does_whatever_the_buffer() {
     let cases: [(&str, &[&str]); 2] = [
-        // Parameters are lent to the network in every pass, or are overwritten in place.
-        ("stage = 3", &["buffer = 0", "background = true"]),
-        ("stage = 2", &["buffer = 20_000"]),
+        // At stage 3 parameters are lent to the network in every pass; at stage 2 they are overwritten in place.
+        ("stage = 3", &["buffer_bytes = 0", "background = true"]),
+        ("stage = 2", &["buffer_bytes = 20_000"]),
     ];
     for (settings, hows) in cases {
         let run = |how: &str| {
-            let folder = Folder::new(&format!("{RECIPE}keep_last = 9\n{how}\n[sharding]\n{settings}\n"));
+            let folder = Folder::new(&format!("{RECIPE}keep_last = 9\n{how}\n[zero]\n{settings}\n"));
             folder.train(2);
             folder
         };
@@ -232,7 +232,7 @@ fn a_save_in_the_background_writes_what_a_blocking_one_does_whatever_the_buffer(
         let other = blocking.path("saved");
         for how in hows {
             let folder = run(how);
-            // That of step 8 may be left out, where the one before it is still under way.
+            // Step 8 may be missing, if the save of step 4 is still running.
             for step in ["4", "12"] {
                 let same = folder.checkpoint(&["diff", "saved", step, step, "--other", other.to_str().unwrap()]);
                 assert!(said(&same).contains("the same to the last bit"), "{settings}, {how}: {}", said(&same));
@@ -241,7 +241,7 @@ fn a_save_in_the_background_writes_what_a_blocking_one_does_whatever_the_buffer(
     }
 }
 
-/// A run whose lines can be waited for.
+/// A running `shardwise train` whose output can be waited for.
 struct Running {
     child: Child,
     lines: std::io::Lines<BufReader<std::process::ChildStdout>>,
@@ -256,7 +256,7 @@ impl Running {
         Running { child, lines, recipe: folder.path("recipe.toml") }
     }
 
-    /// Reads until a line has this in it.
+    /// Reads until a line contains `part`.
     fn until(&mut self, part: &str) -> String {
         let mut text = String::new();
         for line in self.lines.by_ref() {
@@ -273,11 +273,11 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // Who would start ranks again goes first.
+        // The supervisor first, since it would restart the ranks.
         drop(self.child.kill());
         drop(self.child.wait());
-        signal("KILL", &ranks_of(&self.recipe));
-        // The launcher goes when its ranks have gone, and with it the other end of the pipe.
+        signal("KILL", &rank_pids(&self.recipe));
+        // The launcher exits after its ranks, and closes the pipe.
         self.lines.by_ref().for_each(drop);
     }
 }
@@ -287,32 +287,32 @@ fn signal(name: &str, processes: &[u32]) {
 }
 
 #[test]
-fn signals_save_and_end_a_run() {
+fn signals_save_and_stop_a_run() {
     let folder =
         Folder::new(&RECIPE.replace("steps = 12", "steps = 100000").replace("every_steps = 4", "keep_last = 9"));
     let mut running = Running::new(&folder);
     running.until("step      3/");
-    let ranks = ranks_of(&running.recipe);
+    let ranks = rank_pids(&running.recipe);
     assert_eq!(ranks.len(), 2);
     signal("USR2", &ranks[1..]);
     running.until("saved ");
     running.until("step ");
     signal("USR1", &ranks[..1]);
-    let text = running.until("as it was asked to");
+    let text = running.until("as requested");
     assert!(text.contains("saved "), "{text}");
     assert_eq!(running.child.wait().unwrap().code(), Some(75), "resume me");
     let steps = good(&folder.checkpoint(&["verify", "saved"]));
-    assert_eq!(steps.matches(": whole").count(), 2, "{steps}");
+    assert_eq!(steps.matches(": intact").count(), 2, "{steps}");
 }
 
 #[test]
-fn a_disk_that_is_full_stops_no_run() {
+fn a_full_disk_does_not_stop_a_run() {
     let folder =
         Folder::new(&RECIPE.replace("steps = 12", "steps = 100000").replace("every_steps = 4", "every_steps = 2000"));
     let saved = folder.path("saved");
     std::fs::create_dir(&saved).unwrap();
     let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", "size=4m", "none"]).arg(&saved).status().unwrap();
-    assert!(mounted.success(), "this test mounts a small disk, for which it has to be root");
+    assert!(mounted.success(), "this test mounts a small disk and needs to be root");
     struct Unmount(PathBuf);
     impl Drop for Unmount {
         fn drop(&mut self) {
@@ -321,42 +321,42 @@ fn a_disk_that_is_full_stops_no_run() {
     }
     let _unmount = Unmount(saved.clone());
     let mut running = Running::new(&folder);
-    let ranks = || ranks_of(&folder.path("recipe.toml"));
+    let ranks = || rank_pids(&folder.path("recipe.toml"));
     running.until("step      1/");
     signal("USR2", &ranks()[..1]);
     running.until("saved ");
-    // Something else takes the room.
+    // Another file fills the disk.
     drop(std::fs::write(saved.join("else"), vec![0u8; 4 << 20]));
     signal("USR2", &ranks()[..1]);
-    let text = running.until("could not be saved, and will be tried again");
+    let text = running.until("could not be saved; retrying");
     assert!(text.contains("No space left"), "{text}");
     running.until("step ");
     std::fs::remove_file(saved.join("else")).unwrap();
     running.until("saved ");
     signal("USR1", &ranks()[..1]);
-    running.until("as it was asked to");
+    running.until("as requested");
     let verified = good(&folder.checkpoint(&["verify", "saved"]));
-    assert_eq!(verified.matches(": whole").count(), 3, "{verified}");
+    assert_eq!(verified.matches(": intact").count(), 3, "{verified}");
 }
 
 #[test]
 fn a_copy_that_fails_on_one_rank_stops_no_run() {
     let recipe = RECIPE.replace("every_steps = 4", "every_steps = 4\nbackground = false");
-    let folder = Folder::new(&format!("{recipe}[supervision]\n{}", watched_closely().1));
+    let folder = Folder::new(&format!("{recipe}[supervision]\n{}", short_timeouts().1));
     let mut training = folder.training(2);
     let text = good(&training.args(["--fault", "fail-copy rank=1 step=4 phase=save"]).output().unwrap());
-    let why = "step-00000004 could not be saved, and the next step will be saved instead: rank 1: unit embedding: ";
-    assert!(text.contains(why) && !text.contains("Starting again"), "{text}");
+    let why = "step-00000004 could not be saved; saving the next step instead: rank 1: unit embedding: ";
+    assert!(text.contains(why) && !text.contains("Restarting"), "{text}");
     assert_eq!(losses(&text).len(), 12, "{text}");
     let verified = good(&folder.checkpoint(&["verify", "saved"]));
     for step in [12, 8, 5] {
-        assert!(verified.contains(&format!("step {step}: whole")), "{verified}");
+        assert!(verified.contains(&format!("step {step}: intact")), "{verified}");
     }
 }
 
 /// Kills while saving; the claim `checkpoints/killed` does it 500 times.
 #[test]
-fn a_run_that_is_killed_while_it_saves_goes_on_from_a_whole_checkpoint() {
+fn a_run_killed_while_saving_resumes_from_an_intact_checkpoint() {
     let recipe = RECIPE
         .replace("steps = 12", "steps = 100000")
         .replace("every_steps = 4", "every_steps = 1\nbackground = false");
@@ -366,16 +366,19 @@ fn a_run_that_is_killed_while_it_saves_goes_on_from_a_whole_checkpoint() {
         let mut running = Running::new(&folder);
         let text = running.until("saved ");
         if round > 0 {
-            let went_on: u64 =
-                text.split("goes on after step ").nth(1).and_then(|rest| rest.split(',').next()?.parse().ok()).unwrap();
-            assert!(went_on >= newest, "{went_on} after {newest} had been saved");
+            let resumed: u64 = text
+                .split("resuming after step ")
+                .nth(1)
+                .and_then(|rest| rest.split(',').next()?.parse().ok())
+                .unwrap();
+            assert!(resumed >= newest, "resumed after step {resumed}, but step {newest} had been saved");
             assert!(!text.contains("damaged"), "{text}");
         }
         std::thread::sleep(Duration::from_millis(37 * round % 200));
-        let ranks = ranks_of(&running.recipe);
+        let ranks = rank_pids(&running.recipe);
         signal("KILL", if round % 2 == 0 { &ranks[..1] } else { &ranks });
         drop(running);
-        while !ranks_of(&folder.path("recipe.toml")).is_empty() {
+        while !rank_pids(&folder.path("recipe.toml")).is_empty() {
             std::thread::sleep(Duration::from_millis(20));
         }
         let verified = good(&folder.checkpoint(&["verify", "saved"]));

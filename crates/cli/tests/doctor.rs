@@ -1,4 +1,4 @@
-//! What `shardwise doctor` says on a machine that is in order, and on machines that are not.
+//! `shardwise doctor` on a working machine, and on machines where something is missing.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
@@ -15,8 +15,8 @@ fn text(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
-/// A folder with a copy of the program and whatever stands in for `shardwise-rank`.
-fn copied(name: &str, rank_program: Option<&str>) -> PathBuf {
+/// Creates a folder with a copy of the program and a script in place of `shardwise-rank`.
+fn copy_program(name: &str, rank_program: Option<&str>) -> PathBuf {
     let folder = std::env::temp_dir().join(format!("shardwise-doctor-{}-{name}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
     std::fs::copy(env!("CARGO_BIN_EXE_shardwise"), folder.join("shardwise")).unwrap();
@@ -29,20 +29,20 @@ fn copied(name: &str, rank_program: Option<&str>) -> PathBuf {
 }
 
 #[test]
-fn a_machine_in_order() {
+fn a_working_machine() {
     let output = doctor().output().unwrap();
     let text = text(&output);
     assert!(output.status.success(), "{text}");
     assert!(text.contains("ok      libtorch       2.13.0"), "{text}");
     assert!(text.contains("thread level funneled or better"), "{text}");
-    assert!(text.contains("started 2 ranks that talked to each other"), "{text}");
-    assert!(text.contains("This machine can train."), "{text}");
+    assert!(text.contains("launched 2 ranks that communicate"), "{text}");
+    assert!(text.contains("This machine is ready to train."), "{text}");
 }
 
 #[test]
 fn a_library_that_is_missing_is_named_with_its_remedy() {
-    // What the dynamic loader says of a program whose libtorch has gone.
-    let folder = copied(
+    // The message of the dynamic loader when libtorch is missing.
+    let folder = copy_program(
         "loader",
         Some(
             "#!/bin/sh\necho 'shardwise-rank: error while loading shared libraries: libtorch_cpu.so: cannot open' >&2\nexit 127\n",
@@ -52,7 +52,7 @@ fn a_library_that_is_missing_is_named_with_its_remedy() {
     let text = text(&output);
     assert_eq!(output.status.code(), Some(1), "{text}");
     assert!(text.contains("WRONG   libtorch") && text.contains("libtorch_cpu.so: cannot open"), "{text}");
-    assert!(text.contains("to mend it: scripts/setup && cargo build --release"), "{text}");
+    assert!(text.contains("to fix it: scripts/setup && cargo build --release"), "{text}");
     std::fs::remove_dir_all(folder).unwrap();
 }
 
@@ -61,14 +61,14 @@ fn a_launcher_that_is_missing_is_named_with_its_remedy() {
     let output = doctor().env("MPIRUN", "no-such-mpirun").output().unwrap();
     let text = text(&output);
     assert_eq!(output.status.code(), Some(1), "{text}");
-    assert!(text.contains("WRONG   MPI launcher   there is no 'no-such-mpirun'"), "{text}");
-    assert!(text.contains("to mend it: scripts/setup"), "{text}");
-    assert!(text.contains("One thing is wrong."), "{text}");
+    assert!(text.contains("WRONG   MPI launcher   cannot run 'no-such-mpirun'"), "{text}");
+    assert!(text.contains("to fix it: scripts/setup"), "{text}");
+    assert!(text.contains("1 problem found."), "{text}");
 }
 
 #[test]
 fn a_rank_program_that_is_missing_is_named() {
-    let folder = copied("alone", None);
+    let folder = copy_program("alone", None);
     let output = Command::new(folder.join("shardwise")).arg("doctor").output().unwrap();
     assert_eq!(output.status.code(), Some(1));
     assert!(text(&output).contains("shardwise-rank: No such file"), "{}", text(&output));

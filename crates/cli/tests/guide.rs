@@ -1,8 +1,8 @@
-//! The guide: its commands are run, its links lead somewhere, its messages are the program's, and its table of DeepSpeed's keys
-//! is that of the code.
+//! Checks the guide: its commands run, its links are valid, its messages are those of the program, and its table of DeepSpeed keys matches
+//! the code.
 //!
-//! A block that begins with ```` ```sh ```` is run as it stands, but for what `SHORTER` makes shorter, one block after the other in one
-//! folder for each chapter. One that cannot be run here is ```` ```sh,norun ````, and the line before it says why.
+//! Blocks that start with ```` ```sh ```` are run one after the other, in one folder per chapter, with the numbers of `SHORTER` replaced.
+//! Blocks that cannot be run here start with ```` ```sh,norun ````, and the line before them says why.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
@@ -13,11 +13,11 @@ use std::process::Command;
 
 use shardwise_train::recipe::deepspeed_keys;
 
-/// What is as good a test when it is shorter.
+/// Replacements that make commands faster.
 const SHORTER: [(&str, &str); 7] = [
-    // That run is a short one.
+    // The run before it is shortened too.
     ("run.steps=404 --trace 401..403", "run.steps=8 --trace 5..7"),
-    // Two documents rather than five: a short run evaluates as often as a long one.
+    // Two held-out documents rather than five: a short run evaluates as often as a long one.
     ("--held-out 20", "--held-out 50"),
     ("--steps 400", "--steps 12"),
     ("--steps 100", "--steps 12"),
@@ -34,7 +34,7 @@ fn chapter(name: &str) -> String {
     std::fs::read_to_string(root().join("docs/src").join(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
 }
 
-/// A fenced block: the words after the fence, what is in it, and the line before it.
+/// A fenced block: the text after the fence, its contents, and the line before it.
 struct Block {
     kind: String,
     text: String,
@@ -59,8 +59,8 @@ fn blocks(page: &str) -> Vec<Block> {
     blocks
 }
 
-/// Runs a chapter's commands, and returns what they printed, and how many blocks were not run.
-fn followed(name: &str, folder: &Path) -> (String, usize) {
+/// Runs the commands of a chapter. Returns their output and the number of blocks that were not run.
+fn follow(name: &str, folder: &Path) -> (String, usize) {
     let programs = Path::new(env!("CARGO_BIN_EXE_shardwise")).parent().unwrap();
     let path = format!("{}:{}", programs.display(), std::env::var("PATH").unwrap());
     let (mut said, mut left_out) = (String::new(), 0);
@@ -87,17 +87,17 @@ fn followed(name: &str, folder: &Path) -> (String, usize) {
 }
 
 fn needs_the_bible() {
-    let there = Command::new("bash").args(["-c", "command -v bible"]).output().unwrap();
-    assert!(there.status.success(), "this test needs the Bible: apt-get install -y bible-kjv");
+    let found = Command::new("bash").args(["-c", "command -v bible"]).output().unwrap();
+    assert!(found.status.success(), "this test needs the Bible: apt-get install -y bible-kjv");
 }
 
 #[test]
 fn the_quick_start_can_be_followed() {
     needs_the_bible();
     let folder = tempfile::tempdir().unwrap();
-    let (said, left_out) = followed("quick-start.md", folder.path());
+    let (said, left_out) = follow("quick-start.md", folder.path());
     assert_eq!(left_out, 2);
-    for part in ["libtorch", "data/kjv-held-out: ", "together ", "step 12/12", "bits per byte", "And God said"] {
+    for part in ["libtorch", "data/kjv-held-out: ", "total ", "step 12/12", "bits per byte", "And God said"] {
         assert!(said.contains(part), "no '{part}' in {said}");
     }
 }
@@ -106,26 +106,26 @@ fn the_quick_start_can_be_followed() {
 fn choosing_a_stage_can_be_followed() {
     let folder = tempfile::tempdir().unwrap();
     let page = chapter("choosing-a-stage.md");
-    let (said, left_out) = followed("choosing-a-stage.md", folder.path());
+    let (said, left_out) = follow("choosing-a-stage.md", folder.path());
     assert_eq!(left_out, 0);
-    // The tables have what is printed: stages 0 to 3, then the kinds of recomputation, then replicas.
+    // The tables match the output: stages 0 to 3, then the kinds of activation checkpointing, then replicas.
     let column = |what: &str| -> Vec<String> {
         let lines = said.lines().filter_map(|line| line.trim().strip_prefix(what));
         lines.map(|line| line.split_whitespace().collect::<Vec<_>>().join(" ")).collect()
     };
-    for what in ["parameters", "gradients", "optimizer", "units in flight", "activations", "in passing", "saving"] {
+    for what in ["parameters", "gradients", "optimizer", "unsharded units", "activations", "temporaries", "saving"] {
         let row = format!("| {what} | {} |", column(what)[..4].join(" | "));
         assert!(page.contains(&row), "the page has other figures than\n{row}");
     }
-    let together = format!("| **together** | **{}** |", column("together")[..4].join("** | **"));
-    assert!(page.contains(&together), "{together}");
+    let total = format!("| **total** | **{}** |", column("total")[..4].join("** | **"));
+    assert!(page.contains(&total), "{total}");
     for (kind, bytes) in ["none", "selective", "full"].iter().zip(&column("activations")[4..]) {
         assert!(page.contains(&format!("| `\"{kind}\"` | {bytes} |")), "{kind}: {bytes}");
     }
 }
 
 #[test]
-fn a_hugging_face_model_can_be_tuned_and_handed_back() {
+fn a_hugging_face_model_can_be_fine_tuned_and_exported() {
     needs_the_bible();
     let folder = tempfile::tempdir().unwrap();
     let setup = Command::new(root().join("reference/setup"))
@@ -139,11 +139,9 @@ fn a_hugging_face_model_can_be_tuned_and_handed_back() {
     let command = format!("#!/bin/sh\nexec {} \"$@\"\n", String::from_utf8_lossy(&setup.stdout).trim());
     std::fs::write(&python, command).unwrap();
     std::fs::set_permissions(&python, std::fs::Permissions::from_mode(0o755)).unwrap();
-    let (said, left_out) = followed("fine-tuning.md", folder.path());
+    let (said, left_out) = follow("fine-tuning.md", folder.path());
     assert_eq!(left_out, 1);
-    for part in
-        ["held out after step 12: loss ", "step 12: whole", "is exported to exported", "torch.bfloat16 Praise ye"]
-    {
+    for part in ["evaluation after step 12: loss ", "step 12: intact", " to exported: ", "torch.bfloat16 Praise ye"] {
         assert!(said.contains(part), "no '{part}' in {said}");
     }
 }
@@ -151,7 +149,7 @@ fn a_hugging_face_model_can_be_tuned_and_handed_back() {
 #[test]
 fn a_deepspeed_configuration_is_used() {
     let folder = tempfile::tempdir().unwrap();
-    let (said, left_out) = followed("from-deepspeed.md", folder.path());
+    let (said, left_out) = follow("from-deepspeed.md", folder.path());
     assert_eq!(left_out, 0);
     assert!(
         said.contains("# ds_config.json: zero_optimization.stage") && said.contains("stage 2 on 2 ranks"),
@@ -160,25 +158,26 @@ fn a_deepspeed_configuration_is_used() {
 }
 
 #[test]
-fn checkpoints_are_looked_at() {
+fn checkpoints_can_be_followed() {
     let folder = tempfile::tempdir().unwrap();
-    let (said, left_out) = followed("checkpoints.md", folder.path());
+    let (said, left_out) = follow("checkpoints.md", folder.path());
     assert_eq!(left_out, 0);
-    assert!(said.contains("whole, ") && said.contains("is exported to exported"), "{said}");
+    assert!(said.contains("intact, ") && said.contains(" to exported-small: "), "{said}");
 }
 
 #[test]
 fn a_run_is_watched_profiled_and_reported() {
     let folder = tempfile::tempdir().unwrap();
-    let recipe = "[model.llama]\nvocabulary = 61\nwidth = 32\nblocks = 2\nheads = 4\nmlp_width = 80\n[data]\nseed = 7\n[batch]\n\
-                  sequences = 2\npositions = 16\n[optimizer]\nrate = 1e-2\n[run]\nsteps = 8\nfolder = \"runs/kjv\"\n";
+    let recipe = "[model.llama]\nvocab_size = 61\nhidden_size = 32\nnum_hidden_layers = 2\n\
+                  num_attention_heads = 4\nintermediate_size = 80\n[data]\nseed = 7\n[batch]\n\
+                  micro_batch_size = 2\nseq_len = 16\n[optimizer]\nlr = 1e-2\n[run]\nsteps = 8\nfolder = \"runs/kjv\"\n";
     std::fs::write(folder.path().join("kjv.toml"), recipe).unwrap();
-    let (said, _) = followed("profiling.md", folder.path());
+    let (said, _) = follow("profiling.md", folder.path());
     assert!(said.contains("traced steps 5 to 7") && folder.path().join("step.svg").exists(), "{said}");
-    let (said, left_out) = followed("watching.md", folder.path());
+    let (said, left_out) = follow("watching.md", folder.path());
     assert_eq!(left_out, 3);
     assert!(said.contains("finished"), "{said}");
-    let (said, _) = followed("report.md", folder.path());
+    let (said, _) = follow("report.md", folder.path());
     assert!(said.contains("report.html") && said.contains("compared.html"), "{said}");
 }
 
@@ -205,7 +204,7 @@ fn every_command_is_run_or_says_why_not() {
     }
 }
 
-// ---- what the pages say -----------------------------------------------------------------------------------------------
+// ---- contents of the pages --------------------------------------------------------------------------------------------
 
 #[test]
 fn every_key_of_deepspeeds_is_in_the_table() {
@@ -228,7 +227,7 @@ fn every_key_of_deepspeeds_is_in_the_table() {
     if std::env::var_os("UPDATE_SNAPSHOTS").is_some() {
         return std::fs::write(&path, format!("{before}<!-- keys -->\n{table}<!-- end of keys -->{after}")).unwrap();
     }
-    assert!(found == table, "UPDATE_SNAPSHOTS=1 writes the table anew, which is\n{table}");
+    assert!(found == table, "UPDATE_SNAPSHOTS=1 rewrites the table, which should be\n{table}");
 }
 
 #[test]
@@ -246,7 +245,7 @@ fn messages_are_those_of_the_program() {
             }
         }
     }
-    // A string goes on behind a backslash at the end of its line.
+    // A backslash at the end of a line continues a string.
     let words = |text: &str| text.replace("\\\n", "\n").split_whitespace().collect::<Vec<_>>().join(" ");
     let sources = words(&sources);
     let mut symptoms = 0;
@@ -256,14 +255,14 @@ fn messages_are_those_of_the_program() {
             continue;
         }
         let said = block.before.strip_prefix("<!-- the program says: ").and_then(|rest| rest.strip_suffix(" -->"));
-        let said = words(said.unwrap_or_else(|| panic!("nothing says whose words these are:\n{}", block.text)));
+        let said = words(said.unwrap_or_else(|| panic!("no comment says who prints this:\n{}", block.text)));
         assert!(words(&block.text).contains(&said), "'{said}' is not in\n{}", block.text);
         assert!(sources.contains(&said), "the program does not say '{said}'");
     }
     assert!(symptoms >= 15, "{symptoms} symptoms");
 }
 
-/// The guide's pages.
+/// The pages of the guide.
 fn pages() -> Vec<PathBuf> {
     let entries = std::fs::read_dir(root().join("docs/src")).unwrap().map(|entry| entry.unwrap().path());
     let mut pages: Vec<PathBuf> = entries.filter(|path| path.extension().is_some_and(|found| found == "md")).collect();
@@ -272,13 +271,13 @@ fn pages() -> Vec<PathBuf> {
     pages
 }
 
-/// What a heading is called in a link.
+/// The anchor of a heading in links.
 fn anchor(heading: &str) -> String {
     let letters = heading.trim().chars().filter(|c| c.is_alphanumeric() || " -_".contains(*c));
     letters.map(|c| if c == ' ' { '-' } else { c.to_ascii_lowercase() }).collect()
 }
 
-/// Targets of a page's links, pictures and inclusions, outside of its blocks.
+/// The targets of links, images and includes outside of code blocks.
 fn targets(page: &str) -> Vec<String> {
     let prose = page.split("\n```").step_by(2).collect::<Vec<_>>().join("\n");
     let links = prose.split("](").skip(1).filter_map(|rest| rest.split([')', ' ']).next());
@@ -305,7 +304,7 @@ fn every_link_leads_somewhere() {
                 assert!(headings.any(is_it), "{}: {target}: there is no such heading", path.display());
             }
         }
-        // A page of the book has nothing outside of it to lead to.
+        // Links of the book must not leave it.
         let outside =
             targets(&page).into_iter().find(|target| target.starts_with("..") && path.starts_with(root.join("docs")));
         assert_eq!(outside, None, "{}", path.display());

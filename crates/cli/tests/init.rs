@@ -1,11 +1,11 @@
-//! `shardwise init`: models have the parameters that were asked for, and the program says how many.
+//! `shardwise init`: the model has the requested number of parameters, and the program prints it.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
 mod support;
 
 use shardwise_data::Writer;
-use shardwise_journal::words::count;
+use shardwise_journal::format::count;
 use shardwise_train::Recipe;
 use support::{good, shardwise};
 
@@ -18,14 +18,14 @@ fn a_model_has_the_size_that_was_asked_for_and_says_so() {
         let parameters = Recipe::read(&path).unwrap().model().unwrap().elements();
         assert!((parameters as f64 / asked - 1.).abs() < 0.1, "{size}: {parameters} parameters");
         assert!(text.contains(&format!("{} parameters, ", count(parameters as u64))), "{size}: {text}");
-        assert!(!text.contains("another vocabulary"), "{text}");
+        assert!(!text.contains("the vocabulary of the corpus differs"), "{text}");
     }
 }
 
 #[test]
 fn a_corpus_with_many_tokens_makes_a_larger_model_and_the_program_says_why() {
     let folder = tempfile::tempdir().unwrap();
-    // A corpus of others, such as Megatron's, does not say how many tokens there may be.
+    // A corpus written by another program, such as Megatron, does not record its vocabulary size.
     let corpus = folder.path().join("tokens");
     let mut writer = Writer::create(&corpus, 50_304).unwrap();
     writer.document(&[1, 2, 3, 4]).unwrap();
@@ -35,5 +35,5 @@ fn a_corpus_with_many_tokens_makes_a_larger_model_and_the_program_says_why() {
         good(&shardwise().arg("init").arg(&path).args(["--size", "5m"]).arg("--corpus").arg(&corpus).output().unwrap());
     let all = 6 * (4 * 256 * 256 + 3 * 256 * 704 + 2 * 256) + 256 + 50_304 * 256;
     assert!(text.contains(&format!("{} parameters, ", count(all))), "{text}");
-    assert!(text.contains("of 50,304 tokens: the corpus has another vocabulary than the 1,024 tokens"), "{text}");
+    assert!(text.contains("of 50,304 tokens: the vocabulary of the corpus differs from the 1,024 tokens"), "{text}");
 }

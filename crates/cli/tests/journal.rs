@@ -1,4 +1,4 @@
-//! What a run leaves behind: its journal, which TensorBoard reads too, beside checkpoints that are none the worse for it.
+//! The journal of a run: TensorBoard can read it, and it does not disturb the checkpoints next to it.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
@@ -8,17 +8,17 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::Output;
 
-use shardwise_harness::tensorboard;
-use shardwise_journal::{METRICS, Run, Story, What};
+use shardwise_harness::run_with_tensorboard;
+use shardwise_journal::{EntryKind, METRICS, Run, Timeline};
 use support::{good, shardwise};
 
 const RECIPE: &str = r#"
 [model.llama]
-vocabulary = 61
-width = 36
-blocks = 2
-heads = 6
-mlp_width = 53
+vocab_size = 61
+hidden_size = 36
+num_hidden_layers = 2
+num_attention_heads = 6
+intermediate_size = 53
 
 [data]
 corpus = "tokens.bin"
@@ -27,14 +27,14 @@ token_bytes = 2
 [evaluation]
 corpus = "tokens.bin"
 every_steps = 4
-windows = 4
+max_sequences = 4
 
 [batch]
-sequences = 1
-positions = 16
+micro_batch_size = 1
+seq_len = 16
 
 [optimizer]
-rate = 1e-2
+lr = 1e-2
 
 [run]
 steps = 10
@@ -50,37 +50,37 @@ fn in_folder(folder: &Path, arguments: &[&str]) -> Output {
     shardwise().args(arguments).current_dir(folder).output().unwrap()
 }
 
-/// Every scalar of the journal by the name that TensorBoard has for it, with its steps as they were made last.
+/// All scalars of the journal by their TensorBoard tags. A repeated step counts once, with its latest figures.
 fn scalars(run: &Run) -> BTreeMap<String, Vec<(u64, f64)>> {
     let mut all: Vec<(String, u64, f64)> = Vec::new();
     for entry in run.entries() {
-        // The journal's own names are those of a step's scalars.
+        // The tags of a step's scalars are the names of the journal's fields.
         let text = serde_json::to_value(entry).unwrap();
         let step = text["step"].as_u64().unwrap_or_default();
-        match &entry.what {
-            What::Start(start) => all.retain(|(_, step, _)| *step < start.first_step),
-            What::Step(_) => {
+        match &entry.kind {
+            EntryKind::Start(start) => all.retain(|(_, step, _)| *step < start.first_step),
+            EntryKind::Step(_) => {
                 let own =
                     text.as_object().unwrap().iter().filter(|(name, _)| !["time_s", "step"].contains(&name.as_str()));
                 all.extend(own.filter_map(|(name, value)| Some((name.clone(), step, value.as_f64()?))));
             }
-            What::Memory { ranks, .. } => {
+            EntryKind::Memory { ranks, .. } => {
                 for kind in 0..ranks[0].kinds().len() {
                     let (name, bytes) = ranks.iter().map(|rank| rank.kinds()[kind]).max_by_key(|kind| kind.1).unwrap();
                     all.push((format!("memory/{}", name.replace(' ', "_")), step, bytes as f64));
                 }
             }
-            What::Traffic(traffic) => {
+            EntryKind::Traffic(traffic) => {
                 for verb in &traffic.verbs {
                     let name = format!("traffic/{}", verb.verb);
-                    all.push((format!("{name}/theory"), step, verb.theory_bytes as f64 / traffic.steps as f64));
+                    all.push((format!("{name}/expected"), step, verb.expected_bytes as f64 / traffic.steps as f64));
                     all.push((name, step, verb.bytes as f64 / traffic.steps as f64));
                 }
             }
-            What::HeldOut(held_out) => all.push(("held_out/loss".to_string(), step, held_out.loss)),
-            What::Saved(saved) => all.extend([
+            EntryKind::Evaluation(evaluation) => all.push(("evaluation/loss".to_string(), step, evaluation.loss)),
+            EntryKind::Saved(saved) => all.extend([
                 ("saved/took_s".to_string(), step, saved.took_s),
-                ("saved/stood_still_s".to_string(), step, saved.stood_still_s),
+                ("saved/stalled_s".to_string(), step, saved.stalled_s),
             ]),
             _ => (),
         }
@@ -100,22 +100,22 @@ fn tensorboard_reads_every_scalar_of_a_run_that_was_killed_and_checkpoints_are_u
     let tokens: Vec<u8> = (0..2000u32).flat_map(|place| ((place * place % 61) as u16).to_le_bytes()).collect();
     std::fs::write(folder.join("tokens.bin"), tokens).unwrap();
     let text = good(&in_folder(folder, &["train", "recipe.toml", "-n", "2", "--fault", "kill rank=1 step=7"]));
-    assert!(text.contains("/saved; `shardwise watch ") && text.contains("% of peak"), "{text}");
+    assert!(text.contains("/saved; `shardwise watch ") && text.contains("% MFU"), "{text}");
 
     let run = Run::open(folder.join("saved")).unwrap();
     let firsts: Vec<u64> = run.starts().iter().map(|(_, start)| start.first_step).collect();
     assert_eq!(firsts, [1, 5], "{text}");
     assert!(run.starts()[1].1.resumed_from.as_ref().unwrap().ends_with("saved/step-00000004"), "{text}");
-    let made = run.entries().iter().filter(|entry| matches!(entry.what, What::Step(_))).count();
-    assert!(made > 10 && run.steps().iter().map(|(_, step)| step.step).eq(1..=10), "some are made again");
+    let completed = run.entries().iter().filter(|entry| matches!(entry.kind, EntryKind::Step(_))).count();
+    assert!(completed > 10 && run.steps().iter().map(|(_, step)| step.step).eq(1..=10), "some are repeated");
 
     let ours = scalars(&run);
-    assert!(ours.contains_key("held_out/loss") && ours.contains_key("traffic/reduce-scatter/theory"), "{ours:?}");
-    let theirs = tensorboard("scalars.py", &[&folder.join("saved")]).unwrap();
+    assert!(ours.contains_key("evaluation/loss") && ours.contains_key("traffic/reduce-scatter/expected"), "{ours:?}");
+    let theirs = run_with_tensorboard("scalars.py", &[&folder.join("saved")]).unwrap();
     let theirs: BTreeMap<String, Vec<(u64, String)>> = serde_json::from_str(theirs.trim()).unwrap();
     assert_eq!(theirs.keys().collect::<Vec<_>>(), ours.keys().collect::<Vec<_>>());
     for (name, ours) in &ours {
-        // It keeps 32 bits.
+        // TensorBoard keeps 32 bits.
         let ours: Vec<(u64, f32)> = ours.iter().map(|(step, scalar)| (*step, *scalar as f32)).collect();
         let theirs: Vec<(u64, f32)> =
             theirs[name].iter().map(|(step, scalar)| (*step, scalar.parse::<f64>().unwrap() as f32)).collect();
@@ -128,11 +128,11 @@ fn tensorboard_reads_every_scalar_of_a_run_that_was_killed_and_checkpoints_are_u
     good(&in_folder(folder, &["checkpoint", "prune", "saved", "--keep-last", "1"]));
     assert!(folder.join("saved").join(METRICS).exists() && !folder.join("saved/step-00000008").exists());
     let again = good(&in_folder(folder, &["train", "recipe.toml", "-n", "2", "--set", "run.steps=11"]));
-    assert!(again.contains("goes on after step 10"), "{again}");
+    assert!(again.contains("resuming after step 10"), "{again}");
 }
 
 #[test]
-fn a_run_has_a_folder_of_its_own_name_where_it_saves_nothing_or_elsewhere() {
+fn the_default_folder_is_that_of_the_checkpoints_or_named_after_the_recipe() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     let (without, _) = RECIPE.split_once("[checkpoints]").unwrap();
@@ -153,7 +153,7 @@ fn a_run_has_a_folder_of_its_own_name_where_it_saves_nothing_or_elsewhere() {
 }
 
 #[test]
-fn a_command_that_finds_nothing_left_to_do_is_no_part_of_the_story() {
+fn a_command_that_finds_nothing_left_to_do_is_not_recorded() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     std::fs::write(folder.join("recipe.toml"), RECIPE.replace("steps = 10", "steps = 4")).unwrap();
@@ -161,17 +161,17 @@ fn a_command_that_finds_nothing_left_to_do_is_no_part_of_the_story() {
     let entries = || Run::open(folder.join("saved")).unwrap().entries().to_vec();
     good(&in_folder(folder, &["train", "recipe.toml", "-n", "1"]));
     let before = entries();
-    let story = Story::of(&before);
+    let timeline = Timeline::from_entries(&before);
 
     let text = good(&in_folder(folder, &["train", "recipe.toml", "-n", "1"]));
     assert!(text.contains("there is nothing left to do: run.steps is 4"), "{text}");
     assert_eq!(entries(), before, "{text}");
-    assert_eq!((story.attempts().len(), Story::of(&entries()).time_s()), (1, story.time_s()));
+    assert_eq!((timeline.attempts().len(), Timeline::from_entries(&entries()).time_s()), (1, timeline.time_s()));
 
-    // What goes on with the run is.
+    // A command that continues the run is recorded.
     good(&in_folder(folder, &["train", "recipe.toml", "-n", "1", "--set", "run.steps=6"]));
-    let longer = Story::of(&entries());
+    let longer = Timeline::from_entries(&entries());
     assert_eq!(longer.attempts().len(), 2);
     assert!(longer.attempts()[1].launch.is_some() && longer.attempts()[1].steps == Some((5, 6)));
-    assert!(longer.time_s() > story.time_s());
+    assert!(longer.time_s() > timeline.time_s());
 }

@@ -1,4 +1,4 @@
-//! Traces and profiles: that a trace is whole and adds up, and that what was made slow on purpose is named first.
+//! Traces and profiles: traces are complete and add up, and an injected bottleneck is named first.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
@@ -14,29 +14,29 @@ use support::{Folder, good, said};
 
 const RECIPE: &str = r#"
 [model.llama]
-vocabulary = 512
-width = 128
-blocks = 3
-heads = 4
-mlp_width = 344
+vocab_size = 512
+hidden_size = 128
+num_hidden_layers = 3
+num_attention_heads = 4
+intermediate_size = 344
 
 [data]
 seed = 7
 
 [batch]
-sequences = 4
-positions = 128
-micro_batches = 1
+micro_batch_size = 4
+seq_len = 128
+gradient_accumulation_steps = 1
 
 [optimizer]
-rate = 1e-3
+lr = 1e-3
 
 [run]
 steps = 4
 "#;
 
 impl Folder {
-    /// What `shardwise profile --json` says.
+    /// The output of `shardwise profile --json`.
     fn profile(&self, arguments: &[&str]) -> Value {
         let output = self.command("profile", &[&["--json"], arguments].concat()).output().unwrap();
         json(&output)
@@ -48,7 +48,7 @@ fn json(output: &Output) -> Value {
     serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {said}"))
 }
 
-/// A trace's complete events, by Chrome's own rules.
+/// The complete events of a trace, in Chrome's format.
 fn events(path: &Path) -> Vec<Value> {
     let trace: Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
     let events = trace["traceEvents"].as_array().unwrap();
@@ -59,25 +59,25 @@ fn near(what: &str, a: f64, b: f64) {
     assert!((a - b).abs() <= 0.03 * b.abs().max(1e-6), "{what}: {a} and {b}");
 }
 
-/// Whether this cause is named first, in a change that is worded so; otherwise all changes, for whoever has to mend the test.
-fn expect_first(profiled: &Value, cause: &str, worded: &str) -> Result<(), String> {
+/// Checks that the first suggested change has this cause, and that a change contains this text. The error lists all changes.
+fn expect_first(profiled: &Value, cause: &str, text: &str) -> Result<(), String> {
     let changes = &profiled["changes"];
     let all = format!("{changes:#}");
-    if changes[0]["cause"] == cause && all.contains(worded) { Ok(()) } else { Err(all) }
+    if changes[0]["cause"] == cause && all.contains(text) { Ok(()) } else { Err(all) }
 }
 
 const TRAINING: u64 = 1;
 
 #[test]
 fn a_trace_has_every_rank_and_adds_up_to_what_is_printed() {
-    let folder = Folder::new(&RECIPE.replace("micro_batches = 1", "micro_batches = 2"));
+    let folder = Folder::new(&RECIPE.replace("gradient_accumulation_steps = 1", "gradient_accumulation_steps = 2"));
     let profiled = folder.profile(&["-n", "4", "--steps", "2", "--no-tries", "--keep", "kept", "--draw", "step.svg"]);
     assert!(std::fs::read_to_string(folder.path("step.svg")).unwrap().contains(">rank 3<"));
     let events = events(&folder.path("kept/trace-step-000003.json"));
     let length = |event: &Value| event["dur"].as_f64().unwrap() / 1e6;
     let is_training = |event: &&Value| event["tid"] == TRAINING;
 
-    // The sums, by hand, per step and rank.
+    // The sums per step and rank, computed from the events.
     let mut kinds = BTreeMap::<String, f64>::new();
     for event in events.iter().filter(is_training) {
         let kind = match event["cat"].as_str().unwrap() {
@@ -92,7 +92,7 @@ fn a_trace_has_every_rank_and_adds_up_to_what_is_printed() {
         let name = kind["kind"].as_str().unwrap();
         near(name, kind["mean_s"].as_f64().unwrap(), kinds[name]);
     }
-    // And against a clock that knows nothing of spans.
+    // And compared with an independent clock.
     let of_first: f64 = events.iter().filter(is_training).filter(|event| event["pid"] == 0).map(length).sum();
     near("a step", of_first / 2., profiled["step_s"].as_f64().unwrap());
 
@@ -129,8 +129,8 @@ fn a_trace_has_every_rank_and_adds_up_to_what_is_printed() {
 }
 
 #[test]
-fn a_run_traces_the_steps_that_it_is_asked_to() {
-    let recipe = format!("recomputation = \"full\"\n{RECIPE}\n[checkpoints]\nfolder = \"saved\"\n");
+fn a_run_traces_the_requested_steps() {
+    let recipe = format!("activation_checkpointing = \"full\"\n{RECIPE}\n[checkpoints]\nfolder = \"saved\"\n");
     let folder = Folder::new(&recipe);
     let output = folder.command("train", &["-n", "2", "--trace", "2..3"]).output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
@@ -140,14 +140,17 @@ fn a_run_traces_the_steps_that_it_is_asked_to() {
     assert_eq!(steps, BTreeSet::from([2, 3]));
     assert!(events.iter().any(|event| event["name"] == "recompute block.1"));
     let again = good(&folder.command("train", &["-n", "2", "--trace", "2..3"]).output().unwrap());
-    assert!(again.contains("steps 2 to 3 are past, and are not traced now"), "{again}");
+    assert!(again.contains("steps 2 to 3 are past and will not be traced"), "{again}");
     let refused = folder.command("train", &["-n", "2", "--trace", "3..2"]).output().unwrap();
     let said = String::from_utf8_lossy(&refused.stderr);
-    assert!(refused.status.code() == Some(2) && said.contains("--trace: write the first and the last step"), "{said}");
+    assert!(
+        refused.status.code() == Some(2) && said.contains("--trace: expected the first and the last step"),
+        "{said}"
+    );
 }
 
 #[test]
-fn a_slow_source_of_data_is_named_first() {
+fn slow_data_is_named_first() {
     let folder = Folder::new(RECIPE);
     check_speed(|_| {
         let profiled = folder.profile(&["-n", "2", "--steps", "3", "--fault", "delay rank=1 step=1 phase=data"]);
@@ -157,11 +160,11 @@ fn a_slow_source_of_data_is_named_first() {
 
 #[test]
 fn a_tiny_micro_batch_is_named_first() {
-    let tiny = RECIPE.replace("sequences = 4", "sequences = 1").replace("positions = 128", "positions = 8");
-    let folder = Folder::new(&tiny.replace("micro_batches = 1", "micro_batches = 32"));
+    let tiny = RECIPE.replace("micro_batch_size = 4", "micro_batch_size = 1").replace("seq_len = 128", "seq_len = 8");
+    let folder = Folder::new(&tiny.replace("gradient_accumulation_steps = 1", "gradient_accumulation_steps = 32"));
     check_speed(|_| {
         let profiled = folder.profile(&["-n", "2", "--steps", "3"]);
-        expect_first(&profiled, "micro-batch", "batch.micro_batches = 1 ")
+        expect_first(&profiled, "micro-batch", "batch.gradient_accumulation_steps = 1 ")
     });
 }
 
@@ -180,18 +183,18 @@ fn a_slow_link_is_named_first() {
         command.arg(env!("CARGO_BIN_EXE_shardwise")).arg("profile").arg(folder.path("recipe.toml"));
         let profiled = json(&command.args(["--steps", "2", "--json"]).output().unwrap());
         assert_eq!(profiled["hosts"], 2);
-        // 50 Mbit/s are 6.25 MB/s; a little more goes through at once.
+        // 50 Mbit/s are 6.25 MB/s; short bursts are a little faster.
         let reached = profiled["peak_bytes_per_s"].as_f64().unwrap();
         assert!(reached < 1.28 * mbit_per_s * 1e6 / 8., "{reached}");
-        expect_first(&profiled, "link", "ten times the rate")
+        expect_first(&profiled, "link", "ten times the bandwidth")
     });
 }
 
 #[test]
-fn a_wrong_recipe_is_refused_once_and_before_ranks_are_started() {
+fn a_wrong_recipe_is_refused_once_before_ranks_start() {
     let folder = Folder::new(RECIPE);
-    let output = folder.command("profile", &["-n", "2", "--set", "optimizer.lr=1"]).output().unwrap();
+    let output = folder.command("profile", &["-n", "2", "--set", "optimizer.learning_rate=1"]).output().unwrap();
     let text = said(&output);
     assert_eq!(output.status.code(), Some(2), "{text}");
-    assert!(text.matches("did you mean `optimizer.rate`").count() == 1 && !text.contains("mpirun"), "{text}");
+    assert!(text.matches("did you mean `optimizer.lr`").count() == 1 && !text.contains("mpirun"), "{text}");
 }

@@ -1,4 +1,4 @@
-//! README's quick start, with fewer steps: the same commands, one after the other.
+//! Runs the commands of the README's quick start, with fewer steps.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
@@ -7,12 +7,13 @@ use std::process::Command;
 
 use shardwise_harness::readme_commands;
 
-/// The commands, some of them shortened.
+/// The commands, some with smaller numbers.
 fn commands() -> Vec<String> {
-    // Two documents rather than five: a short run evaluates as often as a long one.
-    let shorter = [("--steps 400", "--steps 6"), ("--tokens 120", "--tokens 12"), ("--held-out 20", "--held-out 50")];
-    let shortened = |line: String| shorter.iter().fold(line, |line, (long, short)| line.replace(long, short));
-    readme_commands("From text to verses").into_iter().map(shortened).collect()
+    // Two held-out documents rather than five: a short run evaluates as often as a long one.
+    let replacements =
+        [("--steps 400", "--steps 6"), ("--tokens 120", "--tokens 12"), ("--held-out 20", "--held-out 50")];
+    let shorten = |line: String| replacements.iter().fold(line, |line, (long, short)| line.replace(long, short));
+    readme_commands("From text to verses").into_iter().map(shorten).collect()
 }
 
 #[test]
@@ -33,7 +34,7 @@ fn the_quick_start_works_word_for_word() {
         assert!(output.status.success(), "{line}: {text}{}", String::from_utf8_lossy(&output.stderr));
         said.push_str(&text);
     }
-    assert!(said.contains("data/kjv-held-out: ") && said.contains("held out after step 6: loss "), "{said}");
+    assert!(said.contains("data/kjv-held-out: ") && said.contains("evaluation after step 6: loss "), "{said}");
     assert!(
         said.trim_end().lines().last().unwrap().contains("And God said") || said.contains("\nAnd God said"),
         "{said}"
@@ -42,7 +43,7 @@ fn the_quick_start_works_word_for_word() {
     let bits: f64 = bits.unwrap().parse().unwrap();
     assert!((1. ..4.).contains(&bits), "{bits} bits per byte after 6 steps");
 
-    // What was made can be looked at, and is not written over.
+    // The results can be inspected, and are not overwritten.
     let run = |line: &str| {
         let mut shell = Command::new("sh");
         let output = shell.args(["-c", line]).current_dir(folder.path()).env("PATH", &path).output().unwrap();
@@ -50,7 +51,7 @@ fn the_quick_start_works_word_for_word() {
     };
     let (code, text) = run("shardwise inspect data/kjv --tokenizer data/tokenizer.json");
     assert!(
-        code == Some(0) && text.contains("In the beginning God created") && text.contains("vocabulary 2048"),
+        code == Some(0) && text.contains("In the beginning God created") && text.contains("vocabulary size 2048"),
         "{text}"
     );
     let (code, text) = run("shardwise inspect runs/kjv");
@@ -58,7 +59,7 @@ fn the_quick_start_works_word_for_word() {
     let (code, text) = run("shardwise inspect data/tokenizer.json --text 'In the beginning'");
     assert!(code == Some(0) && text.contains("2048 tokens") && text.contains(" the"), "{text}");
     let (code, text) = run("shardwise init kjv.toml");
-    assert!(code == Some(1) && text.contains("is there already"), "{text}");
+    assert!(code == Some(1) && text.contains("already exists"), "{text}");
     let (code, text) = run("shardwise generate kjv.toml -n 2 --tokens 4 --temperature 0 --prompt 'And God said'");
     let (_, alone) = run("shardwise generate kjv.toml --tokens 4 --temperature 0 --prompt 'And God said'");
     assert!(code == Some(0) && text == alone, "two ranks: {text}one: {alone}");

@@ -1,30 +1,30 @@
-//! `shardwise report`: that the page tells what happened, in order and with the right figures; that it is one file that any
-//! machine can show; and that what people wrote into names and errors stays text.
+//! `shardwise report`: the page shows what happened, in order and with the right figures; it is one self-contained file; and text from
+//! names and errors is escaped.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
-mod made_up;
+mod simulated_runs;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::time::Instant;
 
-use made_up::{MadeUp, Plan, quiet, recipe, troubled};
 use roxmltree::{Document, Node, ParsingOptions};
+use simulated_runs::{Plan, SimulatedRun, recipe, run_with_failures, run_without_failures};
 
 fn report(arguments: &[&Path]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_shardwise")).arg("report").args(arguments).output().unwrap()
 }
 
-/// Where pages are kept, to be looked at.
-fn place(name: &str) -> PathBuf {
-    let place = Path::new(env!("CARGO_TARGET_TMPDIR")).join("report").join(name);
-    drop(std::fs::remove_dir_all(&place));
-    std::fs::create_dir_all(&place).unwrap();
-    place
+/// The folder of a test. It is kept, so that people can look at the pages.
+fn folder(name: &str) -> PathBuf {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("report").join(name);
+    drop(std::fs::remove_dir_all(&folder));
+    std::fs::create_dir_all(&folder).unwrap();
+    folder
 }
 
-/// The page of these runs.
+/// Creates the page of these runs.
 fn page(runs: &[&Path]) -> String {
     let output = report(runs);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -34,8 +34,8 @@ fn page(runs: &[&Path]) -> String {
     page
 }
 
-/// The page, which is also XML, as a tree.
-fn parsed(page: &str) -> Document<'_> {
+/// Parses the page, which is also XML.
+fn parse(page: &str) -> Document<'_> {
     let options = ParsingOptions { allow_dtd: true, nodes_limit: 1_000_000, ..ParsingOptions::default() };
     Document::parse_with_options(page, options).unwrap_or_else(|error| panic!("{error}"))
 }
@@ -54,7 +54,7 @@ fn rows(section: Node) -> Vec<Vec<String>> {
     rows.map(|row| row.children().filter(Node::is_element).map(text).collect()).collect()
 }
 
-/// What captions say, by the chart's title.
+/// The caption of the chart with this title.
 fn caption(document: &Document, title: &str) -> String {
     let is_it = |figure: &Node| figure.children().any(|node| node.has_tag_name("h3") && text(node) == title);
     let figure = document.descendants().filter(|node| node.has_tag_name("figure")).find(is_it).unwrap();
@@ -62,59 +62,59 @@ fn caption(document: &Document, title: &str) -> String {
 }
 
 #[test]
-fn kills_and_a_changed_world_size_are_told_right() {
-    let page = page(&[&troubled(&place("troubled"))]);
-    let document = parsed(&page);
-    let events: Vec<String> = rows(section(&document, "story"))
+fn failures_and_changes_of_the_world_size_are_shown() {
+    let page = page(&[&run_with_failures(&folder("run_with_failures"))]);
+    let document = parse(&page);
+    let events: Vec<String> = rows(section(&document, "events"))
         .into_iter()
         .skip(1)
-        .filter(|row| ["start", "failure", "at work", "skipped", "end"].iter().any(|kind| row[2].ends_with(kind)))
+        .filter(|row| ["start", "failure", "resumed", "skipped", "end"].iter().any(|kind| row[2].ends_with(kind)))
         .map(|row| format!("{} | {}", row[1], row[3]))
         .collect();
     assert_eq!(
         events,
         [
-            "1 | Started on 4 ranks of hosts a and b at stage 3.",
-            "60 | Step 60 updated nothing: The gradient of block.3 is not finite: model.layers.3.mlp.up_proj.weight.",
+            "1 | Started with 4 ranks on hosts a and b, ZeRO stage 3.",
+            "60 | Step 60 was skipped: The gradient of block.3 is not finite: model.layers.3.mlp.up_proj.weight.",
             "128 | Rank 2 (host b, process 1389) died of signal 9 (killed) at step 128 in backward of block.1.",
-            "101 | Started again on 4 ranks of hosts a and b at stage 3; goes on with step 101 from runs/kjv/step-100.",
-            "101 | At work again at step 101 after 2.5 s, of which 0.20 s until the failure was noticed; 27 steps are made again.",
-            "181 | Host b is lost: it does not answer, and with it went ranks 2 and 3, at step 181 in forward of block.5.",
-            "151 | Started again on 2 ranks of host a, without host b, which does not answer, at stage 3; goes on with step 151 from runs/kjv/step-150.",
-            "151 | At work again at step 151 after 32.4 s, of which 30.1 s until the failure was noticed; 30 steps are made again.",
-            "263 | Rank 1 (host a, process 2077) is silent for 30.1 s; it was last heard in reduce of block.0 at step 263.",
-            "251 | Started again on 4 ranks of hosts a and b at stage 3; goes on with step 251 from runs/kjv/step-250.",
-            "251 | At work again at step 251 after 32.4 s, of which 30.1 s until the failure was noticed; 12 steps are made again.",
-            "400 | Finished 51 min 38 s after the first start. It was started again 3 times, for which 1 min 7 s were lost beside 69 steps made again.",
+            "101 | Restarted with 4 ranks on hosts a and b, ZeRO stage 3, resuming at step 101 from runs/kjv/step-100.",
+            "101 | Resumed at step 101 after 2.5 s, of which 0.20 s until the failure was noticed; 27 steps are repeated.",
+            "181 | Host b is lost: all its ranks (ranks 2-3) have sent no heartbeat for 30 s.",
+            "151 | Restarted with 2 ranks on host a (host b does not answer), ZeRO stage 3, resuming at step 151 from runs/kjv/step-150.",
+            "151 | Resumed at step 151 after 32.4 s, of which 30.1 s until the failure was noticed; 30 steps are repeated.",
+            "263 | Rank 1 (host a, process 2077) has sent no heartbeat for 30.1 s; it was last heard at step 263 in reduce of block.0.",
+            "251 | Restarted with 4 ranks on hosts a and b, ZeRO stage 3, resuming at step 251 from runs/kjv/step-250.",
+            "251 | Resumed at step 251 after 32.4 s, of which 30.1 s until the failure was noticed; 12 steps are repeated.",
+            "400 | Finished 51 min 38 s after the first start. Restarted 3 times, which cost 1 min 7 s and 69 repeated steps.",
         ]
     );
     let lead = text(document.descendants().find(|node| node.attribute("class") == Some("lead")).unwrap());
     assert_eq!(
         lead,
-        "Finished: 400 steps in 51 min 38 s, on 4, then 2, then 4 ranks. Started again 3 times, which cost 1 min 7 s and 69 steps made again."
+        "Finished: 400 steps in 51 min 38 s, on 4, then 2, then 4 ranks. Restarted 3 times, which cost 1 min 7 s and 69 repeated steps."
     );
     let facts = text(section(&document, "facts"));
     for fact in [
         "finished",
         "42.1 million parameters",
-        "4, then 2, then 4; at most 2 on a host",
+        "4, then 2, then 4; at most 2 per host",
         "stage 3, 1 replica",
-        "6.55 million; 16,384 a step",
+        "6.55 million; 16,384 per step",
     ] {
         assert!(facts.contains(fact), "{fact}: {facts}");
     }
     assert!(
         caption(&document, "Loss")
-            .contains("1 step updated nothing. Diamonds: held-out text. A cross: the loss was not finite.")
+            .contains("1 step skipped. Diamonds: held-out text. Crosses: the loss was not finite.")
     );
     assert!(caption(&document, "Throughput").contains(" on 2 ranks, "), "{}", caption(&document, "Throughput"));
-    assert!(caption(&document, "Progress").contains("3 failures (crosses) threw it back; 69 steps made again"));
+    assert!(caption(&document, "Progress").contains("3 failures (crosses); 69 steps repeated"));
 }
 
 #[test]
-fn the_ranks_stand_below_the_charts_where_they_worked() {
-    let page = page(&[&troubled(&place("bands"))]);
-    let document = parsed(&page);
+fn the_world_size_is_shown_below_the_charts() {
+    let page = page(&[&run_with_failures(&folder("bands"))]);
+    let document = parse(&page);
     let svg = section(&document, "loss-w-t").parent().unwrap();
     let number = |node: &Node, name| node.attribute(name).unwrap().parse::<f64>().unwrap();
     let bands: Vec<(String, f64, f64)> = svg
@@ -131,15 +131,15 @@ fn the_ranks_stand_below_the_charts_where_they_worked() {
 }
 
 #[test]
-fn memory_and_traffic_are_shown_for_every_number_of_ranks() {
-    let page = page(&[&troubled(&place("worlds"))]);
-    let document = parsed(&page);
+fn memory_and_traffic_are_shown_for_every_world_size() {
+    let page = page(&[&run_with_failures(&folder("worlds"))]);
+    let document = parse(&page);
     let memory = section(&document, "memory");
     let heads: Vec<String> = memory.descendants().filter(|node| node.has_tag_name("h4")).map(text).collect();
     assert_eq!(heads, ["On 4 ranks, after step 400", "On 2 ranks, after step 260"]);
     let bars = memory.descendants().filter(|node| node.attribute("class") == Some("bar")).count();
     assert_eq!(bars, 6);
-    // 12 bytes of optimizer state for each parameter, in 4 and in 2 slices.
+    // 12 bytes of optimizer state per parameter, in 4 and in 2 shards.
     let optimizer: Vec<String> =
         rows(memory).into_iter().filter(|row| row[0] == "optimizer").map(|row| row[2].clone()).collect();
     assert_eq!(optimizer, ["120 MiB", "241 MiB"]);
@@ -152,39 +152,39 @@ fn memory_and_traffic_are_shown_for_every_number_of_ranks() {
 }
 
 #[test]
-fn several_runs_are_side_by_side() {
-    let place = place("several");
-    let a = quiet(&place.join("a"), Plan::default());
+fn several_runs_are_compared_side_by_side() {
+    let base = folder("several");
+    let a = run_without_failures(&base.join("a"), Plan::default());
     let plan =
         Plan { name: "kjv-faster".into(), recipe: recipe("kjv", 400, "1e-3"), floor: 2.6, seed: 5, ..Plan::default() };
-    let b = quiet(&place.join("b"), plan);
-    let page = page(&[&a, &b, &troubled(&place.join("c"))]);
-    let document = parsed(&page);
+    let b = run_without_failures(&base.join("b"), plan);
+    let page = page(&[&a, &b, &run_with_failures(&base.join("c"))]);
+    let document = parse(&page);
     let differing = rows(section(&document, "recipes"));
-    assert_eq!(differing[1..], [["optimizer.rate", "0.0006", "0.001", "0.0006"].map(ToString::to_string)]);
+    assert_eq!(differing[1..], [["optimizer.lr", "0.0006", "0.001", "0.0006"].map(ToString::to_string)]);
     let facts = rows(section(&document, "facts"));
     assert_eq!(facts[0], ["", "A kjv", "B kjv-faster", "C kjv"]);
     assert_eq!(
         facts[3],
-        ["ranks", "4; at most 2 on a host", "4; at most 2 on a host", "4, then 2, then 4; at most 2 on a host"]
+        ["ranks", "4; at most 2 per host", "4; at most 2 per host", "4, then 2, then 4; at most 2 per host"]
     );
     let svg = section(&document, "loss-w-t").parent().unwrap();
-    // A hue, a dash and a shape of their own, and a name at the end.
-    for look in 0..3 {
+    // Each has its own hue, dash and shape, and its name at the end.
+    for style in 0..3 {
         let lines =
-            svg.descendants().filter(|n| n.attribute("class") == Some(&format!("line s{look} d{look}"))).count();
+            svg.descendants().filter(|n| n.attribute("class") == Some(&format!("line s{style} d{style}"))).count();
         let shapes =
-            svg.descendants().filter(|n| n.attribute("class") == Some(&format!("shape f{look} s{look}"))).count();
-        assert_eq!((lines, shapes), (1, 5), "look {look}");
+            svg.descendants().filter(|n| n.attribute("class") == Some(&format!("shape f{style} s{style}"))).count();
+        assert_eq!((lines, shapes), (1, 5), "style {style}");
     }
     assert!(text(svg).contains("B kjv-faste…"), "{}", text(svg));
 }
 
 #[test]
-fn what_people_wrote_stays_text() {
+fn text_from_users_is_escaped() {
     let bad = "<script>alert(1)</script>\"'&\u{0}<img src=http://bad/>";
     let plan = Plan { name: bad.to_string(), recipe: format!("# {bad}\n[{bad}"), steps: 20, ..Plan::default() };
-    let mut run = MadeUp::new(&place("bad"), plan.clone());
+    let mut run = SimulatedRun::new(&folder("bad"), plan.clone());
     run.start(2, 1, &[bad], &[bad]);
     run.steps(1, 10);
     run.skip(11, bad);
@@ -192,31 +192,31 @@ fn what_people_wrote_stays_text() {
     run.fail(0.2, bad);
     run.end(1);
     let run = run.folder();
-    let page = page(&[&run, &quiet(&place("good"), plan)]);
-    let document = parsed(&page);
+    let page = page(&[&run, &run_without_failures(&folder("good"), plan)]);
+    let document = parse(&page);
     assert!(!document.descendants().any(|node| node.has_tag_name("script") || node.has_tag_name("img")));
     assert!(!document.descendants().any(|node| node.attributes().any(|attribute| attribute.name().starts_with("on"))));
-    assert!(text(document.root()).contains("<script>alert(1)</script>"), "the text itself is shown");
+    assert!(text(document.root()).contains("<script>alert(1)</script>"), "the text itself is on the page");
 }
 
 #[test]
 fn the_page_needs_no_network() {
-    let page = page(&[&troubled(&place("alone"))]);
+    let page = page(&[&run_with_failures(&folder("alone"))]);
     for word in ["http://", "https://", "//cdn", "@import", "url(\"", "src=", "href=", "<script", "<link", "<iframe"] {
         assert!(!page.contains(word), "{word}");
     }
     let own = page.matches("url(").count();
-    assert_eq!(own, page.matches("url(#").count(), "every url is of the page itself");
-    let document = parsed(&page);
+    assert_eq!(own, page.matches("url(#").count(), "every url refers to the page itself");
+    let document = parse(&page);
     let is_policy = |node: &Node| node.attribute("http-equiv") == Some("Content-Security-Policy");
     let policy = document.descendants().find(is_policy).and_then(|node| node.attribute("content")).unwrap();
     assert!(policy.starts_with("default-src 'none'; style-src 'unsafe-inline'"), "{policy}");
 }
 
 #[test]
-fn names_of_parts_are_unique_and_pictures_are_described() {
-    let page = page(&[&troubled(&place("described"))]);
-    let document = parsed(&page);
+fn ids_are_unique_and_pictures_are_described() {
+    let page = page(&[&run_with_failures(&folder("described"))]);
+    let document = parse(&page);
     let mut ids: Vec<&str> = document.descendants().filter_map(|node| node.attribute("id")).collect();
     let all = ids.len();
     ids.sort_unstable();
@@ -232,8 +232,9 @@ fn names_of_parts_are_unique_and_pictures_are_described() {
 }
 
 #[test]
-fn many_ranks_a_failure_for_good_and_nothing_at_all() {
-    let mut run = MadeUp::new(&place("many"), Plan { parameters: 7.2e9, name: "large".into(), ..Plan::default() });
+fn many_ranks_a_final_failure_and_an_empty_journal() {
+    let mut run =
+        SimulatedRun::new(&folder("many"), Plan { parameters: 7.2e9, name: "large".into(), ..Plan::default() });
     run.start(64, 1, &[], &[]);
     run.steps(1, 40);
     run.fail(0.2, "out of memory on every rank");
@@ -241,94 +242,97 @@ fn many_ranks_a_failure_for_good_and_nothing_at_all() {
     run.fail(0.2, "out of memory on every rank");
     run.end(1);
     let page_of = page(&[&run.folder()]);
-    let document = parsed(&page_of);
+    let document = parse(&page_of);
     let lead = text(document.descendants().find(|node| node.attribute("class") == Some("lead")).unwrap());
-    assert!(lead.starts_with("Failed for good, with exit code 1: 40 of 400 steps in "), "{lead}");
+    assert!(lead.starts_with("Failed with exit code 1: 40 of 400 steps in "), "{lead}");
     let memory = section(&document, "memory");
     assert_eq!(memory.descendants().filter(|node| node.attribute("class") == Some("bar")).count(), 64);
 
-    let empty = place("empty");
+    let empty = folder("empty");
     std::fs::write(empty.join("metrics.jsonl"), "").unwrap();
     let page_of = page(&[&empty]);
-    assert!(text(parsed(&page_of).root()).contains("Nothing has been written by this run yet."));
+    assert!(text(parse(&page_of).root()).contains("The journal of this run is empty."));
 }
 
 #[test]
-fn what_is_no_run_is_named_with_the_remedy() {
-    let place = place("none");
-    let output = report(&[&place]);
+fn errors_name_the_file_and_the_remedy() {
+    let base = folder("none");
+    let output = report(&[&base]);
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(
-        !output.status.success() && said.contains("no run has written here") && said.contains("run.folder"),
+        !output.status.success() && said.contains("not the folder of a run") && said.contains("run.folder"),
         "{said}"
     );
 
-    std::fs::write(place.join("metrics.jsonl"), [0xff; 1000]).unwrap();
-    std::fs::write(place.join("events.jsonl"), "what?\n").unwrap();
-    let output = report(&[&place]);
+    std::fs::write(base.join("metrics.jsonl"), [0xff; 1000]).unwrap();
+    std::fs::write(base.join("events.jsonl"), "what?\n").unwrap();
+    let output = report(&[&base]);
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(!output.status.success() && said.contains("events.jsonl: not one of its 1 lines"), "{said}");
-    assert!(!place.join("report.html").exists());
+    assert!(!output.status.success() && said.contains("events.jsonl: none of its 1 lines"), "{said}");
+    assert!(!base.join("report.html").exists());
 
-    let run = quiet(&place.join("good"), Plan { steps: 10, ..Plan::default() });
+    let run = run_without_failures(&base.join("good"), Plan { steps: 10, ..Plan::default() });
     let mut metrics = std::fs::read(run.join("metrics.jsonl")).unwrap();
     let half = metrics.len() / 2;
     metrics[half..half + 5].fill(0);
     std::fs::write(run.join("metrics.jsonl"), metrics).unwrap();
     let output = report(&[&run]);
-    assert!(String::from_utf8_lossy(&output.stderr).contains("could not be read and is left out."), "{output:?}");
+    assert!(String::from_utf8_lossy(&output.stderr).contains("could not be read and was skipped."), "{output:?}");
     let page = std::fs::read_to_string(run.join("report.html")).unwrap();
-    assert!(text(parsed(&page).root()).contains("could not be read and is left out"));
+    assert!(text(parse(&page).root()).contains("could not be read and was skipped"));
 
-    let output = report(&[&run, Path::new("--to"), &place.join("no/such/folder.html")]);
+    let output = report(&[&run, Path::new("--to"), &base.join("no/such/folder.html")]);
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(!output.status.success() && said.contains("folder.html cannot be written; --to FILE"), "{said}");
+    assert!(
+        !output.status.success() && said.contains("folder.html cannot be written; choose another file with --to FILE"),
+        "{said}"
+    );
 }
 
 #[test]
-fn numbers_that_cannot_be_make_a_page_all_the_same() {
-    let run = place("wild");
+fn extreme_numbers_still_make_a_page() {
+    let run = folder("wild");
     let numbers = ["0", "-1e300", "1e300", "1e-300", "\"NaN\"", "\"inf\""];
     let mut lines = String::new();
-    for (place, number) in numbers.iter().enumerate() {
+    for (index, number) in numbers.iter().enumerate() {
         let plain = if number.starts_with('"') { "0" } else { number };
-        for step in [0, 1, u64::MAX, place as u64] {
+        for step in [0, 1, u64::MAX, index as u64] {
             lines += &format!(
-                "{{\"time_s\":{plain},\"kind\":\"step\",\"step\":{step},\"loss\":{number},\"gradient_norm\":{number},\"rate\":{plain},\"tokens\":{step},\"tokens_per_s\":{plain},\"step_s\":{plain},\"utilisation\":{plain},\"memory_bytes\":{step},\"memory_peak_bytes\":{step},\"sent_bytes\":{step},\"loss_scale\":1,\"skipped_so_far\":0}}\n"
+                "{{\"time_s\":{plain},\"kind\":\"step\",\"step\":{step},\"loss\":{number},\"grad_norm\":{number},\"lr\":{plain},\"tokens\":{step},\"tokens_per_s\":{plain},\"step_s\":{plain},\"mfu\":{plain},\"memory_bytes\":{step},\"memory_peak_bytes\":{step},\"sent_bytes\":{step},\"loss_scale\":1,\"skipped_so_far\":0}}\n"
             );
         }
         lines += &format!(
-            "{{\"time_s\":{plain},\"kind\":\"again\",\"attempt\":0,\"step\":0,\"lost_s\":{plain},\"noticed_s\":{plain},\"steps_again\":{}}}\n",
+            "{{\"time_s\":{plain},\"kind\":\"resumed\",\"attempt\":0,\"step\":0,\"lost_s\":{plain},\"noticed_s\":{plain},\"steps_again\":{}}}\n",
             u64::MAX
         );
     }
     std::fs::write(run.join("metrics.jsonl"), lines).unwrap();
     let page = page(&[&run]);
-    let document = parsed(&page);
-    assert!(!text(document.root()).contains("could not be read"), "every line is a line");
+    let document = parse(&page);
+    assert!(!text(document.root()).contains("could not be read"), "every line is valid");
 }
 
 #[test]
 fn a_million_steps_make_a_small_page() {
-    let mut run = MadeUp::new(&place("million"), Plan { steps: 1_000_000, step_s: 0.5, ..Plan::default() });
+    let mut run = SimulatedRun::new(&folder("million"), Plan { steps: 1_000_000, step_s: 0.5, ..Plan::default() });
     run.start(4, 1, &[], &[]);
     run.bare_steps(1, 600_000);
     run.fail(0.2, "rank 1 died");
     run.start(2, 590_001, &[], &[]);
-    run.again(590_001, 10_000, 1.);
+    run.resume(590_001, 10_000, 1.);
     run.bare_steps(590_001, 1_000_000);
     run.end(0);
     let run = run.folder();
-    let began = Instant::now();
+    let start = Instant::now();
     let output = Command::new("bash")
         .args(["-c", "ulimit -v 1000000; exec \"$0\" report \"$1\"", env!("CARGO_BIN_EXE_shardwise")])
         .arg(&run)
         .output()
         .unwrap();
-    println!("{:.1} s", began.elapsed().as_secs_f64());
+    println!("{:.1} s", start.elapsed().as_secs_f64());
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let page = std::fs::read_to_string(run.join("report.html")).unwrap();
     assert!(page.len() < 1_000_000, "{}", page.len());
-    assert!(text(parsed(&page).root()).contains("1,000,000 of 1,000,000"));
+    assert!(text(parse(&page).root()).contains("1,000,000 of 1,000,000"));
     std::fs::remove_file(run.join("metrics.jsonl")).unwrap();
 }

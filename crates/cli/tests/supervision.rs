@@ -1,4 +1,4 @@
-//! Runs in which things go wrong: what is said of it, and that nothing of it is left in the numbers.
+//! Fault injection: failures are explained, and do not change the numbers.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
@@ -11,16 +11,16 @@ use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::Duration;
 
-use shardwise_harness::{Hosts, Slurm, Stopwatch, ranks_of};
-use support::{Folder, RECIPE, good, said, shardwise, wait_until, watched_closely};
+use shardwise_harness::{Hosts, Slurm, Stopwatch, rank_pids};
+use support::{Folder, RECIPE, good, said, shardwise, short_timeouts, wait_until};
 
 impl Folder {
     fn train(&self, arguments: &[&str]) -> Output {
         self.command("train", arguments).output().unwrap()
     }
 
-    /// That the last checkpoint is the other's to the last bit, with all of the optimizer's numbers.
-    fn ends_like(&self, other: &Folder, step: u64) {
+    /// Asserts that the last checkpoint is bitwise identical to the other's, including the optimizer state.
+    fn assert_same_checkpoint(&self, other: &Folder, step: u64) {
         let step = step.to_string();
         let mut diff = shardwise();
         diff.args(["checkpoint", "diff"]).arg(self.path("saved")).args([&step, &step, "--other"]);
@@ -29,7 +29,7 @@ impl Folder {
     }
 }
 
-/// Every loss that was printed, by step: a step that was made again has several.
+/// All printed losses by step. A repeated step has several.
 fn losses(text: &str) -> BTreeMap<u64, Vec<String>> {
     let mut losses = BTreeMap::<u64, Vec<String>>::new();
     for line in text.lines().filter(|line| line.starts_with("step ")) {
@@ -40,8 +40,8 @@ fn losses(text: &str) -> BTreeMap<u64, Vec<String>> {
     losses
 }
 
-/// That every loss is that of a run in which nothing went wrong.
-fn same_losses(text: &str, expected: &str, tolerance: f64) {
+/// Asserts that all losses are those of an undisturbed run.
+fn assert_same_losses(text: &str, expected: &str, tolerance: f64) {
     let (found, expected) = (losses(text), losses(expected));
     assert!(found.keys().eq(expected.keys()), "{text}");
     for (step, losses) in found {
@@ -53,23 +53,23 @@ fn same_losses(text: &str, expected: &str, tolerance: f64) {
     }
 }
 
-fn undisturbed(recipe: &str, ranks: &str) -> (Folder, String) {
+fn run_undisturbed(recipe: &str, ranks: &str) -> (Folder, String) {
     let folder = Folder::new(recipe);
     let text = good(&folder.train(&["-n", ranks]));
     (folder, text)
 }
 
-/// Reads a run's standard output to a line that begins so.
-fn read_to(lines: &mut impl Iterator<Item = std::io::Result<String>>, begin: &str) -> String {
+/// Reads lines up to one that starts with `prefix`.
+fn read_to(lines: &mut impl Iterator<Item = std::io::Result<String>>, prefix: &str) -> String {
     let mut text = String::new();
     for line in lines {
         let line = line.unwrap();
         text += &(line.clone() + "\n");
-        if line.starts_with(begin) {
+        if line.starts_with(prefix) {
             return text;
         }
     }
-    panic!("no line begins with '{begin}':\n{text}");
+    panic!("no line starts with '{prefix}':\n{text}");
 }
 
 fn signal(child: &Child, name: &str) {
@@ -78,21 +78,21 @@ fn signal(child: &Child, name: &str) {
 
 #[test]
 fn kills_in_every_phase_leave_no_trace() {
-    let recipe = RECIPE.replace("every_steps = 2", "every_steps = 1") + "restarts = 20\n";
-    let (whole, expected) = undisturbed(&recipe, "4");
+    let recipe = RECIPE.replace("every_steps = 2", "every_steps = 1") + "max_restarts = 20\n";
+    let (whole, expected) = run_undisturbed(&recipe, "4");
     let folder = Folder::new(&recipe);
     let text = good(&folder.train(&["-n", "4", "--fault", "random seed=3 kills=9"]));
-    same_losses(&text, &expected, 0.);
-    folder.ends_like(&whole, 24);
-    assert_eq!(text.matches("Starting again on 4 ranks").count(), 9, "{text}");
+    assert_same_losses(&text, &expected, 0.);
+    folder.assert_same_checkpoint(&whole, 24);
+    assert_eq!(text.matches("Restarting on 4 ranks").count(), 9, "{text}");
     assert_eq!(text.matches(" died (signal 9").count(), 9, "{text}");
-    assert!(text.contains("It was started again 9 times"), "{text}");
-    assert!(ranks_of(&folder.path("recipe.toml")).is_empty(), "no rank is left behind");
+    assert!(text.contains("Restarted 9 times"), "{text}");
+    assert!(rank_pids(&folder.path("recipe.toml")).is_empty(), "no rank is left behind");
 }
 
 #[test]
-fn a_job_that_is_killed_whole_goes_on_by_the_same_command() {
-    let (whole, expected) = undisturbed(RECIPE, "2");
+fn a_job_that_is_killed_resumes_with_the_same_command() {
+    let (whole, expected) = run_undisturbed(RECIPE, "2");
     let folder = Folder::new(RECIPE);
     let mut text = String::new();
     for step in ["step  4", "step 11"] {
@@ -102,56 +102,60 @@ fn a_job_that_is_killed_whole_goes_on_by_the_same_command() {
         text += &read_to(&mut lines, step);
         run.kill().unwrap();
         run.wait().unwrap();
-        // Nobody is left to end them, so they end themselves.
-        wait_until("ranks outlive their supervisor", || ranks_of(&folder.path("recipe.toml")).is_empty());
+        // Ranks exit when their supervisor is gone.
+        wait_until("ranks outlive their supervisor", || rank_pids(&folder.path("recipe.toml")).is_empty());
     }
     text += &good(&folder.train(&["-n", "2"]));
-    same_losses(&text, &expected, 0.);
-    folder.ends_like(&whole, 24);
+    assert_same_losses(&text, &expected, 0.);
+    folder.assert_same_checkpoint(&whole, 24);
 }
 
-/// What goes wrong, what is changed in the recipe for it, and what is said.
-const NAMED: [(&str, &str, &[&str]); 6] = [
+/// Faults, keys added to the recipe, and the expected parts of the explanation.
+const EXPLAINED: [(&str, &str, &[&str]); 6] = [
     (
         "stop rank=2 step=5 phase=forward unit=block.1",
         "",
-        &["rank 2", "is silent for", "it was last heard in", "all-gather #", "of 'block.", "wait"],
+        &["rank 2", "has sent no heartbeat for", "it was last heard at step", "all-gather #", "of 'block.", "wait"],
     ),
     ("cut-off rank=1 step=5 phase=backward unit=block.0", "", &["rank 1"]),
     (
         "skip rank=3 step=31 unit=block.2",
-        "checked = true",
-        &["rank 3 came with", "block.2", "where ranks 0-2 came with", "nothing was sent"],
+        "verify_collectives = true",
+        &["rank 3 called", "block.2", "while ranks 0-2 called", "nothing was sent"],
     ),
-    ("shorten rank=1 step=31 unit=block.1", "checked = true", &["rank 1 came with", "block.1", "nothing was sent"]),
+    (
+        "shorten rank=1 step=31 unit=block.1",
+        "verify_collectives = true",
+        &["rank 1 called", "block.1", "nothing was sent"],
+    ),
     ("flip-bit rank=2 step=8 phase=backward unit=block.1", "spot_check_every = 4", &["rank 2", "block.1", "step 8"]),
     ("skip rank=3 step=31 unit=block.2", "", &["rank 3", "block.2"]),
 ];
 
 #[test]
-fn what_goes_wrong_is_named_in_time_and_survived() {
+fn failures_are_noticed_explained_and_survived() {
     let started = Stopwatch::start();
-    let (whole, expected) = undisturbed(RECIPE, "4");
+    let (whole, expected) = run_undisturbed(RECIPE, "4");
     let mut pace = started.elapsed();
-    for (fault, keys, named) in NAMED {
-        let (limit_s, closely) = watched_closely();
-        let folder = Folder::new(&(RECIPE.to_string() + &closely + keys));
+    for (fault, keys, explanation) in EXPLAINED {
+        let (limit_s, timeouts) = short_timeouts();
+        let folder = Folder::new(&(RECIPE.to_string() + &timeouts + keys));
         let started = Stopwatch::start();
         let text = good(&folder.train(&["-n", "4", "--fault", fault]));
         let (took, share) = (started.elapsed(), started.share());
-        assert!(named.iter().all(|part| text.contains(part)), "{fault}: {text}");
-        assert!(text.contains("At work again at step"), "{fault}: {text}");
-        same_losses(&text, &expected, 0.);
-        folder.ends_like(&whole, 24);
-        // By its own account, within the time limit and 5 s.
+        assert!(explanation.iter().all(|part| text.contains(part)), "{fault}: {text}");
+        assert!(text.contains("Resumed at step"), "{fault}: {text}");
+        assert_same_losses(&text, &expected, 0.);
+        folder.assert_same_checkpoint(&whole, 24);
+        // The reported time is within the timeout plus 5 s.
         let noticed = text.split_once(": noticed after ").and_then(|(_, rest)| rest.split_once(" s,")).unwrap().0;
         assert!(share * noticed.parse::<f64>().unwrap() < limit_s as f64 + 5., "{fault}: {text}");
-        // And by the clock: the run, at most as much again for another start and steps made again, and the same. At the pace that
-        // the machine has at this moment, should it be slower than at first.
+        // So is the measured time, with up to twice the time of an undisturbed run for the restart and the repeated steps. If the machine has
+        // become slower meanwhile, the undisturbed run is measured again.
         let most = |pace| 2 * pace + Duration::from_secs(limit_s + 5);
         if took >= most(pace) {
             let started = Stopwatch::start();
-            undisturbed(RECIPE, "4");
+            run_undisturbed(RECIPE, "4");
             pace = pace.max(started.elapsed());
         }
         assert!(took < most(pace), "{fault}: {took:?} of {:?}\n{text}", most(pace));
@@ -159,9 +163,12 @@ fn what_goes_wrong_is_named_in_time_and_survived() {
 }
 
 #[test]
-fn memory_that_is_not_enough_is_told_by_kind_with_a_remedy() {
-    let recipe = RECIPE.replace("width = 36", "width = 360").replace("mlp_width = 53", "mlp_width = 960");
-    let recipe = recipe.replace("sequences = 1", "sequences = 4").replace("positions = 16", "positions = 512");
+fn out_of_memory_errors_break_down_the_memory_and_suggest_a_remedy() {
+    let recipe = RECIPE
+        .replace("hidden_size = 36", "hidden_size = 360")
+        .replace("intermediate_size = 53", "intermediate_size = 960");
+    let recipe =
+        recipe.replace("micro_batch_size = 1", "micro_batch_size = 4").replace("seq_len = 16", "seq_len = 512");
     let folder = Folder::new(&recipe);
     let output = folder.train(&["-n", "2", "--fault", "exhaust rank=1 step=1 phase=backward unit=head"]);
     let text = said(&output);
@@ -171,32 +178,32 @@ fn memory_that_is_not_enough_is_told_by_kind_with_a_remedy() {
     {
         assert!(text.contains(part), "'{part}' in {text}");
     }
-    assert!(!text.contains("Starting again"), "it would be the same again: {text}");
+    assert!(!text.contains("Restarting"), "a restart would fail the same way: {text}");
 }
 
 #[test]
 fn a_slow_rank_raises_no_alarm() {
-    let folder = Folder::new(&(RECIPE.to_string() + &watched_closely().1));
+    let folder = Folder::new(&(RECIPE.to_string() + &short_timeouts().1));
     let text = good(&folder.train(&["-n", "4", "--fault", "slow rank=1 step=1 phase=forward"]));
-    assert!(!text.contains("rank 1") && !text.contains("Starting again"), "{text}");
+    assert!(!text.contains("rank 1") && !text.contains("Restarting"), "{text}");
 }
 
 #[test]
-fn a_run_that_never_works_is_given_up() {
-    let folder = Folder::new(&(RECIPE.to_string() + "restarts = 2"));
+fn a_run_that_makes_no_progress_is_given_up() {
+    let folder = Folder::new(&(RECIPE.to_string() + "max_restarts = 2"));
     let faults: Vec<&str> = std::iter::repeat_n(["--fault", "kill rank=0 step=3 phase=forward"], 5).flatten().collect();
     let output = folder.train(&[&["-n", "2"][..], &faults].concat());
     let text = said(&output);
     assert_eq!(output.status.code(), Some(1), "{text}");
-    assert!(text.contains("It is started again in 0.2 s") && text.contains("supervision.restarts"), "{text}");
+    assert!(text.contains("Restarting in 0.2 s") && text.contains("supervision.max_restarts"), "{text}");
     let without = Folder::new(RECIPE.split("[checkpoints]").next().unwrap());
     let output = without.train(&["-n", "2", "--fault", "kill rank=0 step=3 phase=forward"]);
-    assert!(said(&output).contains("There are no checkpoints to go on from"), "{}", said(&output));
+    assert!(said(&output).contains("there are no checkpoints to resume from"), "{}", said(&output));
 }
 
 #[test]
-fn a_signal_saves_and_the_code_says_resume_me() {
-    let (whole, expected) = undisturbed(RECIPE, "2");
+fn a_signal_saves_and_the_exit_code_asks_for_a_restart() {
+    let (whole, expected) = run_undisturbed(RECIPE, "2");
     for name in ["-TERM", "-USR1", "-INT", "-HUP"] {
         let folder = Folder::new(&RECIPE.replace("every_steps = 2", "every_steps = 1000"));
         let mut run = folder.command("train", &["-n", "2"]).stdout(Stdio::piped()).spawn().unwrap();
@@ -205,11 +212,11 @@ fn a_signal_saves_and_the_code_says_resume_me() {
         signal(&run, name);
         text += &lines.map(|line| line.unwrap() + "\n").collect::<String>();
         assert_eq!(run.wait().unwrap().code(), Some(75), "{text}");
-        assert!(text.contains("as it was asked to"), "{text}");
+        assert!(text.contains("as requested"), "{text}");
         text += &good(&folder.train(&["-n", "2"]));
-        assert!(losses(&text).values().all(|losses| losses.len() == 1), "no step is made twice: {text}");
-        same_losses(&text, &expected, 0.);
-        folder.ends_like(&whole, 24);
+        assert!(losses(&text).values().all(|losses| losses.len() == 1), "no step is repeated: {text}");
+        assert_same_losses(&text, &expected, 0.);
+        folder.assert_same_checkpoint(&whole, 24);
     }
     let (without, _) = RECIPE.split_once("[checkpoints]").unwrap();
     let folder = Folder::new(&without.replace("steps = 24", "steps = 100000"));
@@ -219,7 +226,7 @@ fn a_signal_saves_and_the_code_says_resume_me() {
     signal(&run, "-INT");
     let output = run.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(130));
-    assert!(said(&output).contains("Nothing is saved: the recipe has no checkpoints.folder."), "{}", said(&output));
+    assert!(said(&output).contains("Not saved: the recipe has no checkpoints.folder."), "{}", said(&output));
 }
 
 #[test]
@@ -228,48 +235,48 @@ fn the_secret_is_in_no_command_line_and_no_log() {
     let mut run = folder.command("train", &["-n", "2"]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let mut lines = BufReader::new(run.stdout.take().unwrap()).lines();
     let text = read_to(&mut lines, "step ");
-    let rank = ranks_of(&folder.path("recipe.toml"))[0];
+    let rank = rank_pids(&folder.path("recipe.toml"))[0];
     let environment = format!("/proc/{rank}/environ");
-    assert_eq!(std::fs::metadata(&environment).unwrap().permissions().mode() & 0o077, 0, "its user's alone");
+    assert_eq!(std::fs::metadata(&environment).unwrap().permissions().mode() & 0o077, 0, "only its user can read it");
     let environment = String::from_utf8_lossy(&std::fs::read(environment).unwrap()).into_owned();
     let variable = |name: &str| environment.split('\0').find_map(|entry| entry.strip_prefix(name)).unwrap().to_string();
     let secret = variable("SHARDWISE_SECRET=");
     assert_eq!(secret.len(), 64);
-    assert!(variable("SHARDWISE_SUPERVISOR=").starts_with("127.0.0.1:"), "on loopback unless told otherwise");
-    let lines_of_commands = Command::new("ps").args(["-eo", "args", "-ww"]).output().unwrap();
-    assert!(!said(&lines_of_commands).contains(&secret));
+    assert!(variable("SHARDWISE_SUPERVISOR=").starts_with("127.0.0.1:"), "on loopback by default");
+    let command_lines = Command::new("ps").args(["-eo", "args", "-ww"]).output().unwrap();
+    assert!(!said(&command_lines).contains(&secret));
     signal(&run, "-TERM");
     let rest: String = lines.map(|line| line.unwrap()).collect();
     let output = run.wait_with_output().unwrap();
     assert_eq!(output.status.code(), Some(75));
     assert!(!(text + &rest + &said(&output)).contains(&secret));
-    wait_until("ranks are left behind", || ranks_of(&folder.path("recipe.toml")).is_empty());
+    wait_until("ranks are left behind", || rank_pids(&folder.path("recipe.toml")).is_empty());
 }
 
 #[test]
-fn ranges_and_hosts_that_make_no_sense_are_refused() {
-    let folder = Folder::new(&RECIPE.replace("global = 8", "micro_batches = 2"));
+fn invalid_ranges_and_hosts_are_refused() {
+    let folder = Folder::new(&RECIPE.replace("global_batch_size = 8", "gradient_accumulation_steps = 2"));
     let refused = |arguments: &[&str], expected: &str| {
         let text = said(&folder.train(arguments));
         assert!(text.contains(expected), "{arguments:?}: {text}");
     };
-    refused(&["-n", "2..4"], "a step would have 4 sequences on 2 ranks and 8 on 4; give batch.global");
-    refused(&["-n", "4..2"], "the least and the most, as in 2..8");
+    refused(&["-n", "2..4"], "a step would have 4 sequences on 2 ranks and 8 on 4; set batch.global_batch_size");
+    refused(&["-n", "4..2"], "or a range, such as 2..8");
     refused(&["--hosts", "a:2"], "--listen");
     refused(&["--hosts", "a;b:2", "--listen", "127.0.0.1"], "is not a host: write NAME:RANKS");
-    refused(&["-n", "2", "--hosts", "elsewhere:2", "--listen", "127.0.0.1"], "other hosts cannot reach that");
-    refused(&["-n", "2", "--fault", "bite rank=1"], "begins with none of kill");
+    refused(&["-n", "2", "--hosts", "elsewhere:2", "--listen", "127.0.0.1"], "other hosts cannot reach this address");
+    refused(&["-n", "2", "--fault", "bite rank=1"], "does not start with one of kill");
 }
 
 #[test]
-fn a_run_goes_on_without_a_lost_host_and_with_it_when_it_is_back() {
-    // Slow enough for the link to be cut and mended meanwhile.
-    // And slow to learn: 2 ranks add in another order than 4, and what that makes of the last bits grows with every step.
-    let recipe = RECIPE.replace("steps = 24", "steps = 200").replace("rate = 1e-2", "rate = 1e-4");
-    let (_, expected) = undisturbed(&recipe, "4");
-    let folder = Folder::new(&(recipe + &watched_closely().1));
+fn a_run_continues_without_a_lost_host_and_uses_it_again_later() {
+    // Long enough to cut and restore the link meanwhile. And with a small learning rate: 2 ranks sum in another order than 4, and the
+    // rounding differences grow with every step.
+    let recipe = RECIPE.replace("steps = 24", "steps = 200").replace("lr = 1e-2", "lr = 1e-4");
+    let (_, expected) = run_undisturbed(&recipe, "4");
+    let folder = Folder::new(&(recipe + &short_timeouts().1));
     let network = Hosts { hosts: 2, ranks_per_host: 2, rate: "1gbit".into(), delay: "0ms".into() }.start().unwrap();
-    // As ssh would, it needs the network.
+    // Like ssh, the agent needs the network.
     let agent = folder.path("agent");
     let script = format!(
         "#!/bin/bash\n[ \"$1\" = \"$(hostname)\" ] || timeout 2 bash -c \"exec 3<>/dev/tcp/$1/9\" 2>/dev/null\n\
@@ -285,35 +292,41 @@ fn a_run_goes_on_without_a_lost_host_and_with_it_when_it_is_back() {
     command.arg(&agent).args(["--hosts", &format!("{}:2,{}:2", names[0], names[1])]);
     let mut run = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let mut lines = BufReader::new(run.stdout.take().unwrap()).lines();
-    let mut told = BufReader::new(run.stderr.take().unwrap()).lines();
+    let mut errors = BufReader::new(run.stderr.take().unwrap()).lines();
     let mut text = read_to(&mut lines, "step  20");
     network.cut(1);
-    let lost = read_to(&mut told, "At work again");
+    let lost = read_to(&mut errors, "Resumed at step");
     assert!(lost.contains(&format!("host {} is lost", names[1])) && lost.contains("ranks 2-3"), "{lost}");
-    assert!(lost.contains("Starting again on 2 ranks, without"), "{lost}");
-    network.mend(1);
+    assert!(lost.contains("Restarting on 2 ranks without"), "{lost}");
+    network.restore(1);
     text += &read_to(&mut lines, "step  60");
-    let rank = ranks_of(&folder.path("recipe.toml"))[0];
+    let rank = rank_pids(&folder.path("recipe.toml"))[0];
     assert!(Command::new("kill").args(["-9", &rank.to_string()]).status().unwrap().success());
-    let back = read_to(&mut told, "At work again");
-    assert!(back.contains("Starting again on 4 ranks."), "{back}");
+    let back = read_to(&mut errors, "Resumed at step");
+    assert!(back.contains("Restarting on 4 ranks."), "{back}");
     text += &lines.map(|line| line.unwrap() + "\n").collect::<String>();
-    let rest: String = told.map(|line| line.unwrap() + "\n").collect();
+    let rest: String = errors.map(|line| line.unwrap() + "\n").collect();
     assert!(run.wait().unwrap().success(), "{rest}");
-    same_losses(&text, &expected, 1e-5);
-    // And that is the story that its report tells.
+    assert_same_losses(&text, &expected, 1e-5);
+    // The report tells the same story.
     let mut report = shardwise();
     good(&report.arg("report").arg(folder.path("saved")).output().unwrap());
     let page = std::fs::read_to_string(folder.path("saved/report.html")).unwrap();
-    let order =
-        ["on 4, then 2, then 4 ranks", "Started on 4 ranks", "is lost", "without host", "At work again", "Finished"];
+    let order = [
+        "on 4, then 2, then 4 ranks",
+        "Started with 4 ranks",
+        "is lost",
+        "does not answer",
+        "Resumed at step",
+        "Finished",
+    ];
     let mut rest = page.as_str();
     for part in order {
         rest = rest.split_once(part).unwrap_or_else(|| panic!("no '{part}' in its place in {page}")).1;
     }
 }
 
-/// The script in the docs.
+/// The batch script in the guide.
 fn batch_script() -> String {
     let docs = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/src/clusters.md")).unwrap();
     let (_, after) = docs.split_once("## Slurm\n").unwrap();
@@ -322,11 +335,11 @@ fn batch_script() -> String {
 }
 
 #[test]
-fn a_slurm_job_saves_before_its_time_is_over_and_goes_on_in_the_next() {
+fn a_slurm_job_saves_before_its_time_is_up_and_resumes_in_the_next() {
     let recipe = RECIPE.replace("steps = 24", "steps = 100000").replace("every_steps = 2", "every_steps = 100000");
     let folder = Folder::new(&recipe);
     let slurm = Slurm::start(&folder.path("slurm")).unwrap();
-    // As in the docs, but for the length of the day.
+    // The script of the guide with a much shorter time limit.
     let script = batch_script().replace("--time=24:00:00", "--time=1").replace("USR1@300", "USR1@45");
     std::fs::write(folder.path("train.sh"), script).unwrap();
     let programs = Path::new(env!("CARGO_BIN_EXE_shardwise")).parent().unwrap().display().to_string();
@@ -335,19 +348,19 @@ fn a_slurm_job_saves_before_its_time_is_over_and_goes_on_in_the_next() {
     submit.args(["--export=ALL,RECIPE=recipe.toml,OMP_NUM_THREADS=1", "--output=log", "--parsable", "train.sh"]);
     let job = good(&submit.output().unwrap()).trim().to_string();
     let log = || std::fs::read_to_string(folder.path("log")).unwrap_or_default();
-    let state = || slurm.says("squeue", &["-h", "-j", &job, "-o", "%T %r"]);
-    wait_until(&format!("{}{}", state(), log()), || log().contains("as it was asked to"));
+    let state = || slurm.output("squeue", &["-h", "-j", &job, "-o", "%T %r"]);
+    wait_until(&format!("{}{}", state(), log()), || log().contains("as requested"));
     wait_until("it is put back into the queue", || state().contains("PENDING"));
     let saved = log();
-    let (_, last) = saved.split_once("ends after step ").unwrap();
+    let (_, last) = saved.split_once("stopped after step ").unwrap();
     let last: u64 = last.split_once(',').unwrap().0.parse().unwrap();
-    // Slurm waits for two minutes before it starts such a job again, from when it has swept up; unless it is told not to in time.
-    let (asked, has_gone_on) = (Stopwatch::start(), || log().contains(&format!("goes on after step {last}, from")));
-    while !has_gone_on() {
-        assert!(asked.elapsed() < Duration::from_secs(200), "it goes on: {}{}", state(), log());
-        // A node does not take a job again in the second in which it has ended it.
+    // Slurm waits two minutes before it restarts a requeued job, unless its start time is changed.
+    let (asked, has_resumed) = (Stopwatch::start(), || log().contains(&format!("resuming after step {last}, from")));
+    while !has_resumed() {
+        assert!(asked.elapsed() < Duration::from_secs(200), "it does not resume: {}{}", state(), log());
+        // A node does not accept a job again in the second in which it ended it.
         std::thread::sleep(Duration::from_secs(4));
-        slurm.says("scontrol", &["update", &format!("job={job}"), "StartTime=now"]);
+        slurm.output("scontrol", &["update", &format!("job={job}"), "StartTime=now"]);
     }
     wait_until("it makes steps", || log().contains(&format!("step {:>6}/", last + 1)));
 }

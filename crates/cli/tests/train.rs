@@ -1,4 +1,4 @@
-//! `shardwise train` as a person uses it.
+//! `shardwise train` as a user runs it.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
@@ -7,16 +7,16 @@ use std::path::PathBuf;
 use std::process::{Command, Output};
 use std::time::Duration;
 
-use shardwise_harness::{Stopwatch, ranks_of};
+use shardwise_harness::{Stopwatch, rank_pids};
 
 const RECIPE: &str = r#"
 [model.llama]
-vocabulary = 61
-width = 32
-blocks = 2
-heads = 4
-mlp_width = 80
-tied = true
+vocab_size = 61
+hidden_size = 32
+num_hidden_layers = 2
+num_attention_heads = 4
+intermediate_size = 80
+tie_word_embeddings = true
 
 [data]
 corpus = "tokens.bin"
@@ -24,16 +24,16 @@ token_bytes = 2
 seed = 7
 
 [batch]
-sequences = 2
-positions = 16
-micro_batches = 2
+micro_batch_size = 2
+seq_len = 16
+gradient_accumulation_steps = 2
 
-[sharding]
+[zero]
 stage = 3
 
 [optimizer]
-rate = 1e-2
-clip_norm = 1.0
+lr = 1e-2
+max_grad_norm = 1.0
 
 [schedule]
 kind = "cosine"
@@ -43,7 +43,7 @@ warmup_steps = 2
 steps = 12
 "#;
 
-/// A folder with a recipe and tokens that repeat, so that there is something to learn.
+/// A folder with a recipe and repeating tokens, so that there is something to learn.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -85,7 +85,7 @@ fn stderr(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
-/// The number after a word, in each step's line.
+/// The number after a word in each step line.
 fn column(text: &str, word: &str) -> Vec<f64> {
     let after = |line: &str| line.split_whitespace().skip_while(|found| *found != word).nth(1)?.parse().ok();
     text.lines().filter(|line| line.starts_with("step")).filter_map(after).collect()
@@ -99,7 +99,7 @@ fn mpirun() -> Command {
 }
 
 #[test]
-fn a_run_learns_and_says_all_that_matters() {
+fn a_run_learns_and_prints_its_metrics() {
     let folder = Folder::new("learns", RECIPE);
     let output = folder.train(&["-n", "3"]);
     let text = stdout(&output);
@@ -107,12 +107,12 @@ fn a_run_learns_and_says_all_that_matters() {
     let losses = column(&text, "loss");
     assert_eq!(losses.len(), 12, "{text}");
     assert!(losses[11] < 0.8 * losses[0], "{text}");
-    for word in ["norm", "rate", "memory", "(peak", "sent"] {
+    for word in ["norm", "lr", "memory", "(peak", "sent"] {
         assert_eq!(column(&text, word).len(), 12, "{word} in {text}");
     }
     assert!(text.contains(" tokens/s ") && text.contains("a rank needs about"), "{text}");
-    assert!(text.contains("gradients kept and reduced in f32"), "{text}");
-    assert_eq!(column(&text, "rate")[0], 5e-3, "half of the warm-up");
+    assert!(text.contains("gradients stored and sent in f32"), "{text}");
+    assert_eq!(column(&text, "lr")[0], 5e-3, "half of the warm-up");
 }
 
 #[test]
@@ -133,7 +133,7 @@ fn the_same_program_runs_under_a_plain_mpirun() {
 }
 
 #[test]
-fn what_is_wrong_with_a_recipe_is_said_before_anything_starts() {
+fn errors_in_a_recipe_are_reported_before_ranks_start() {
     for (name, from, to, expected) in [
         (
             "key",
@@ -142,23 +142,48 @@ fn what_is_wrong_with_a_recipe_is_said_before_anything_starts() {
             &["recipe.toml:29: there is no key `schedule.warm_up`", "schedule.warmup_steps"][..],
         ),
         ("stage", "stage = 3", "stage = 4", &["there is no ZeRO stage 4"]),
-        ("heads", "heads = 4", "heads = 32", &["model.llama.head_width: 1 is not a positive even number"]),
-        ("kind", "\"cosine\"", "\"cosin\"", &["is \"cosin\"", "stable-decay", "did you mean \"cosine\""]),
-        ("idle", "warmup_steps = 2", "from = 1e-6", &["`schedule.from` is of \"range-test\"", "leave it out"]),
-        ("replicas", "stage = 3", "stage = 3\nreplicas = 3", &["2 ranks cannot be divided into 3 replicas"]),
+        (
+            "heads",
+            "num_attention_heads = 4",
+            "num_attention_heads = 32",
+            &["model.llama.head_dim: 1 is not a positive even number"],
+        ),
+        ("kind", "\"cosine\"", "\"cosin\"", &["is \"cosin\"", "wsd", "did you mean \"cosine\""]),
+        (
+            "idle",
+            "warmup_steps = 2",
+            "start_lr = 1e-6",
+            &["`schedule.start_lr` is for \"lr-range-test\"", "leave it out"],
+        ),
+        (
+            "replicas",
+            "stage = 3",
+            "stage = 3\n[parallel]\nreplicate = 3",
+            &["2 ranks cannot be divided into 3 replicas"],
+        ),
         ("bytes", "corpus = \"tokens.bin\"\n", "", &["there is no `data.corpus`"]),
         ("cuda", "steps = 12", "steps = 12\ndevice = \"cuda\"", &["built without it"]),
         ("zero", "steps = 12", "steps = 0", &["`run.steps` is 0, and must be at least 1"]),
-        ("huge", "width = 32", "width = 9000000000000000000", &["`model.llama.width` is 9000000000000000000"]),
-        ("huge batch", "sequences = 2", "sequences = 4000000000", &["`batch.sequences` is 4000000000"]),
-        ("beta", "rate = 1e-2", "rate = 1e-2\nbetas = [0.9, 1.0]", &["from 0 to below 1"]),
-        ("rate", "rate = 1e-2", "rate = nan", &["`optimizer.rate` is NaN, and must be a positive number"]),
-        ("accumulation", "stage = 3", "stage = 1\naccumulation = \"sharded\"", &["use stage 2 or 3"]),
+        (
+            "huge",
+            "hidden_size = 32",
+            "hidden_size = 9000000000000000000",
+            &["`model.llama.hidden_size` is 9000000000000000000"],
+        ),
+        (
+            "huge batch",
+            "micro_batch_size = 2",
+            "micro_batch_size = 4000000000",
+            &["`batch.micro_batch_size` is 4000000000"],
+        ),
+        ("beta", "lr = 1e-2", "lr = 1e-2\nbetas = [0.9, 1.0]", &["from 0 to below 1"]),
+        ("lr", "lr = 1e-2", "lr = nan", &["`optimizer.lr` is NaN, and must be a positive number"]),
+        ("accumulation", "stage = 3", "stage = 1\nreduce_each_micro_batch = true", &["use stage 2 or 3"]),
         (
             "frozen",
             "[model.llama]",
             "[model]\nfrozen = [\"model.layer.0\"]\n[model.llama]",
-            &["no parameter's name begins"],
+            &["no parameter name starts"],
         ),
     ] {
         let folder = Folder::new(name, &RECIPE.replacen(from, to, 1));
@@ -173,16 +198,16 @@ fn what_is_wrong_with_a_recipe_is_said_before_anything_starts() {
 
 #[test]
 fn tokens_outside_the_vocabulary_are_named() {
-    let folder = Folder::new("tokens", &RECIPE.replace("vocabulary = 61", "vocabulary = 31"));
+    let folder = Folder::new("tokens", &RECIPE.replace("vocab_size = 61", "vocab_size = 31"));
     let output = folder.train(&["-n", "2"]);
     let said = stderr(&output);
     assert!(!output.status.success());
-    assert!(said.contains("tokens.bin: token ") && said.contains("the model's vocabulary has 31"), "{said}");
+    assert!(said.contains("tokens.bin: token ") && said.contains("the model's vocab_size is 31"), "{said}");
 }
 
 #[test]
-fn a_fault_of_one_rank_is_told_at_once() {
-    // Of 8 sequences a step, one has a token that does not exist: the others' rank would wait for it.
+fn an_error_on_one_rank_is_reported_at_once() {
+    // One of the 8 sequences of a step has an invalid token. The other rank would wait for its collectives.
     let folder = Folder::new("one-rank", &RECIPE.replace("steps = 12", "steps = 400"));
     let mut tokens = std::fs::read(folder.0.join("tokens.bin")).unwrap();
     tokens[6000..6002].copy_from_slice(&999u16.to_le_bytes());
@@ -196,7 +221,7 @@ fn a_fault_of_one_rank_is_told_at_once() {
 }
 
 #[test]
-fn a_fault_of_one_host_is_told_by_it() {
+fn an_error_on_one_host_is_reported_by_that_host() {
     let folder = Folder::new("one-host", RECIPE);
     let mut command = mpirun();
     command.args(["-n", "1", env!("CARGO_BIN_EXE_shardwise"), "train"]).arg(folder.recipe());
@@ -209,8 +234,8 @@ fn a_fault_of_one_host_is_told_by_it() {
 #[test]
 fn a_run_that_cannot_fit_is_refused_with_figures_and_a_remedy() {
     let recipe = RECIPE
-        .replace("width = 32\nblocks = 2", "width = 512\nblocks = 24")
-        .replace("mlp_width = 80", "mlp_width = 1408");
+        .replace("hidden_size = 32\nnum_hidden_layers = 2", "hidden_size = 512\nnum_hidden_layers = 24")
+        .replace("intermediate_size = 80", "intermediate_size = 1408");
     let folder = Folder::new("fit", &recipe.replace("stage = 3", "stage = 0"));
     let output = Command::new("prlimit")
         .arg(format!("--data={}", 1 << 30))
@@ -222,16 +247,19 @@ fn a_run_that_cannot_fit_is_refused_with_figures_and_a_remedy() {
     let said = stderr(&output);
     assert_eq!(output.status.code(), Some(2), "{said}");
     assert!(said.contains("a rank would need about") && said.contains("(ulimit -d) is 1.00 GiB"), "{said}");
-    assert!(said.contains("sharding.stage = 3 would fit"), "{said}");
+    assert!(said.contains("zero.stage = 3 would fit"), "{said}");
     assert!(stdout(&output).is_empty(), "nothing has started");
 }
 
 #[test]
 fn a_range_test_draws_its_plot() {
     let recipe = RECIPE
-        .replace("kind = \"cosine\"\nwarmup_steps = 2", "kind = \"range-test\"\nfrom = 1e-6\nplot = \"range.svg\"")
+        .replace(
+            "kind = \"cosine\"\nwarmup_steps = 2",
+            "kind = \"lr-range-test\"\nstart_lr = 1e-6\nplot = \"range.svg\"",
+        )
         .replace("steps = 12", "steps = 40")
-        .replace("rate = 1e-2", "rate = 10.0");
+        .replace("lr = 1e-2", "lr = 10.0");
     let folder = Folder::new("range", &recipe);
     let output = folder.train(&["-n", "2"]);
     let text = stdout(&output);
@@ -242,21 +270,21 @@ fn a_range_test_draws_its_plot() {
 }
 
 #[test]
-fn every_optimizer_schedule_and_precision_can_be_asked_for() {
+fn every_optimizer_schedule_and_precision_trains() {
     for (name, changes) in [
-        ("sgd", &[("rate = 1e-2", "kind = \"sgd\"\nmomentum = 0.9\nrate = 0.1")][..]),
-        ("lamb", &[("rate = 1e-2", "kind = \"lamb\"\nrate = 0.05"), ("\"cosine\"", "\"linear\"")]),
-        ("1-cycle", &[("kind = \"cosine\"\nwarmup_steps = 2", "kind = \"1-cycle\"")]),
-        ("decay", &[("\"cosine\"", "\"stable-decay\"\ndecay_steps = 3")]),
-        ("f16", &[("[sharding]", "[precision]\nparameters = \"f16\"\n[sharding]")]),
+        ("sgd", &[("lr = 1e-2", "kind = \"sgd\"\nmomentum = 0.9\nlr = 0.1")][..]),
+        ("lamb", &[("lr = 1e-2", "kind = \"lamb\"\nlr = 0.05"), ("\"cosine\"", "\"linear\"")]),
+        ("one-cycle", &[("kind = \"cosine\"\nwarmup_steps = 2", "kind = \"one-cycle\"")]),
+        ("decay", &[("\"cosine\"", "\"wsd\"\ndecay_steps = 3")]),
+        ("f16", &[("[zero]", "[precision]\nparam_dtype = \"f16\"\n[zero]")]),
         (
             "bf16",
             &[
-                ("[sharding]", "[precision]\nparameters = \"bf16\"\ngradients = \"bf16\"\n[sharding]"),
-                ("stage = 3", "stage = 2\nreplicas = 2\naccumulation = \"sharded\""),
+                ("[zero]", "[precision]\nparam_dtype = \"bf16\"\nreduce_dtype = \"bf16\"\n[zero]"),
+                ("stage = 3", "stage = 2\nreduce_each_micro_batch = true\n[parallel]\nreplicate = 2"),
             ],
         ),
-        ("full", &[("[model.llama]", "recomputation = \"full\"\n[model.llama]")]),
+        ("full", &[("[model.llama]", "activation_checkpointing = \"full\"\n[model.llama]")]),
         ("frozen", &[("[model.llama]", "[model]\nfrozen = [\"model.layers.0.\"]\n[model.llama]")]),
     ] {
         let recipe = changes.iter().fold(RECIPE.to_string(), |recipe, (from, to)| recipe.replacen(from, to, 1));
@@ -274,10 +302,10 @@ fn every_optimizer_schedule_and_precision_can_be_asked_for() {
 
 #[test]
 fn a_run_starts_from_a_file_of_weights() {
-    let folder = Folder::new("weights", &RECIPE.replacen("[data]", "[start]\nweights = \"w.safetensors\"\n[data]", 1));
+    let folder = Folder::new("weights", &RECIPE.replacen("[data]", "[init]\nweights = \"w.safetensors\"\n[data]", 1));
     let output = folder.train(&["-n", "2"]);
     assert!(stderr(&output).contains("w.safetensors: it is missing"), "{}", stderr(&output));
-    // One tensor of the right name and shape, in bf16, and then none for the next parameter.
+    // One tensor with the right name and shape, in bf16, but none for the next parameter.
     let header = r#"{"model.embed_tokens.weight":{"dtype":"BF16","shape":[61,32],"data_offsets":[0,3904]}}"#;
     let mut file = (header.len() as u64).to_le_bytes().to_vec();
     file.extend(header.as_bytes());
@@ -286,7 +314,7 @@ fn a_run_starts_from_a_file_of_weights() {
     let output = folder.train(&["-n", "2"]);
     let said = stderr(&output);
     assert!(said.contains("there is no tensor model.layers.0.input_layernorm.weight"), "{said}");
-    for (bytes, expected) in [(&b"abc"[..], "too short"), (&[255; 64], "no safetensors file")] {
+    for (bytes, expected) in [(&b"abc"[..], "too short"), (&[255; 64], "not a safetensors file")] {
         std::fs::write(folder.0.join("w.safetensors"), bytes).unwrap();
         let output = folder.train(&["-n", "1"]);
         assert!(stderr(&output).contains(expected), "{}", stderr(&output));
@@ -300,12 +328,12 @@ fn a_rank_that_is_killed_ends_the_run() {
     command.arg("train").arg(folder.recipe()).args(["-n", "3"]).stdout(std::process::Stdio::null());
     let mut run = command.stderr(std::process::Stdio::piped()).spawn().unwrap();
     let started = Stopwatch::start();
-    while ranks_of(&folder.recipe()).len() < 3 {
+    while rank_pids(&folder.recipe()).len() < 3 {
         assert!(started.elapsed() < Duration::from_secs(60), "the ranks start");
         std::thread::sleep(Duration::from_millis(100));
     }
     std::thread::sleep(Duration::from_secs(2));
-    let victim = ranks_of(&folder.recipe())[1];
+    let victim = rank_pids(&folder.recipe())[1];
     assert!(Command::new("kill").args(["-9", &victim.to_string()]).status().unwrap().success());
     let killed = Stopwatch::start();
     let status = loop {
@@ -318,6 +346,6 @@ fn a_rank_that_is_killed_ends_the_run() {
     assert!(!status.success());
     let mut said = String::new();
     run.stderr.take().unwrap().read_to_string(&mut said).unwrap();
-    assert!(said.contains("signal 9"), "the death is told: {said}");
-    assert!(ranks_of(&folder.recipe()).is_empty(), "no rank is left behind");
+    assert!(said.contains("signal 9"), "the error names the signal: {said}");
+    assert!(rank_pids(&folder.recipe()).is_empty(), "no rank is left behind");
 }

@@ -1,4 +1,4 @@
-//! What a verb can send from and receive into.
+//! Buffers that a call can send from and receive into.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -7,31 +7,31 @@ use shardwise_plan::Dtype;
 use shardwise_torch::tch::Device;
 use shardwise_torch::{Block, Element};
 
-/// Memory that a verb reads.
+/// Memory that a call reads.
 ///
 /// # Safety
-/// `as_ptr` points to `len` elements of type `dtype` on `device`. They stay where they are when the value itself moves,
-/// and nobody writes to them while the value is in the hands of a verb.
+/// `as_ptr` points to `len` elements of type `dtype` on `device`. They do not move when the value moves, and nobody writes
+/// to them while a call owns the value.
 #[allow(clippy::len_without_is_empty, reason = "an empty payload needs no special treatment")]
 pub unsafe trait Payload: Send + 'static {
     /// The element type.
     fn dtype(&self) -> Dtype;
     /// The number of elements.
     fn len(&self) -> usize;
-    /// The first element.
+    /// The address of the first element.
     fn as_ptr(&self) -> *const u8;
-    /// Where the memory is.
+    /// The device that the memory is on.
     fn device(&self) -> Device {
         Device::Cpu
     }
 }
 
-/// Memory that a verb writes.
+/// Memory that a call writes.
 ///
 /// # Safety
-/// As for [`Payload`], and the value is the only way to this memory.
+/// As for [`Payload`], and no other value gives access to this memory.
 pub unsafe trait PayloadMut: Payload {
-    /// The first element, for writing.
+    /// The address of the first element, for writing.
     fn as_mut_ptr(&mut self) -> *mut u8;
 }
 
@@ -67,7 +67,7 @@ unsafe impl<T: Element> Payload for Arc<[T]> {
     }
 }
 
-// SAFETY: a block owns its memory alone, and does not move it.
+// SAFETY: a block is the only owner of its memory, and does not move it.
 unsafe impl Payload for Block {
     fn dtype(&self) -> Dtype {
         self.dtype()
@@ -89,7 +89,7 @@ unsafe impl PayloadMut for Block {
     }
 }
 
-/// A range of a payload, as a payload.
+/// A contiguous range of a payload.
 #[derive(Debug)]
 pub struct Part<P> {
     whole: P,
@@ -97,16 +97,16 @@ pub struct Part<P> {
 }
 
 impl<P: Payload> Part<P> {
-    /// The elements `range` of `whole`.
+    /// Creates a part from the elements `range` of `whole`.
     ///
     /// # Panics
-    /// If the range is not inside.
+    /// If the range is out of bounds.
     pub fn new(whole: P, range: Range<usize>) -> Self {
         assert!(range.start <= range.end && range.end <= whole.len(), "{range:?} of {} elements", whole.len());
         Part { whole, range }
     }
 
-    /// The payload that this is a part of.
+    /// Returns the whole payload.
     pub fn into_whole(self) -> P {
         self.whole
     }

@@ -1,33 +1,33 @@
-//! What identifies one call of one verb, in errors, records and figures.
+//! How a call is described in errors, the flight recorder and the meter.
 
 use std::fmt;
 use std::sync::Arc;
 
 use shardwise_plan::Dtype;
 
-/// The verbs.
+/// A collective or point-to-point operation (torch.distributed: `OpType`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Verb {
-    /// Everyone's part becomes everyone's whole.
+    /// Concatenates the parts of all ranks on every rank.
     AllGather,
-    /// Everyone's whole is reduced, and everyone keeps one part of the result.
+    /// Reduces the buffers of all ranks, and leaves one part of the result on each.
     ReduceScatter,
-    /// Everyone's buffer is reduced, and everyone has the result.
+    /// Reduces the buffers of all ranks, and leaves the result on every rank.
     AllReduce,
-    /// Everyone sends a part to everyone.
+    /// Sends a part from every rank to every rank.
     AllToAll,
-    /// One rank's buffer becomes everyone's.
+    /// Copies one rank's buffer to all ranks.
     Broadcast,
-    /// To one rank.
+    /// Sends to one rank.
     Send,
-    /// From one rank.
+    /// Receives from one rank.
     Receive,
-    /// Everyone has arrived.
+    /// Waits until all ranks have arrived.
     Barrier,
 }
 
 impl Verb {
-    /// Every verb, for tables and tests.
+    /// All operations, in declaration order.
     pub const ALL: [Verb; 8] = [
         Verb::AllGather,
         Verb::ReduceScatter,
@@ -39,7 +39,7 @@ impl Verb {
         Verb::Barrier,
     ];
 
-    /// Whether all ranks of the group take part.
+    /// Returns whether all ranks of the group take part.
     pub fn is_collective(self) -> bool {
         !matches!(self, Verb::Send | Verb::Receive)
     }
@@ -60,25 +60,26 @@ impl fmt::Display for Verb {
     }
 }
 
-/// One call. All ranks of a group number their collectives alike, so the number says which calls belong together.
+/// One collective, or one side of a message. All ranks of a group number their collectives in the same way, so `number`
+/// identifies the same collective on all ranks.
 #[derive(Clone, Debug)]
 pub struct Call {
-    /// What is done.
+    /// The operation.
     pub verb: Verb,
-    /// For whom: the unit or quantity that the caller named.
+    /// What the caller says the call is for: a unit or a quantity.
     pub label: Arc<str>,
     /// The group's name and ranks.
     pub group: Arc<str>,
-    /// The how-manieth call of this kind (collective, or not) in this group, from 1.
+    /// The sequence number in the group, from 1. Collectives and messages are numbered separately.
     pub number: u64,
-    /// The larger of the two buffers.
+    /// The length of the larger of the two buffers.
     pub elements: usize,
-    /// Its elements.
+    /// The element type.
     pub dtype: Dtype,
 }
 
 impl fmt::Display for Call {
-    /// As in `reduce-scatter #412 of 'block.7' (3145728 × f32, shard 0-3)`.
+    /// Writes, for example, `reduce-scatter #412 of 'block.7' (3145728 × f32, shard 0-3)`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Call { verb, label, group, number, elements, dtype } = self;
         write!(f, "{verb} #{number} of '{label}' ({elements} × {dtype}, {group})")

@@ -1,4 +1,4 @@
-//! What can go wrong between ranks.
+//! Communication errors.
 
 use std::time::Duration;
 
@@ -7,36 +7,36 @@ use shardwise_torch::tch::Device;
 
 use crate::Call;
 
-/// The result of a verb.
+/// The result of a collective or point-to-point call.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// What went wrong, with the call and the ranks at fault.
+/// A failed call, with the call and the ranks at fault.
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// A buffer of the wrong length.
-    #[error("{call}: the {what} has {found} elements, and {expected} are needed")]
+    #[error("{call}: the {what} has {found} elements, but {expected} are needed")]
     Length {
         /// The call at fault.
         call: Box<Call>,
-        /// Which buffer or list.
+        /// The buffer or list with the wrong length.
         what: &'static str,
-        /// How long it should be.
+        /// The required length.
         expected: usize,
-        /// How long it is.
+        /// The actual length.
         found: usize,
     },
-    /// Two buffers of different types.
-    #[error("{call}: the input is {input} and the output {output}; both must be of one type")]
+    /// Input and output have different element types.
+    #[error("{call}: the input is {input} and the output is {output}; both must have the same dtype")]
     Dtype {
         /// The call at fault.
         call: Box<Call>,
-        /// What is sent.
+        /// The input's dtype.
         input: Dtype,
-        /// What is received into.
+        /// The output's dtype.
         output: Dtype,
     },
-    /// A reduction that the element type does not have.
+    /// A reduction that the element type does not support.
     #[error("{call}: {reason}")]
     Reduction {
         /// The call at fault.
@@ -44,65 +44,65 @@ pub enum Error {
         /// Why not, and what to do instead.
         reason: &'static str,
     },
-    /// A rank that the group does not have.
+    /// A rank outside the group.
     #[error("{call}: there is no rank {rank} in a group of {size}")]
     Rank {
         /// The call at fault.
         call: Box<Call>,
-        /// The rank asked for.
+        /// The requested rank.
         rank: usize,
         /// The size of the group.
         size: usize,
     },
-    /// Memory that the back end cannot reach.
-    #[error("{call}: the buffer is on {device:?}, and this group moves memory of {reached:?}")]
+    /// A buffer on a device that the backend cannot access.
+    #[error("{call}: the buffer is on {device:?}, but this group communicates {reached:?} memory")]
     Device {
         /// The call at fault.
         call: Box<Call>,
-        /// Where the buffer is.
+        /// The buffer's device.
         device: Device,
-        /// What the group's back end can reach.
+        /// The backend's device.
         reached: Device,
     },
-    /// Nothing has moved for the time limit.
-    #[error("{call} made no progress for {limit:?}{waiting_for}; its buffers are lost")]
+    /// The call made no progress within the timeout.
+    #[error("{call} made no progress for {timeout:?}{waiting_for}; its buffers are lost")]
     TimedOut {
-        /// The call that stands still.
+        /// The stalled call.
         call: Box<Call>,
-        /// The limit.
-        limit: Duration,
-        /// Who is missing, where that is known.
+        /// The timeout.
+        timeout: Duration,
+        /// The missing ranks, as the end of the message; empty if they are not known.
         waiting_for: String,
     },
-    /// Ranks came to a collective with different calls. Only checked mode sees this; no data was sent, and the buffers were
-    /// dropped.
-    #[error("{}: nothing was sent", sides_in_words(sides))]
+    /// Ranks made different calls where one collective was expected. Detected only with
+    /// [`verify_collectives`](crate::mpi::Options::verify_collectives); no data was sent, and the buffers were dropped.
+    #[error("{}: nothing was sent", describe_variants(variants))]
     Mismatch {
         /// This rank's call.
         call: Box<Call>,
-        /// Who came with what, the fewest ranks first.
-        sides: Vec<Side>,
+        /// The different calls and who made them, fewest ranks first.
+        variants: Vec<CallVariant>,
     },
-    /// The library underneath reported a failure.
+    /// MPI, NCCL or CUDA reported a failure.
     #[error("{call} failed: {message}; its buffers are lost")]
     Transport {
         /// The call at fault.
         call: Box<Call>,
-        /// What the library says.
+        /// The library's message.
         message: String,
     },
-    /// An earlier call on the group failed.
-    #[error("{call} was not started: the group is out of step since {cause}")]
+    /// An earlier call of the group failed.
+    #[error("{call} was not started: an earlier call of the group failed: {cause}")]
     Broken {
         /// The call that was not started.
         call: Box<Call>,
-        /// The call that broke the group.
+        /// The first failure in the group.
         cause: String,
     },
-    /// The communication thread is gone.
-    #[error("the communication thread has stopped; its last words are above")]
+    /// The communication thread has ended.
+    #[error("the communication thread has stopped; see its message above")]
     Stopped,
-    /// Start-up or the making of a group failed.
+    /// Initializing communication or creating a group failed.
     #[error("{0}")]
     Setup(String),
     /// A mesh that does not fit the group.
@@ -110,47 +110,42 @@ pub enum Error {
     Mesh(#[from] MeshError),
 }
 
-/// Ranks that came with the same call, where others came with another.
+/// One of the different calls in an [`Error::Mismatch`], with the ranks that made it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Side {
-    /// Their numbers in the world, ascending.
+pub struct CallVariant {
+    /// The global ranks, in ascending order.
     pub ranks: Vec<usize>,
-    /// The call, as it is told.
-    pub came_with: String,
+    /// The call, formatted for the message.
+    pub call: String,
 }
 
-/// Sides that a message names beside the last.
-const SIDES_MAX: usize = 3;
+/// The most variants that a message lists in addition to the last one.
+const VARIANTS_MAX: usize = 3;
 
-/// The others against the majority, or everyone against everyone.
-fn sides_in_words(sides: &[Side]) -> String {
-    let Some((most, others)) = sides.split_last() else {
-        return "ranks came with different calls".to_string();
+/// Contrasts the other calls with the majority's or, where there is no majority, lists them all.
+fn describe_variants(variants: &[CallVariant]) -> String {
+    let Some((most, others)) = variants.split_last() else {
+        return "ranks made different calls".to_string();
     };
-    let (named, rest) = others.split_at(others.len().min(SIDES_MAX));
-    let named = named.iter().enumerate().map(|(index, Side { ranks, came_with })| {
-        let came = if index == 0 { "came with" } else { "with" };
-        format!("{} {came} {came_with}", ranks_in_words(ranks))
-    });
-    let unnamed: usize = rest.iter().map(|side| side.ranks.len()).sum();
-    let unnamed = (unnamed > 0).then(|| format!("{unnamed} more with other calls"));
-    let others_ranks: usize = others.iter().map(|side| side.ranks.len()).sum();
-    let joint = if most.ranks.len() > others_ranks { (" where", "came with") } else { (",", "with") };
+    let (named, rest) = others.split_at(others.len().min(VARIANTS_MAX));
+    let named = named.iter().map(|CallVariant { ranks, call }| format!("{} called {call}", describe_ranks(ranks)));
+    let unnamed: usize = rest.iter().map(|variant| variant.ranks.len()).sum();
+    let unnamed = (unnamed > 0).then(|| format!("{unnamed} more made other calls"));
+    let others_ranks: usize = others.iter().map(|variant| variant.ranks.len()).sum();
+    let joint = if most.ranks.len() > others_ranks { " while" } else { "," };
     format!(
-        "{}{} {} {} {}",
+        "{}{joint} {} called {}",
         named.chain(unnamed).collect::<Vec<_>>().join(", "),
-        joint.0,
-        ranks_in_words(&most.ranks),
-        joint.1,
-        most.came_with
+        describe_ranks(&most.ranks),
+        most.call
     )
 }
 
-/// Runs of neighbouring ranks that a message names.
+/// The most runs of consecutive ranks that a message lists.
 const RUNS_MAX: usize = 8;
 
-/// As in `rank 3` or `ranks 0-2, 5`; `ranks` ascends.
-pub(crate) fn ranks_in_words(ranks: &[usize]) -> String {
+/// Formats ascending ranks, as in `rank 3` or `ranks 0-2, 5`.
+pub(crate) fn describe_ranks(ranks: &[usize]) -> String {
     let runs: Vec<String> = ranks
         .chunk_by(|a, b| a + 1 == *b)
         .map(|run| match (run[0], run[run.len() - 1]) {

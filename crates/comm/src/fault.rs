@@ -1,54 +1,54 @@
-//! Faults on demand: a process that leaves out one call, makes one too short, or panics in one.
+//! Fault injection: skip one call, shorten one, or panic in one.
 //!
-//! Ranks that disagree about a call are a program's mistake: rare, hard to provoke, and dear when nobody says who it was. So
-//! that what names them (checked mode, time limits, whoever supervises the ranks) can be tested on programs as they are, a
-//! process can be told to make such a mistake once, at a call that is named. That is all it is for. It is given
-//! with the options that start the process's communication, and nothing else changes: what follows the mistake follows from it.
+//! Ranks that disagree about a call are a program bug: rare, hard to provoke, and expensive to find. To test the code that
+//! reports such bugs (collective verification, timeouts, the supervisor) on unmodified programs, a process can be told at
+//! startup to go wrong once, at a given call. This is for tests only, and changes nothing else: whatever happens afterwards is
+//! a consequence of the fault.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::{Call, Verb};
 
-/// The call at which this process goes wrong, and how.
+/// A fault to inject into one call of this process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CallFault {
-    /// The verb; any where there is none.
+    /// The operation; `None` matches any.
     pub verb: Option<Verb>,
     /// The call's label.
     pub label: String,
-    /// The how-manieth call of this process with that label and verb, from 1.
+    /// Which of this process's calls with that label and operation to hit, counting from 1.
     pub nth: u64,
     /// What goes wrong.
-    pub what: Fault,
+    pub kind: CallFaultKind,
 }
 
-/// What goes wrong.
+/// What goes wrong with a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fault {
-    /// The call is not made, as if the program had left it out: its buffers come back untouched, and the group's next call
-    /// has its number.
+pub enum CallFaultKind {
+    /// Skips the call, as if the program had left it out: its buffers come back untouched, and the group's next call gets its
+    /// number.
     Skip,
-    /// The call is made with one element fewer.
-    Short,
-    /// Over MPI, the communication thread panics once the call is under way.
+    /// Makes the call with one element fewer.
+    Shorten,
+    /// Makes MPI's communication thread panic while the call is running. Other backends ignore it.
     Panic,
 }
 
-/// The fault of a process, with the calls that it has counted.
-pub(crate) struct Awaited {
+/// A fault, with the number of matching calls so far.
+pub(crate) struct ArmedFault {
     fault: CallFault,
-    met: AtomicU64,
+    seen: AtomicU64,
 }
 
-impl Awaited {
+impl ArmedFault {
     pub(crate) fn new(fault: CallFault) -> Self {
-        Awaited { fault, met: AtomicU64::new(0) }
+        ArmedFault { fault, seen: AtomicU64::new(0) }
     }
 
-    /// What goes wrong with this call, if anything does. Every call is asked about once.
-    pub(crate) fn strikes(&self, call: &Call) -> Option<Fault> {
-        let CallFault { verb, label, nth, what } = &self.fault;
-        let meant = verb.is_none_or(|verb| verb == call.verb) && **label == *call.label;
-        (meant && self.met.fetch_add(1, Ordering::Relaxed) + 1 == *nth).then_some(*what)
+    /// Returns the fault to inject into this call, if any. Must be called once per call.
+    pub(crate) fn fires(&self, call: &Call) -> Option<CallFaultKind> {
+        let CallFault { verb, label, nth, kind } = &self.fault;
+        let matches = verb.is_none_or(|verb| verb == call.verb) && **label == *call.label;
+        (matches && self.seen.fetch_add(1, Ordering::Relaxed) + 1 == *nth).then_some(*kind)
     }
 }

@@ -1,4 +1,4 @@
-//! The face of every back end: names, checks, instruments.
+//! The front end of all backends: names, checks, metering and recording.
 
 use std::io::Write;
 use std::sync::Arc;
@@ -6,30 +6,30 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use shardwise_plan::{Axis, Dtype, Mesh, Partition, RankSet};
 
-use crate::fault::Fault;
-use crate::instruments::{Instruments, Seat};
-use crate::transport::{Cuts, Job, Transport, Work};
-use crate::{Call, Error, Meter, Payload, PayloadMut, Pending, Record, Reduce, Result, Verb};
+use crate::fault::CallFaultKind;
+use crate::instruments::{GroupSlot, Instruments};
+use crate::transport::{Job, Operation, Splits, Transport};
+use crate::{Call, Error, FlightRecorder, Meter, Payload, PayloadMut, Pending, ReduceOp, Result, Verb};
 
-/// An ordered set of ranks that act together.
+/// An ordered set of ranks that communicate (torch.distributed: a `ProcessGroup`).
 ///
-/// All ranks of a group call the same collectives in the same order; calls on different groups may interleave
-/// differently on different ranks. A part of a buffer is cut by [`Partition`]: rank r's part of a whole of any length is
-/// `Partition::new(whole, group.size()).range(r)`.
+/// All ranks of a group must call the same collectives in the same order. Calls on different groups may interleave differently
+/// on different ranks. [`Partition`] splits buffers among the ranks: rank r's part of a buffer of any length is
+/// `Partition::new(len, group.size()).range(r)`.
 pub struct Group {
     name: Arc<str>,
     ranks: RankSet,
     rank: usize,
     transport: Arc<dyn Transport>,
     instruments: Arc<Instruments>,
-    /// This group's place in the record.
-    seat: Seat,
+    /// This group's slot in the flight recorder.
+    slot: GroupSlot,
     collectives: AtomicU64,
     messages: AtomicU64,
 }
 
 impl Group {
-    /// `name` says what the group is for, `ranks` which ranks of the world are in it, `rank` which of them this is.
+    /// `name` is the group's purpose, `ranks` its global ranks, `rank` this rank's index among them.
     pub(crate) fn new(
         name: &str,
         ranks: RankSet,
@@ -38,12 +38,12 @@ impl Group {
         instruments: Arc<Instruments>,
     ) -> Self {
         let name = format!("{name} {ranks}").into();
-        let seat = instruments.seat(ranks);
+        let slot = instruments.add_group(ranks);
         let (collectives, messages) = (AtomicU64::new(0), AtomicU64::new(0));
-        Group { name, ranks, rank, transport, instruments, seat, collectives, messages }
+        Group { name, ranks, rank, transport, instruments, slot, collectives, messages }
     }
 
-    /// This rank's place in the group.
+    /// This rank's index in the group.
     pub fn rank(&self) -> usize {
         self.rank
     }
@@ -53,25 +53,25 @@ impl Group {
         self.ranks.len()
     }
 
-    /// The ranks of the world that form the group.
+    /// The group's global ranks.
     pub fn ranks(&self) -> RankSet {
         self.ranks
     }
 
-    /// What the group is for and who is in it, as in `shard 0-3`.
+    /// The group's purpose and ranks, as in `shard 0-3`.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// What this process has sent so far, in all its groups.
+    /// The counts of what this process has sent, over all of its groups.
     pub fn meter(&self) -> &Meter {
         self.instruments.meter()
     }
 
-    /// The last calls of this process, in all its groups. A thread that watches them takes a clone along, which does not
-    /// keep the group alive.
-    pub fn record(&self) -> &Arc<Record> {
-        self.instruments.record()
+    /// The last calls of this process, over all of its groups. A clone of the `Arc` does not keep the group alive, so a
+    /// monitoring thread can hold one.
+    pub fn flight_recorder(&self) -> &Arc<FlightRecorder> {
+        self.instruments.flight_recorder()
     }
 
     #[cfg(feature = "nccl")]
@@ -79,17 +79,17 @@ impl Group {
         self.instruments.clone()
     }
 
-    /// How a whole of `len` elements is cut among the ranks of this group.
+    /// How a buffer of `len` elements is split among the ranks of this group.
     pub fn partition(&self, len: usize) -> Partition {
         Partition::new(len, self.size())
     }
 
-    /// The group of the ranks that differ from this one along `axes` only. This group must be the whole mesh, and all its
-    /// ranks ask for the same axes in the same order. Earlier calls are finished first.
-    pub fn along(&self, mesh: &Mesh, axes: &[Axis]) -> Result<Group> {
+    /// Creates this rank's group along `axes`: all ranks with the same mesh coordinates on every other axis. Must be called on
+    /// the world group, and all ranks must make the same `split_along` calls in the same order. Finishes earlier calls first.
+    pub fn split_along(&self, mesh: &Mesh, axes: &[Axis]) -> Result<Group> {
         if self.ranks != RankSet::world(self.size()) {
-            let problem = "a mesh is laid over the group of all ranks; ask that one for its groups";
-            return Err(Error::Setup(format!("the group '{}' is not the world: {problem}", self.name)));
+            let remedy = "a mesh covers all ranks; call split_along on the world group";
+            return Err(Error::Setup(format!("the group '{}' is not the world: {remedy}", self.name)));
         }
         let ranks = mesh.for_world(self.size())?.group(self.rank, axes);
         let mut used: Vec<Axis> = axes.to_vec();
@@ -101,88 +101,91 @@ impl Group {
         self.subgroup(&name, ranks)
     }
 
-    /// The group of some of the ranks, of which this one is one.
+    /// Creates a group of some of the ranks, including this one.
     pub(crate) fn subgroup(&self, name: &str, ranks: RankSet) -> Result<Group> {
         let rank = ranks.index_of(self.ranks.rank_at(self.rank)).expect("a rank is in its own group");
         let transport = self.transport.split(ranks, &format!("{name} {ranks}").into())?;
         Ok(Group::new(name, ranks, rank, transport, self.instruments.clone()))
     }
 
-    /// Everyone's `part` becomes everyone's `whole`.
+    /// Concatenates the `part`s of all ranks into `whole` on every rank.
     pub fn all_gather<I: Payload, O: PayloadMut>(&self, label: &str, part: I, mut whole: O) -> Pending<(I, O)> {
         let call = self.call(Verb::AllGather, label, whole.len(), whole.dtype());
         let partition = self.partition(whole.len());
         let checks = self
-            .pair(&call, &part, &whole)
-            .and_then(|()| length(&call, "part", partition.part_len(self.rank), part.len()));
-        let work = Work::AllGather { part: part.as_ptr(), whole: whole.as_mut_ptr(), partition };
-        self.start(checks, call, work, (part, whole))
+            .check_pair(&call, &part, &whole)
+            .and_then(|()| check_length(&call, "part", partition.part_len(self.rank), part.len()));
+        let operation = Operation::AllGather { part: part.as_ptr(), whole: whole.as_mut_ptr(), partition };
+        self.start(checks, call, operation, (part, whole))
     }
 
-    /// The same where each rank's part already stands in its place in `whole`.
+    /// Like [`Group::all_gather`], with each rank's part already in place in `whole`.
     pub fn all_gather_in_place<B: PayloadMut>(&self, label: &str, mut whole: B) -> Pending<B> {
         let call = self.call(Verb::AllGather, label, whole.len(), whole.dtype());
-        let checks = self.reach(&call, &whole);
+        let checks = self.check_device(&call, &whole);
         let (partition, part) = self.own_part(&mut whole);
-        let work = Work::AllGather { part, whole: whole.as_mut_ptr(), partition };
-        self.start(checks, call, work, whole)
+        let operation = Operation::AllGather { part, whole: whole.as_mut_ptr(), partition };
+        self.start(checks, call, operation, whole)
     }
 
-    /// Everyone's `whole` is reduced, and each rank keeps its `part` of the result.
+    /// Reduces `whole` over all ranks, and writes each rank's part of the result to its `part`.
     pub fn reduce_scatter<I: Payload, O: PayloadMut>(
         &self,
         label: &str,
-        reduce: Reduce,
+        reduce: ReduceOp,
         whole: I,
         mut part: O,
     ) -> Pending<(I, O)> {
         let call = self.call(Verb::ReduceScatter, label, whole.len(), whole.dtype());
         let partition = self.partition(whole.len());
         let checks = self
-            .pair(&call, &whole, &part)
-            .and_then(|()| length(&call, "part", partition.part_len(self.rank), part.len()))
-            .and_then(|()| reducible(&call, reduce));
-        let work = Work::ReduceScatter { whole: whole.as_ptr(), part: part.as_mut_ptr(), partition, reduce };
-        self.start(checks, call, work, (whole, part))
+            .check_pair(&call, &whole, &part)
+            .and_then(|()| check_length(&call, "part", partition.part_len(self.rank), part.len()))
+            .and_then(|()| check_reduction(&call, reduce));
+        let operation = Operation::ReduceScatter { whole: whole.as_ptr(), part: part.as_mut_ptr(), partition, reduce };
+        self.start(checks, call, operation, (whole, part))
     }
 
-    /// The same where each rank keeps its part in its place in `whole`; the other parts stay as they were.
-    pub fn reduce_scatter_in_place<B: PayloadMut>(&self, label: &str, reduce: Reduce, mut whole: B) -> Pending<B> {
+    /// Like [`Group::reduce_scatter`], but writes the result to this rank's part of `whole`, and leaves the other parts
+    /// unchanged.
+    pub fn reduce_scatter_in_place<B: PayloadMut>(&self, label: &str, reduce: ReduceOp, mut whole: B) -> Pending<B> {
         let call = self.call(Verb::ReduceScatter, label, whole.len(), whole.dtype());
-        let checks = self.reach(&call, &whole).and_then(|()| reducible(&call, reduce));
+        let checks = self.check_device(&call, &whole).and_then(|()| check_reduction(&call, reduce));
         let (partition, part) = self.own_part(&mut whole);
-        let work = Work::ReduceScatter { whole: whole.as_ptr(), part, partition, reduce };
-        self.start(checks, call, work, whole)
+        let operation = Operation::ReduceScatter { whole: whole.as_ptr(), part, partition, reduce };
+        self.start(checks, call, operation, whole)
     }
 
-    /// Everyone's `buffer` is reduced, and everyone has the result.
-    pub fn all_reduce<B: PayloadMut>(&self, label: &str, reduce: Reduce, mut buffer: B) -> Pending<B> {
+    /// Reduces `buffer` over all ranks, and writes the result to it on every rank.
+    pub fn all_reduce<B: PayloadMut>(&self, label: &str, reduce: ReduceOp, mut buffer: B) -> Pending<B> {
         let call = self.call(Verb::AllReduce, label, buffer.len(), buffer.dtype());
-        let checks = self.reach(&call, &buffer).and_then(|()| reducible(&call, reduce));
-        let work = Work::AllReduce { buffer: buffer.as_mut_ptr(), partition: self.partition(buffer.len()), reduce };
-        self.start(checks, call, work, buffer)
+        let checks = self.check_device(&call, &buffer).and_then(|()| check_reduction(&call, reduce));
+        let operation =
+            Operation::AllReduce { buffer: buffer.as_mut_ptr(), partition: self.partition(buffer.len()), reduce };
+        self.start(checks, call, operation, buffer)
     }
 
-    /// Everyone sends the r-th of equal parts of `send` to rank r, and finds what rank r sent in the r-th of `receive`.
+    /// Splits `send` into equal parts, sends the r-th part to rank r, and receives from rank r into the r-th part of `receive`.
     pub fn all_to_all<I: Payload, O: PayloadMut>(&self, label: &str, send: I, mut receive: O) -> Pending<(I, O)> {
         let call = self.call(Verb::AllToAll, label, send.len(), send.dtype());
         let partition = self.partition(send.len());
         let even = send.len().next_multiple_of(self.size());
         let checks = self
-            .pair(&call, &send, &receive)
-            .and_then(|()| length(&call, "input, cut into equal parts,", even, send.len()))
-            .and_then(|()| length(&call, "output", send.len(), receive.len()));
-        let work = Work::AllToAll {
+            .check_pair(&call, &send, &receive)
+            .and_then(|()| check_length(&call, "input, split into equal parts,", even, send.len()))
+            .and_then(|()| check_length(&call, "output", send.len(), receive.len()));
+        let operation = Operation::AllToAll {
             send: send.as_ptr(),
-            sends: Cuts::Even(partition),
+            sends: Splits::Even(partition),
             receive: receive.as_mut_ptr(),
-            receives: Cuts::Even(partition),
+            receives: Splits::Even(partition),
         };
-        self.start(checks, call, work, (send, receive))
+        self.start(checks, call, operation, (send, receive))
     }
 
-    /// Everyone sends the next `send_counts[r]` elements of `send` to rank r, and finds what rank r sent in the next
-    /// `receive_counts[r]` of `receive`. What a rank sends must be what the other one expects.
+    /// Sends the next `send_counts[r]` elements of `send` to rank r, and receives from rank r into the next `receive_counts[r]`
+    /// elements of `receive` (torch.distributed: `all_to_all_single` with split sizes). The counts of sender and receiver must
+    /// match.
     pub fn all_to_all_counts<I: Payload, O: PayloadMut>(
         &self,
         label: &str,
@@ -194,65 +197,65 @@ impl Group {
         let call = self.call(Verb::AllToAll, label, send.len().max(receive.len()), send.dtype());
         let total = |counts: &[usize]| counts.iter().fold(0usize, |sum, &count| sum.saturating_add(count));
         let checks = self
-            .pair(&call, &send, &receive)
-            .and_then(|()| length(&call, "list of counts to send", self.size(), send_counts.len()))
-            .and_then(|()| length(&call, "list of counts to receive", self.size(), receive_counts.len()))
-            .and_then(|()| length(&call, "input, by its counts,", total(send_counts), send.len()))
-            .and_then(|()| length(&call, "output, by its counts,", total(receive_counts), receive.len()))
+            .check_pair(&call, &send, &receive)
+            .and_then(|()| check_length(&call, "list of counts to send", self.size(), send_counts.len()))
+            .and_then(|()| check_length(&call, "list of counts to receive", self.size(), receive_counts.len()))
+            .and_then(|()| check_length(&call, "input, by its counts,", total(send_counts), send.len()))
+            .and_then(|()| check_length(&call, "output, by its counts,", total(receive_counts), receive.len()))
             .and_then(|()| {
-                length(&call, "part for this rank itself", receive_counts[self.rank], send_counts[self.rank])
+                check_length(&call, "part for this rank itself", receive_counts[self.rank], send_counts[self.rank])
             });
-        // The cuts are only made of lists that were checked.
+        // Splits can only be built from checked counts.
         if let Err(error) = checks {
             return Pending::failed(error);
         }
-        let work = Work::AllToAll {
+        let operation = Operation::AllToAll {
             send: send.as_ptr(),
-            sends: Cuts::listed(send_counts),
+            sends: Splits::from_counts(send_counts),
             receive: receive.as_mut_ptr(),
-            receives: Cuts::listed(receive_counts),
+            receives: Splits::from_counts(receive_counts),
         };
-        self.start(Ok(()), call, work, (send, receive))
+        self.start(Ok(()), call, operation, (send, receive))
     }
 
-    /// `root`'s `buffer` becomes everyone's.
+    /// Copies `root`'s `buffer` to all ranks.
     pub fn broadcast<B: PayloadMut>(&self, label: &str, root: usize, mut buffer: B) -> Pending<B> {
         let call = self.call(Verb::Broadcast, label, buffer.len(), buffer.dtype());
-        let checks = self.reach(&call, &buffer).and_then(|()| self.has(&call, root));
-        let work = Work::Broadcast { buffer: buffer.as_mut_ptr(), len: buffer.len(), root };
-        self.start(checks, call, work, buffer)
+        let checks = self.check_device(&call, &buffer).and_then(|()| self.check_rank(&call, root));
+        let operation = Operation::Broadcast { buffer: buffer.as_mut_ptr(), len: buffer.len(), root };
+        self.start(checks, call, operation, buffer)
     }
 
-    /// Sends `buffer` to another rank, which must receive as much. Messages between two ranks arrive in order.
+    /// Sends `buffer` to another rank, which must receive the same length. Messages between two ranks arrive in order.
     pub fn send<B: Payload>(&self, label: &str, to: usize, buffer: B) -> Pending<B> {
         let call = self.call(Verb::Send, label, buffer.len(), buffer.dtype());
-        let checks = self.reach(&call, &buffer).and_then(|()| self.has_other(&call, to));
-        let work = Work::Send { buffer: buffer.as_ptr(), len: buffer.len(), to };
-        self.start(checks, call, work, buffer)
+        let checks = self.check_device(&call, &buffer).and_then(|()| self.check_other_rank(&call, to));
+        let operation = Operation::Send { buffer: buffer.as_ptr(), len: buffer.len(), to };
+        self.start(checks, call, operation, buffer)
     }
 
-    /// Receives into `buffer` from another rank, which must send as much.
+    /// Receives into `buffer` from another rank, which must send the same length.
     pub fn receive<B: PayloadMut>(&self, label: &str, from: usize, mut buffer: B) -> Pending<B> {
         let call = self.call(Verb::Receive, label, buffer.len(), buffer.dtype());
-        let checks = self.reach(&call, &buffer).and_then(|()| self.has_other(&call, from));
-        let work = Work::Receive { buffer: buffer.as_mut_ptr(), len: buffer.len(), from };
-        self.start(checks, call, work, buffer)
+        let checks = self.check_device(&call, &buffer).and_then(|()| self.check_other_rank(&call, from));
+        let operation = Operation::Receive { buffer: buffer.as_mut_ptr(), len: buffer.len(), from };
+        self.start(checks, call, operation, buffer)
     }
 
-    /// Prints why this rank cannot go on, and ends all ranks of the run at once, also those that wait for this one in a call.
-    /// For a program that knows that it has failed. A program that just drops its groups and ends, as `main` does when it
-    /// returns an error, is found out by the ranks that wait for it, within seconds.
+    /// Prints `message` and terminates all ranks of the run immediately, including those that wait for this rank in a call. Use
+    /// it when the program knows that it has failed. If a program only drops its groups and exits, as when `main` returns an
+    /// error, the ranks that wait for it notice within seconds.
     pub fn abort(&self, message: &str) -> ! {
         eprintln!("rank {}: {message}", self.ranks.rank_at(self.rank));
-        // Whoever reads the output may be gone.
+        // Ignore errors: the reader of the output may be gone.
         drop(std::io::stdout().flush());
         self.transport.abort();
         std::process::exit(1)
     }
 
-    /// Is done when every rank has come here.
+    /// Waits until every rank has made this call.
     pub fn barrier(&self, label: &str) -> Pending<()> {
-        self.start(Ok(()), self.call(Verb::Barrier, label, 0, Dtype::U8), Work::Barrier, ())
+        self.start(Ok(()), self.call(Verb::Barrier, label, 0, Dtype::U8), Operation::Barrier, ())
     }
 
     fn call(&self, verb: Verb, label: &str, elements: usize, dtype: Dtype) -> Call {
@@ -264,30 +267,30 @@ impl Group {
         if verb.is_collective() { &self.collectives } else { &self.messages }
     }
 
-    fn start<T: Send + 'static>(&self, checks: Result<()>, call: Call, work: Work, buffers: T) -> Pending<T> {
+    fn start<T: Send + 'static>(&self, checks: Result<()>, call: Call, operation: Operation, buffers: T) -> Pending<T> {
         if let Err(error) = checks {
             return Pending::failed(error);
         }
         let fault = self.instruments.fault(&call);
-        let (call, work) = match fault {
-            None | Some(Fault::Panic) => (call, work),
-            Some(Fault::Skip) => {
+        let (call, operation) = match fault {
+            None | Some(CallFaultKind::Panic) => (call, operation),
+            Some(CallFaultKind::Skip) => {
                 self.counter(call.verb).fetch_sub(1, Ordering::Relaxed);
                 return Pending::done(buffers);
             }
-            Some(Fault::Short) => {
-                let work = work.shortened(self.rank, call.dtype.bytes());
-                (Call { elements: call.elements.saturating_sub(1), ..call }, work)
+            Some(CallFaultKind::Shorten) => {
+                let operation = operation.shorten(self.rank, call.dtype.bytes());
+                (Call { elements: call.elements.saturating_sub(1), ..call }, operation)
             }
         };
-        let ticket = self.instruments.enter(self.seat, &call, work.elements_sent(self.rank, self.size()));
-        let panics = fault == Some(Fault::Panic);
-        let job = Job { call, work, luggage: Box::new(buffers), ticket: ticket.clone(), panics };
-        Pending::new(self.transport.start(job), ticket)
+        let handle = self.instruments.enter(self.slot, &call, operation.elements_sent(self.rank, self.size()));
+        let panics = fault == Some(CallFaultKind::Panic);
+        let job = Job { call, operation, buffers: Box::new(buffers), handle: handle.clone(), panics };
+        Pending::new(self.transport.start(job), handle)
     }
 
-    /// Whether the back end can move this memory.
-    fn reach(&self, call: &Call, buffer: &impl Payload) -> Result<()> {
+    /// Checks that the buffer is on the device that the backend communicates.
+    fn check_device(&self, call: &Call, buffer: &impl Payload) -> Result<()> {
         match self.transport.device() == buffer.device() {
             true => Ok(()),
             false => Err(Error::Device {
@@ -298,50 +301,50 @@ impl Group {
         }
     }
 
-    fn pair(&self, call: &Call, input: &impl Payload, output: &impl Payload) -> Result<()> {
-        self.reach(call, input)?;
-        self.reach(call, output)?;
+    fn check_pair(&self, call: &Call, input: &impl Payload, output: &impl Payload) -> Result<()> {
+        self.check_device(call, input)?;
+        self.check_device(call, output)?;
         match input.dtype() == output.dtype() {
             true => Ok(()),
             false => Err(Error::Dtype { call: Box::new(call.clone()), input: input.dtype(), output: output.dtype() }),
         }
     }
 
-    /// How a whole is cut, and where this rank's part of it begins.
+    /// The partition of a buffer, and the address of this rank's part.
     fn own_part(&self, whole: &mut impl PayloadMut) -> (Partition, *mut u8) {
         let partition = self.partition(whole.len());
         let offset = partition.range(self.rank).start * whole.dtype().bytes();
         (partition, whole.as_mut_ptr().wrapping_add(offset))
     }
 
-    fn has(&self, call: &Call, rank: usize) -> Result<()> {
+    fn check_rank(&self, call: &Call, rank: usize) -> Result<()> {
         match rank < self.size() {
             true => Ok(()),
             false => Err(Error::Rank { call: Box::new(call.clone()), rank, size: self.size() }),
         }
     }
 
-    fn has_other(&self, call: &Call, rank: usize) -> Result<()> {
-        self.has(call, rank)?;
+    fn check_other_rank(&self, call: &Call, rank: usize) -> Result<()> {
+        self.check_rank(call, rank)?;
         match rank != self.rank {
             true => Ok(()),
             false => Err(Error::Transport {
                 call: Box::new(call.clone()),
-                message: format!("rank {rank} is this rank; a rank does not send to itself"),
+                message: format!("rank {rank} is this rank; a rank cannot send to itself"),
             }),
         }
     }
 }
 
-fn length(call: &Call, what: &'static str, expected: usize, found: usize) -> Result<()> {
+fn check_length(call: &Call, what: &'static str, expected: usize, found: usize) -> Result<()> {
     match expected == found {
         true => Ok(()),
         false => Err(Error::Length { call: Box::new(call.clone()), what, expected, found }),
     }
 }
 
-fn reducible(call: &Call, reduce: Reduce) -> Result<()> {
-    match reduce.refusal(call.dtype) {
+fn check_reduction(call: &Call, reduce: ReduceOp) -> Result<()> {
+    match reduce.unsupported(call.dtype) {
         None => Ok(()),
         Some(reason) => Err(Error::Reduction { call: Box::new(call.clone()), reason }),
     }

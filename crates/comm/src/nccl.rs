@@ -1,14 +1,14 @@
 //! Groups of GPU ranks over NCCL (cargo feature `nccl`).
 //!
-//! NCCL's calls are queued on a CUDA stream of the group's own. Events order that stream and libtorch's: a call starts when
-//! the work is done that libtorch had queued before it, and what libtorch queues after [`Pending::wait`](crate::Pending)
-//! starts when the call is done. The host waits for neither.
+//! Each group queues its NCCL calls on its own CUDA stream. Events order that stream and libtorch's: a call starts after the
+//! work that libtorch had queued before it, and work that libtorch queues after [`Pending::wait`](crate::Pending) starts after
+//! the call. The host blocks on neither.
 //!
-//! Start-up and sub-groups are those of the group of CPU ranks underneath ([`over`]): NCCL's id travels by its broadcast.
-//! NCCL sums in its own order and in the payload's type; the note on numbers in the crate's documentation holds between
-//! runs on the same machines, not between NCCL and MPI.
+//! Initialization and subgroups use an underlying group of CPU ranks ([`connect`]), which broadcasts NCCL's unique id. NCCL
+//! sums in its own order and in the payload's dtype, so the crate's note on deterministic reductions holds between runs on the
+//! same machines, but not between NCCL and MPI.
 //!
-//! This has been compiled and linked, and its library loaded; it has not run, for want of a GPU.
+//! Status: this code compiles, links and loads NCCL. It has not run yet, for lack of a GPU.
 
 use std::ffi::{c_int, c_void};
 use std::mem::MaybeUninit;
@@ -19,47 +19,47 @@ use cudarc::nccl::{result as nccl, sys as nccl_sys};
 use shardwise_plan::{Dtype, RankSet};
 use shardwise_torch::tch::Device;
 
-use crate::pending::{Completion, Luggage};
-use crate::transport::{Job, Transport, Work};
-use crate::{Error, Group, Reduce, Result};
+use crate::pending::{Buffers, Completion};
+use crate::transport::{Job, Operation, Transport};
+use crate::{Error, Group, ReduceOp, Result};
 
-/// The version of the NCCL library that is loaded, as in `2.29.7`, or why there is none.
+/// Returns the version of the loaded NCCL library, as in `2.29.7`.
 pub fn library_version() -> Result<String> {
-    look_for("NCCL", "libnccl.so", present_nccl())?;
-    let code = nccl::get_nccl_version().map_err(|error| Error::Setup(explained("ncclGetVersion", &error)))?;
+    require_library("NCCL", "libnccl.so", has_nccl())?;
+    let code = nccl::get_nccl_version().map_err(|error| Error::Setup(explain("ncclGetVersion", &error)))?;
     Ok(format!("{}.{}.{}", code / 10_000, code / 100 % 100, code % 100))
 }
 
-/// A group of the same ranks as `control`, a group of CPU ranks, in which each rank moves memory of its GPU `device`.
-pub fn over(control: Group, device: usize) -> Result<Group> {
-    look_for("the CUDA driver", "libcuda.so.1", present_cuda())?;
-    look_for("NCCL", "libnccl.so", present_nccl())?;
+/// Creates a group for buffers on GPU `device`, with the same ranks as `control`, a group of CPU ranks.
+pub fn connect(control: Group, device: usize) -> Result<Group> {
+    require_library("the CUDA driver", "libcuda.so.1", has_cuda())?;
+    require_library("NCCL", "libnccl.so", has_nccl())?;
     let (ranks, rank, instruments) = (control.ranks(), control.rank(), control.instruments());
     let transport = NcclGroup::connect(control, device)?;
     Ok(Group::new("gpu", ranks, rank, Arc::new(transport), instruments))
 }
 
-fn present_nccl() -> bool {
-    // SAFETY: opens a library of that name, if there is one.
+fn has_nccl() -> bool {
+    // SAFETY: opens a library of that name, if one exists.
     unsafe { nccl_sys::is_culib_present() }
 }
 
-fn present_cuda() -> bool {
+fn has_cuda() -> bool {
     // SAFETY: as above.
     unsafe { cuda_sys::is_culib_present() }
 }
 
-/// The bindings panic where a library is missing, so we look first.
-fn look_for(what: &str, file: &str, present: bool) -> Result<()> {
+/// Returns an error if a library is missing; the bindings would panic.
+fn require_library(what: &str, file: &str, present: bool) -> Result<()> {
     match present {
         true => Ok(()),
         false => Err(Error::Setup(format!(
-            "{what} was not found: {file} is not on the library path; `shardwise doctor` says what to install"
+            "{what} was not found: {file} is not on the library path; run `shardwise doctor` to see what to install"
         ))),
     }
 }
 
-fn explained(function: &str, error: &nccl::NcclError) -> String {
+fn explain(function: &str, error: &nccl::NcclError) -> String {
     format!("{function} failed: {:?}", error.0)
 }
 
@@ -67,8 +67,8 @@ struct NcclGroup {
     control: Group,
     device: usize,
     context: Context,
-    /// NCCL wants the calls on one communicator one at a time.
-    wire: Mutex<Wire>,
+    /// NCCL allows only one call at a time on a communicator.
+    communicator: Mutex<Communicator>,
 }
 
 #[derive(Clone, Copy)]
@@ -79,69 +79,75 @@ unsafe impl Send for Context {}
 unsafe impl Sync for Context {}
 
 impl Context {
-    /// Makes it this thread's.
+    /// Makes this context current on this thread.
     fn enter(&self) -> std::result::Result<(), String> {
-        // SAFETY: a context that was retained, and is never released.
+        // SAFETY: the context was retained, and is never released.
         unsafe { cuda::ctx::set_current(self.0) }.map_err(|error| format!("{error:?}"))
     }
 }
 
-struct Wire {
+struct Communicator {
     comm: nccl_sys::ncclComm_t,
     stream: cuda_sys::CUstream,
 }
-// SAFETY: handles that may be used from any thread, one at a time, which the mutex around them sees to.
-unsafe impl Send for Wire {}
+// SAFETY: the handles may be used from any thread, one at a time, which the mutex around them guarantees.
+unsafe impl Send for Communicator {}
 
 impl NcclGroup {
     fn connect(control: Group, device: usize) -> Result<Self> {
         let setup = |what: &str, error: &dyn std::fmt::Debug| {
             Error::Setup(format!("{what} for GPU {device} in group '{}' failed: {error:?}", control.name()))
         };
+        // If the first rank has no id, it broadcasts zeros, so that the others fail as well instead of waiting for it.
         let mut id = vec![0u8; size_of::<nccl_sys::ncclUniqueId>()];
-        if control.rank() == 0 {
-            let made = nccl::get_uniqueid().map_err(|error| setup("making an NCCL id", &error.0))?;
-            id.iter_mut().zip(made.internal).for_each(|(byte, made)| *byte = made.cast_unsigned());
+        let own = (control.rank() == 0).then(nccl::get_uniqueid).transpose();
+        if let Ok(Some(own)) = &own {
+            id.iter_mut().zip(own.internal).for_each(|(byte, own)| *byte = own.cast_unsigned());
         }
         let id = control.broadcast("nccl id", 0, id).wait()?;
+        own.map_err(|error| setup("creating an NCCL id", &error.0))?;
+        if id.iter().all(|byte| *byte == 0) {
+            return Err(setup("creating an NCCL id", &"see the error of the group's first rank"));
+        }
         let mut unique = nccl_sys::ncclUniqueId { internal: [0; 128] };
-        unique.internal.iter_mut().zip(id).for_each(|(place, byte)| *place = byte.cast_signed());
+        unique.internal.iter_mut().zip(id).for_each(|(target, byte)| *target = byte.cast_signed());
 
         cuda::init().map_err(|error| setup("starting CUDA", &error))?;
         let ordinal = cuda::device::get(int(device)).map_err(|error| setup("finding the device", &error))?;
-        // SAFETY: a device that CUDA has just returned; the context is the one that libtorch uses.
+        // SAFETY: CUDA has just returned the device; the primary context is the one that libtorch uses.
         let context = unsafe {
             let context = cuda::primary_ctx::retain(ordinal).map_err(|error| setup("opening the device", &error))?;
             cuda::ctx::set_current(context).map_err(|error| setup("opening the device", &error))?;
             Context(context)
         };
         let stream = cuda::stream::create(cuda::stream::StreamKind::NonBlocking)
-            .map_err(|error| setup("making a stream", &error))?;
+            .map_err(|error| setup("creating a stream", &error))?;
         let mut comm = MaybeUninit::uninit();
-        // SAFETY: the id that rank 0 made; `comm` is written where the call succeeds.
+        // SAFETY: the id is the one that rank 0 created; `comm` is written if the call succeeds.
         let comm = unsafe {
             nccl::comm_init_rank(comm.as_mut_ptr(), int(control.size()), unique, int(control.rank()))
                 .map_err(|error| setup("connecting NCCL", &error.0))?;
             comm.assume_init()
         };
-        Ok(NcclGroup { control, device, context, wire: Mutex::new(Wire { comm, stream }) })
+        Ok(NcclGroup { control, device, context, communicator: Mutex::new(Communicator { comm, stream }) })
     }
 
-    /// Queues a call behind what libtorch has queued, and returns the event of its end.
+    /// Queues a call behind libtorch's queued work, and returns the event that marks its completion.
     fn queue(&self, job: &Job) -> std::result::Result<Event, String> {
         let torch = self.torch_stream()?;
-        let wire = self.wire.lock().unwrap_or_else(PoisonError::into_inner);
+        let communicator = self.communicator.lock().unwrap_or_else(PoisonError::into_inner);
         self.context.enter()?;
-        // SAFETY: live streams and events of the current context.
+        // SAFETY: the streams and events are live and belong to the current context.
         unsafe {
             let ready = Event::record(torch)?;
-            let held = ready.hold_up(wire.stream);
+            let held = ready.block_stream(communicator.stream);
             let _ = cuda::event::destroy(ready.0);
             held?;
-            wire.call(job.call.dtype, &job.work, self.control.rank(), self.control.size())
-                .map_err(|error| explained("NCCL", &error))?;
-            wire.check()?;
-            Event::record(wire.stream)
+            communicator
+                .call(job.call.dtype, &job.operation, self.control.rank(), self.control.size())
+                .map_err(|error| explain("NCCL", &error))?;
+            communicator.check()?;
+            Event::record(communicator.stream)
         }
     }
 
@@ -156,37 +162,37 @@ impl Transport for NcclGroup {
     }
 
     fn start(&self, job: Job) -> Completion {
-        job.ticket.started();
-        if matches!(job.work, Work::Barrier) {
+        job.handle.mark_started();
+        if matches!(job.operation, Operation::Barrier) {
             let barrier = self.control.barrier(&job.call.label);
             return Box::new(move || {
                 let result = barrier.wait();
-                job.ticket.ended(&result);
-                result.map(|()| job.luggage)
+                job.handle.mark_ended(&result);
+                result.map(|()| job.buffers)
             });
         }
         let queued = self.queue(&job);
         let call = job.call.clone();
         let Ok(end) = queued else {
             // Part of the call may be queued, and the GPU may still write to the buffers.
-            std::mem::forget(job.luggage);
+            std::mem::forget(job.buffers);
             let result = queued.map(drop).map_err(|message| Error::Transport { call: Box::new(call), message });
-            job.ticket.ended(&result);
+            job.handle.mark_ended(&result);
             return Box::new(move || Err(result.err().unwrap_or(Error::Stopped)));
         };
-        let under_way = UnderWay { luggage: Some(job.luggage), end: Some(end) };
-        let (device, context, ticket) = (self.device, self.context, job.ticket);
+        let running = RunningBuffers { buffers: Some(job.buffers), end: Some(end) };
+        let (device, context, handle) = (self.device, self.context, job.handle);
         Box::new(move || {
             let result = shardwise_torch::cuda::current_stream(device)
                 .map_err(|error| error.to_string())
                 .and_then(|torch| {
                     context.enter()?;
-                    // SAFETY: a live event and libtorch's stream, in the context of both, on whichever thread waits.
-                    unsafe { end.hold_up(torch.cast()) }
+                    // SAFETY: the event and libtorch's stream are live, and their context is current on the waiting thread.
+                    unsafe { end.block_stream(torch.cast()) }
                 })
                 .map_err(|message| Error::Transport { call: Box::new(call), message });
-            ticket.ended(&result);
-            result.map(|()| under_way.land())
+            handle.mark_ended(&result);
+            result.map(|()| running.release())
         })
     }
 
@@ -197,34 +203,34 @@ impl Transport for NcclGroup {
 
 impl Drop for NcclGroup {
     fn drop(&mut self) {
-        let wire = self.wire.get_mut().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: nobody else has these handles. An error on the way out has nobody to go to.
+        let communicator = self.communicator.get_mut().unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: nobody else has these handles. There is nobody to report an error to.
         unsafe {
-            let _ = nccl::comm_destroy(wire.comm);
-            let _ = cuda::stream::destroy(wire.stream);
+            let _ = nccl::comm_destroy(communicator.comm);
+            let _ = cuda::stream::destroy(communicator.stream);
         }
     }
 }
 
-/// The buffers of a call that the GPU works on. Dropped before their time, they wait for the GPU first.
-struct UnderWay {
-    luggage: Option<Luggage>,
+/// The buffers of a running call. Dropping them early waits for the GPU first.
+struct RunningBuffers {
+    buffers: Option<Buffers>,
     end: Option<Event>,
 }
 
-impl UnderWay {
-    /// Gives the buffers to someone whose stream waits for the call.
-    fn land(mut self) -> Luggage {
-        self.luggage.take().expect("the buffers are taken once")
+impl RunningBuffers {
+    /// Returns the buffers. The caller's stream must already wait for the call.
+    fn release(mut self) -> Buffers {
+        self.buffers.take().expect("the buffers are taken once")
     }
 }
 
-impl Drop for UnderWay {
+impl Drop for RunningBuffers {
     fn drop(&mut self) {
         if let Some(end) = self.end.take() {
             // SAFETY: a live event, destroyed once.
             unsafe {
-                if self.luggage.is_some() {
+                if self.buffers.is_some() {
                     let _ = cuda::event::synchronize(end.0);
                 }
                 let _ = cuda::event::destroy(end.0);
@@ -233,7 +239,7 @@ impl Drop for UnderWay {
     }
 }
 
-/// A point in the work of a stream.
+/// A CUDA event: a point in a stream's work.
 #[derive(Clone, Copy)]
 struct Event(cuda_sys::CUevent);
 // SAFETY: a handle that may be used from any thread.
@@ -245,29 +251,29 @@ impl Event {
     unsafe fn record(stream: cuda_sys::CUstream) -> std::result::Result<Self, String> {
         let event = cuda::event::create(cuda_sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)
             .map_err(|error| format!("{error:?}"))?;
-        // SAFETY: the caller's promise, and an event that was just made.
+        // SAFETY: the caller's promise, and the event was just created.
         unsafe { cuda::event::record(event, stream) }.map_err(|error| format!("{error:?}"))?;
         Ok(Event(event))
     }
 
-    /// Lets `stream` go on only after this point.
+    /// Makes `stream` wait for this event.
     ///
     /// # Safety
-    /// Event and stream are alive.
-    unsafe fn hold_up(self, stream: cuda_sys::CUstream) -> std::result::Result<(), String> {
+    /// The event and the stream are alive.
+    unsafe fn block_stream(self, stream: cuda_sys::CUstream) -> std::result::Result<(), String> {
         // SAFETY: the caller's promise.
         unsafe { cuda::stream::wait_event(stream, self.0, cuda_sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT) }
             .map_err(|error| format!("{error:?}"))
     }
 }
 
-impl Wire {
+impl Communicator {
     /// # Safety
-    /// The addresses of `work` are the device's, and stay so until the stream has come past this call.
+    /// The addresses of `operation` are on the device, and stay valid until the stream has completed this call.
     unsafe fn call(
         &self,
         dtype: Dtype,
-        work: &Work,
+        operation: &Operation,
         rank: usize,
         size: usize,
     ) -> std::result::Result<(), nccl::NcclError> {
@@ -276,12 +282,12 @@ impl Wire {
         let at = |data: *const u8, element: usize| data.wrapping_add(element * dtype.bytes()).cast::<c_void>();
         // SAFETY: the caller's promise; lengths were checked by `Group`.
         unsafe {
-            match work {
-                Work::AllGather { part, whole, partition } if partition.is_even() => {
+            match operation {
+                Operation::AllGather { part, whole, partition } if partition.is_even() => {
                     nccl::all_gather(at(*part, 0), whole.cast(), partition.part_len(0), kind, comm, stream)?;
                 }
-                Work::AllGather { part, whole, partition } => {
-                    together(|| {
+                Operation::AllGather { part, whole, partition } => {
+                    with_nccl_group(|| {
                         (0..size).try_for_each(|root| {
                             let range = partition.range(root);
                             let from = if root == rank { at(*part, 0) } else { at(*whole, range.start) };
@@ -290,12 +296,12 @@ impl Wire {
                         })
                     })?;
                 }
-                Work::ReduceScatter { whole, part, partition, reduce } if partition.is_even() => {
+                Operation::ReduceScatter { whole, part, partition, reduce } if partition.is_even() => {
                     let (op, len) = (nccl_reduction(*reduce), partition.part_len(0));
                     nccl::reduce_scatter(at(*whole, 0), part.cast(), len, kind, op, comm, stream)?;
                 }
-                Work::ReduceScatter { whole, part, partition, reduce } => {
-                    together(|| {
+                Operation::ReduceScatter { whole, part, partition, reduce } => {
+                    with_nccl_group(|| {
                         (0..size).try_for_each(|root| {
                             let (range, op) = (partition.range(root), nccl_reduction(*reduce));
                             nccl::reduce(
@@ -312,12 +318,12 @@ impl Wire {
                         })
                     })?;
                 }
-                Work::AllReduce { buffer, partition, reduce } => {
+                Operation::AllReduce { buffer, partition, reduce } => {
                     let op = nccl_reduction(*reduce);
                     nccl::all_reduce(at(*buffer, 0), buffer.cast(), partition.len(), kind, op, comm, stream)?;
                 }
-                Work::AllToAll { send, sends, receive, receives } => {
-                    together(|| {
+                Operation::AllToAll { send, sends, receive, receives } => {
+                    with_nccl_group(|| {
                         (0..size).try_for_each(|peer| {
                             let (from, to) = (sends.range(peer), receives.range(peer));
                             nccl::send(at(*send, from.start), from.len(), kind, int(peer), comm, stream)?;
@@ -326,32 +332,32 @@ impl Wire {
                         })
                     })?;
                 }
-                Work::Broadcast { buffer, len, root } => {
+                Operation::Broadcast { buffer, len, root } => {
                     nccl::broadcast(at(*buffer, 0), buffer.cast(), *len, kind, int(*root), comm, stream)?;
                 }
-                Work::Send { buffer, len, to } => {
+                Operation::Send { buffer, len, to } => {
                     nccl::send(at(*buffer, 0), *len, kind, int(*to), comm, stream)?;
                 }
-                Work::Receive { buffer, len, from } => {
+                Operation::Receive { buffer, len, from } => {
                     nccl::recv(buffer.cast(), *len, kind, int(*from), comm, stream)?;
                 }
-                Work::Barrier => unreachable!("a barrier is the control group's"),
+                Operation::Barrier => unreachable!("barriers use the control group"),
             }
         }
         Ok(())
     }
 
-    /// What NCCL has noticed since.
+    /// Returns the asynchronous error of an earlier call, if there was one.
     fn check(&self) -> std::result::Result<(), String> {
         let mut state = nccl_sys::ncclResult_t::ncclSuccess;
         // SAFETY: a live communicator; `state` is written.
         unsafe { nccl_sys::ncclCommGetAsyncError(self.comm, &mut state) };
-        state.result().map(drop).map_err(|error| explained("an earlier NCCL call", &error))
+        state.result().map(drop).map_err(|error| explain("an earlier NCCL call", &error))
     }
 }
 
-/// Queues several calls as one. The group is ended whatever happens: an open one would swallow all later calls.
-fn together(
+/// Queues several calls as one NCCL group. Always ends the group, because an open one would swallow all later calls.
+fn with_nccl_group(
     calls: impl FnOnce() -> std::result::Result<(), nccl::NcclError>,
 ) -> std::result::Result<(), nccl::NcclError> {
     nccl::group_start()?;
@@ -375,10 +381,10 @@ fn nccl_type(dtype: Dtype) -> nccl_sys::ncclDataType_t {
     }
 }
 
-fn nccl_reduction(reduce: Reduce) -> nccl_sys::ncclRedOp_t {
+fn nccl_reduction(reduce: ReduceOp) -> nccl_sys::ncclRedOp_t {
     match reduce {
-        Reduce::Sum => nccl_sys::ncclRedOp_t::ncclSum,
-        Reduce::Mean => nccl_sys::ncclRedOp_t::ncclAvg,
-        Reduce::Max => nccl_sys::ncclRedOp_t::ncclMax,
+        ReduceOp::Sum => nccl_sys::ncclRedOp_t::ncclSum,
+        ReduceOp::Mean => nccl_sys::ncclRedOp_t::ncclAvg,
+        ReduceOp::Max => nccl_sys::ncclRedOp_t::ncclMax,
     }
 }

@@ -1,43 +1,45 @@
-//! Reductions in rank order, in f32.
+//! Reductions in rank order, accumulated in f32 (f64 and i64 in their own type).
 
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use shardwise_plan::Dtype;
 use shardwise_torch::Element;
 
-/// How contributions become one.
+/// A reduction operator (torch.distributed: `ReduceOp`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Reduce {
-    /// Their sum.
+pub enum ReduceOp {
+    /// The sum.
     Sum,
-    /// Their sum divided by their number, before the result is rounded to the payload's type.
+    /// The sum divided by the number of ranks, before the result is rounded to the payload's dtype.
     Mean,
-    /// The largest; not-a-number if any is.
+    /// The maximum; NaN if any contribution is NaN.
     Max,
 }
 
-impl Reduce {
-    /// Why elements of this type cannot be reduced in this way, if they cannot.
-    pub(crate) fn refusal(self, dtype: Dtype) -> Option<&'static str> {
+impl ReduceOp {
+    /// Returns why this operator cannot reduce a dtype, or `None` if it can.
+    pub(crate) fn unsupported(self, dtype: Dtype) -> Option<&'static str> {
         match (dtype, self) {
             (Dtype::U8, _) => {
-                Some("u8 payloads are bytes and have no reduction; exchange them and reduce what they mean")
+                Some("u8 payloads are raw bytes and cannot be reduced; gather them, decode them, and reduce the values")
             }
-            (Dtype::I64, Reduce::Mean) => Some("the mean of integers is not an integer; ask for the sum, and divide"),
+            (Dtype::I64, ReduceOp::Mean) => {
+                Some("the mean of integers is not an integer; reduce with Sum, then divide")
+            }
             _ => None,
         }
     }
 }
 
-/// Elements that are summed at once: small enough for the first-level cache with a few contributions.
+/// The number of elements that are reduced at a time: few enough that several contributions fit in the L1 cache.
 const TILE: usize = 1024;
 
-/// Reduces `inputs`, in their order, to `output`. Each address has `len` elements of type `dtype`; one of the inputs may be
-/// the output.
+/// Reduces `inputs`, in order, to `output`. Each address points to `len` elements of type `dtype`; one of the inputs may be the
+/// output.
 ///
 /// # Safety
-/// The addresses are good for that, and nobody else writes to them.
-pub(crate) unsafe fn reduce(dtype: Dtype, reduce: Reduce, inputs: &[*const u8], output: *mut u8, len: usize) {
+/// The addresses are valid for that, and nobody else writes to them.
+pub(crate) unsafe fn reduce(dtype: Dtype, reduce: ReduceOp, inputs: &[*const u8], output: *mut u8, len: usize) {
     // SAFETY: passed on.
     unsafe {
         match dtype {
@@ -51,7 +53,7 @@ pub(crate) unsafe fn reduce(dtype: Dtype, reduce: Reduce, inputs: &[*const u8], 
     }
 }
 
-unsafe fn reduce_typed<T: Reducible>(reduce: Reduce, inputs: &[*const u8], output: *mut u8, len: usize) {
+unsafe fn reduce_typed<T: Reducible>(reduce: ReduceOp, inputs: &[*const u8], output: *mut u8, len: usize) {
     let mut sums = [T::Wide::default(); TILE];
     let mut wide = [T::Wide::default(); TILE];
     let output = output.cast::<T>();
@@ -67,11 +69,11 @@ unsafe fn reduce_typed<T: Reducible>(reduce: Reduce, inputs: &[*const u8], outpu
             }
             T::widen(tile, wide);
             match reduce {
-                Reduce::Sum | Reduce::Mean => sums.iter_mut().zip(&*wide).for_each(|(sum, &x)| *sum = sum.add(x)),
-                Reduce::Max => sums.iter_mut().zip(&*wide).for_each(|(sum, &x)| *sum = sum.max(x)),
+                ReduceOp::Sum | ReduceOp::Mean => sums.iter_mut().zip(&*wide).for_each(|(sum, &x)| *sum = sum.add(x)),
+                ReduceOp::Max => sums.iter_mut().zip(&*wide).for_each(|(sum, &x)| *sum = sum.max(x)),
             }
         }
-        if reduce == Reduce::Mean {
+        if reduce == ReduceOp::Mean {
             sums.iter_mut().for_each(|sum| *sum = sum.divided(inputs.len()));
         }
         // SAFETY: inside the output, and no reference to a tile is alive.
@@ -79,14 +81,14 @@ unsafe fn reduce_typed<T: Reducible>(reduce: Reduce, inputs: &[*const u8], outpu
     }
 }
 
-/// An element with the type in which it is summed.
+/// An element type, and the type in which its sums are accumulated.
 trait Reducible: Element {
     type Wide: Wide;
     fn widen(from: &[Self], to: &mut [Self::Wide]);
     fn narrow(from: &[Self::Wide], to: &mut [Self]);
 }
 
-/// A type in which contributions are summed.
+/// An accumulator type.
 trait Wide: Copy + Default {
     fn add(self, other: Self) -> Self;
     fn max(self, other: Self) -> Self;
@@ -160,7 +162,7 @@ reducible_half!(f16);
 mod tests {
     use super::*;
 
-    fn reduced<T: Element>(how: Reduce, inputs: &[Vec<T>]) -> Vec<T> {
+    fn reduced<T: Element>(how: ReduceOp, inputs: &[Vec<T>]) -> Vec<T> {
         let mut output = vec![T::default(); inputs[0].len()];
         let addresses: Vec<*const u8> = inputs.iter().map(|input| input.as_ptr().cast()).collect();
         // SAFETY: vectors of one length.
@@ -173,29 +175,29 @@ mod tests {
         // Summed in bf16, each small contribution would be lost against the large one.
         let mut inputs = vec![vec![bf16::from_f32(256.); 3000]];
         inputs.extend((0..8).map(|_| vec![bf16::from_f32(0.5); 3000]));
-        assert!(reduced(Reduce::Sum, &inputs).iter().all(|x| x.to_f32() == 260.));
+        assert!(reduced(ReduceOp::Sum, &inputs).iter().all(|x| x.to_f32() == 260.));
     }
 
     #[test]
     fn a_mean_is_divided_before_it_is_rounded() {
         let inputs = vec![vec![f16::from_f32(60000.)]; 4];
-        assert_eq!(reduced(Reduce::Mean, &inputs)[0].to_f32(), f16::from_f32(60000.).to_f32());
-        assert!(reduced(Reduce::Sum, &inputs)[0].is_infinite());
+        assert_eq!(reduced(ReduceOp::Mean, &inputs)[0].to_f32(), f16::from_f32(60000.).to_f32());
+        assert!(reduced(ReduceOp::Sum, &inputs)[0].is_infinite());
     }
 
     #[test]
     fn the_order_of_a_sum_is_the_order_of_the_ranks() {
         let inputs = [1e8f32, -1e8, 1.].map(|x| vec![x]);
-        assert_eq!(reduced(Reduce::Sum, &inputs), [1.]);
+        assert_eq!(reduced(ReduceOp::Sum, &inputs), [1.]);
         let inputs = [1f32, 1e8, -1e8].map(|x| vec![x]);
-        assert_eq!(reduced(Reduce::Sum, &inputs), [0.]);
+        assert_eq!(reduced(ReduceOp::Sum, &inputs), [0.]);
     }
 
     #[test]
-    fn a_maximum_does_not_lose_what_is_not_a_number() {
+    fn a_maximum_propagates_nan() {
         for inputs in [[f32::NAN, 1., 2.], [1., f32::NAN, 2.], [1., 2., f32::NAN]] {
-            assert!(reduced(Reduce::Max, &inputs.map(|x| vec![x]))[0].is_nan());
+            assert!(reduced(ReduceOp::Max, &inputs.map(|x| vec![x]))[0].is_nan());
         }
-        assert_eq!(reduced(Reduce::Max, &[vec![-3i64], vec![-7]]), [-3]);
+        assert_eq!(reduced(ReduceOp::Max, &[vec![-3i64], vec![-7]]), [-3]);
     }
 }

@@ -1,4 +1,4 @@
-//! What of NCCL runs without a GPU.
+//! The parts of the NCCL backend that run without a GPU.
 
 #![cfg(feature = "nccl")]
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
@@ -6,7 +6,7 @@
 use shardwise_comm::{nccl, single};
 
 #[test]
-fn the_library_of_the_torch_environment_is_loaded_and_says_its_version() {
+fn the_nccl_of_the_torch_environment_is_loaded() {
     let version = nccl::library_version().unwrap();
     println!("NCCL {version}");
     assert!(version.starts_with("2."), "{version}");
@@ -15,11 +15,11 @@ fn the_library_of_the_torch_environment_is_loaded_and_says_its_version() {
 #[test]
 fn without_a_gpu_a_group_of_gpus_is_refused_with_a_reason() {
     if shardwise_torch::tch::Cuda::is_available() {
-        let group = nccl::over(single::group(), 0).unwrap();
+        let group = nccl::connect(single::group(), 0).unwrap();
         assert_eq!(group.size(), 1);
         return;
     }
-    let error = nccl::over(single::group(), 0).err().unwrap().to_string();
+    let error = nccl::connect(single::group(), 0).err().unwrap().to_string();
     assert!(error.contains("CUDA"), "{error}");
 }
 

@@ -1,23 +1,23 @@
-//! What can go wrong between text and batches.
+//! The error type of this crate.
 
 use std::path::Path;
 
 /// The result of reading or writing data.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// What can go wrong between text and batches.
+/// An error in reading text, tokenizing it, or reading a corpus.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The system did not do what was asked.
+    /// An I/O error.
     #[error("{path}: {error}")]
-    System {
-        /// What was read or written.
+    Io {
+        /// The file that was read or written.
         path: String,
-        /// What it said.
+        /// The error from the operating system.
         error: std::io::Error,
     },
-    /// A file of tokens or of its index that cannot be believed.
+    /// An invalid corpus.
     #[error("{path}: {problem}")]
     Corpus {
         /// The file.
@@ -28,14 +28,14 @@ pub enum Error {
     /// A document that cannot be read.
     #[error("{path}, document {document}: {problem}")]
     Document {
-        /// The file that it is in.
+        /// The file that contains the document.
         path: String,
-        /// Which of the file's documents (or lines) it is, from 1.
+        /// The number of the document or line in its file, counted from 1.
         document: u64,
         /// What is wrong with it.
         problem: String,
     },
-    /// A tokenizer that is none, or that could not do its work.
+    /// A tokenizer that is invalid, or that failed.
     #[error("{path}: {problem}")]
     Tokenizer {
         /// The tokenizer's file.
@@ -43,7 +43,7 @@ pub enum Error {
         /// What is wrong with it.
         problem: String,
     },
-    /// A chat template that is none, or that does not fit the conversation.
+    /// A chat template that is invalid, or that failed on a conversation.
     #[error("{path}: {problem}")]
     Template {
         /// The template's file.
@@ -51,32 +51,32 @@ pub enum Error {
         /// What is wrong with it.
         problem: String,
     },
-    /// Work that was begun with something else than it would be continued with.
+    /// Interrupted work that cannot be resumed, because its inputs or its files have changed.
     #[error("{path}: {problem}")]
-    Continuation {
-        /// The file that says how far the work was.
+    Resume {
+        /// The file with the state of the work.
         path: String,
         /// What differs, and what to do.
         problem: String,
     },
-    /// What was asked for makes no sense.
+    /// An invalid argument.
     #[error("{problem}")]
-    Settings {
-        /// Why.
+    InvalidArgument {
+        /// What is wrong with the argument.
         problem: String,
     },
-    /// The caller's progress function said so. What is done is kept.
-    #[error("stopped; the same call continues from {path}")]
+    /// The caller's progress function stopped the work. Repeating the call resumes it.
+    #[error("stopped; the same call resumes from {path}")]
     Stopped {
-        /// The file that says how far the work was.
+        /// The file with the state of the work.
         path: String,
     },
 }
 
 impl Error {
-    /// Names the file with which the system failed.
-    pub(crate) fn system(path: &Path) -> impl FnOnce(std::io::Error) -> Error {
-        move |error| Error::System { path: path.display().to_string(), error }
+    /// Adds the path to an I/O error.
+    pub(crate) fn io(path: &Path) -> impl FnOnce(std::io::Error) -> Error {
+        move |error| Error::Io { path: path.display().to_string(), error }
     }
 
     pub(crate) fn corpus(path: &Path, problem: impl Into<String>) -> Error {
@@ -91,7 +91,7 @@ impl Error {
         Error::Tokenizer { path: path.display().to_string(), problem: problem.to_string() }
     }
 
-    pub(crate) fn settings(problem: impl Into<String>) -> Error {
-        Error::Settings { problem: problem.into() }
+    pub(crate) fn invalid_argument(problem: impl Into<String>) -> Error {
+        Error::InvalidArgument { problem: problem.into() }
     }
 }

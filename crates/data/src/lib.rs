@@ -3,14 +3,14 @@
 //! ```text
 //! Inputs ──pieces──▶ tokenize ──▶ Corpus ──▶ Windows ─┐
 //! files     Tokenizer              .bin .idx          ├─▶ Mixture: sample n is window i of source s
-//! conversations ──ChatTemplate──▶ Packed ─────────────┘
+//! conversations ──ChatTemplate──▶ PackedConversations ┘
 //! ```
 //!
-//! [`tokenize`] makes a corpus of files once, and goes on where it was interrupted. Training reads windows of it, in an order
-//! that is a function of a seed and the sample's number: every rank computes the part that is its own, whatever the number of
-//! ranks, and a run that continues needs to remember one number.
+//! [`tokenize`] turns files into a corpus once, and resumes after an interruption. Training reads windows of the corpus in an order that
+//! depends only on the seed and the sample number: each rank computes its own part, whatever the world size, and a run that resumes
+//! needs to know only one number.
 //!
-//! Nothing here needs libtorch, or talks to other ranks.
+//! Nothing here needs libtorch or communicates with other ranks.
 //!
 //! ```
 //! use std::ops::ControlFlow;
@@ -42,25 +42,25 @@
 #![deny(unsafe_code, missing_docs)]
 
 mod chat;
+mod corpus;
 mod error;
-mod indexed;
 mod mixture;
-mod order;
 mod packing;
+mod permutation;
 mod source;
 mod template;
 mod tokenize;
 mod tokenizer;
 mod windows;
-mod words;
+mod word_cache;
 
 pub use chat::{ChatTemplate, Conversation, Message};
+pub use corpus::{Corpus, TokenType, Writer};
 pub use error::{Error, Result};
-pub use indexed::{Corpus, TokenType, Writer};
 pub use mixture::{Mixture, Sample};
-pub use order::Permutation;
-pub use packing::{IGNORED, Packed, PackedWindow, TOKENS_MAX};
+pub use packing::{IGNORED, PackedConversations, PackedWindow, TOKENS_MAX};
+pub use permutation::Permutation;
 pub use source::{DOCUMENT_BYTES_MAX, InputFile, Inputs, Piece, Pieces};
-pub use tokenize::{About, Options, Progress, Summary, Totals, tokenize};
+pub use tokenize::{CorpusInfo, Options, Progress, Summary, Totals, tokenize};
 pub use tokenizer::{END_OF_TEXT, Tokenizer};
 pub use windows::Windows;

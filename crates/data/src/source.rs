@@ -1,8 +1,7 @@
-//! Documents of files: plain text, JSON lines and Parquet, compressed or not.
+//! Reading documents from files: plain text, JSON lines and Parquet, compressed or not.
 //!
-//! Everything is a stream: however large a file, no more of it is in memory than a document, and no document is longer than
-//! [`DOCUMENT_BYTES_MAX`]. Plain text has no limit, since a long file comes in pieces. A place in the inputs is a file and a
-//! number of pieces, so that work on them can be continued.
+//! Files are streamed: at most one document is in memory, and no document is longer than [`DOCUMENT_BYTES_MAX`]. Plain text has no limit,
+//! since a long file is read in pieces. A position in the inputs is a file and a number of pieces, so that interrupted work can resume.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -22,30 +21,29 @@ use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
 
 use crate::{Error, Result};
 
-/// The longest document of a file that has several.
+/// The longest document that is accepted in a JSON lines or Parquet file.
 pub const DOCUMENT_BYTES_MAX: u64 = 64 << 20;
-/// Plain text is cut at the first end of a line after so many bytes.
+/// Plain text is split at the first line end after this many bytes.
 const PIECE_BYTES: usize = 64 << 10;
-/// Plain text without ends of lines is cut here.
+/// Plain text without line ends is split after this many bytes.
 const PIECE_BYTES_MAX: usize = 1 << 20;
-/// What is read of a file at once, and what is looked at to tell text from other things.
+/// How much of a file is read at once. The first buffer decides whether the file is text.
 const BUFFER_BYTES: usize = 256 << 10;
-/// Rows of Parquet that are read at once.
+/// The number of Parquet rows that are read at once.
 const ROWS: usize = 64;
 
-/// Files with documents. A corpus may have a million of them, so a file is kept as little more than its name.
+/// A list of input files. There may be millions, so an entry takes little more than the name of its file.
 #[derive(Clone, Debug)]
 pub struct Inputs {
     folders: Vec<PathBuf>,
-    /// The names of all files, one after the other.
+    /// The names of all files, concatenated.
     names: Vec<u8>,
-    files: Vec<Found>,
+    files: Vec<FileEntry>,
     field: String,
 }
 
-/// A file in a list of them.
 #[derive(Clone, Copy, Debug)]
-struct Found {
+struct FileEntry {
     folder: u32,
     name_bytes: u16,
     format: Format,
@@ -54,12 +52,12 @@ struct Found {
     modified_ns: u64,
 }
 
-/// A file with documents.
+/// An input file.
 #[derive(Clone, Debug)]
 pub struct InputFile {
-    /// Where it is.
+    /// The path of the file.
     pub path: PathBuf,
-    /// Its length, compressed or not.
+    /// The length of the file on disk, before decompression.
     pub bytes: u64,
     modified_ns: u64,
     format: Format,
@@ -69,52 +67,53 @@ pub struct InputFile {
 enum Format {
     Text,
     Lines,
-    /// Named like lines, but found in a folder, where it may be any JSON. Its beginning decides.
+    /// A `.json` file in a folder, which may be JSON lines or any other JSON. Its first line decides.
     LinesOrText,
     Parquet,
 }
 
-/// Some text of a document.
+/// A piece of a document.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Piece {
-    /// The text. It may be empty.
+    /// The text, which may be empty.
     pub text: String,
-    /// Whether the document ends with it.
+    /// Whether this is the last piece of its document.
     pub last: bool,
 }
 
 impl Inputs {
-    /// Finds the files. A folder stands for all in it, sorted by path; links, and folders whose names begin with a dot, are left
-    /// out. `field` is where JSON and Parquet have the text.
+    /// Finds the input files. A folder stands for all files in it, sorted by path, without symbolic links and folders whose
+    /// names start with a dot. `field` is the JSON field or Parquet column with the text.
     pub fn new(paths: &[impl AsRef<Path>], field: &str) -> Result<Self> {
         let field = field.to_string();
         let mut inputs = Inputs { folders: Vec::new(), names: Vec::new(), files: Vec::new(), field };
         for path in paths.iter().map(AsRef::as_ref) {
-            let kind = std::fs::metadata(path).map_err(Error::system(path))?;
+            let kind = std::fs::metadata(path).map_err(Error::io(path))?;
             if kind.is_dir() {
                 inputs.add_folder(path)?;
                 continue;
             }
-            let name = path.file_name().ok_or_else(|| Error::settings(format!("{} is no file", path.display())))?;
-            let folder = inputs.folder(path.parent().unwrap_or(Path::new("")));
+            let name =
+                path.file_name().ok_or_else(|| Error::invalid_argument(format!("{} is not a file", path.display())))?;
+            let folder = inputs.add_parent(path.parent().unwrap_or(Path::new("")));
             inputs.add(folder, name, &kind, format_of(name));
         }
         inputs.names.shrink_to_fit();
         inputs.files.shrink_to_fit();
         match inputs.files.is_empty() {
             false => Ok(inputs),
-            true => Err(Error::settings("there is no file in the inputs")),
+            true => Err(Error::invalid_argument("there are no files in the inputs")),
         }
     }
 
     fn add_folder(&mut self, folder: &Path) -> Result<()> {
         let entries = std::fs::read_dir(folder).and_then(|entries| entries.collect::<io::Result<Vec<_>>>());
-        let mut entries = entries.map_err(Error::system(folder))?;
+        let mut entries = entries.map_err(Error::io(folder))?;
         entries.sort_by_key(|entry| entry.file_name());
-        let own = self.folder(folder);
+        let own = self.add_parent(folder);
         for entry in entries {
             let (path, name) = (entry.path(), entry.file_name());
-            let kind = entry.metadata().map_err(Error::system(&path))?;
+            let kind = entry.metadata().map_err(Error::io(&path))?;
             if kind.is_dir() && !name.as_encoded_bytes().starts_with(b".") {
                 self.add_folder(&path)?;
             } else if kind.is_file() {
@@ -129,8 +128,8 @@ impl Inputs {
         Ok(())
     }
 
-    /// The number of a folder that files are found in from now on.
-    fn folder(&mut self, folder: &Path) -> u32 {
+    /// Adds a folder, and returns its index.
+    fn add_parent(&mut self, folder: &Path) -> u32 {
         self.folders.push(folder.to_path_buf());
         self.folders.len() as u32 - 1
     }
@@ -138,7 +137,7 @@ impl Inputs {
     fn add(&mut self, folder: u32, name: &OsStr, kind: &std::fs::Metadata, format: Format) {
         let modified = kind.modified().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok());
         let name = name.as_encoded_bytes();
-        self.files.push(Found {
+        self.files.push(FileEntry {
             folder,
             name_bytes: name.len() as u16,
             format,
@@ -151,21 +150,21 @@ impl Inputs {
 
     /// The files, in the order in which they are read.
     pub fn files(&self) -> impl Iterator<Item = InputFile> + '_ {
-        self.files.iter().map(|found| self.file(found))
+        self.files.iter().map(|entry| self.file(entry))
     }
 
-    fn file(&self, found: &Found) -> InputFile {
-        let Found { folder, name_bytes, format, name_at, bytes, modified_ns } = *found;
+    fn file(&self, entry: &FileEntry) -> InputFile {
+        let FileEntry { folder, name_bytes, format, name_at, bytes, modified_ns } = *entry;
         let name = &self.names[name_at as usize..][..usize::from(name_bytes)];
         InputFile { path: self.folders[folder as usize].join(OsStr::from_bytes(name)), bytes, modified_ns, format }
     }
 
-    /// The length of all files.
+    /// The total length of all files.
     pub fn bytes(&self) -> u64 {
         self.files.iter().map(|file| file.bytes).sum()
     }
 
-    /// What the inputs are known by: names, lengths and times of the files, and the field.
+    /// Identifies the inputs: the hash of the field, and of the paths, lengths and modification times of the files.
     pub fn hash(&self) -> String {
         let mut hasher = blake3::Hasher::new();
         hasher.update(self.field.as_bytes());
@@ -176,23 +175,23 @@ impl Inputs {
         hasher.finalize().to_hex().to_string()
     }
 
-    /// All documents, from the first.
+    /// Reads all documents.
     pub fn pieces(&self) -> Pieces<'_> {
-        self.pieces_from(Place::default())
+        self.pieces_from(Cursor::default())
     }
 
-    /// All text, piece by piece, as a tokenizer learns from it.
+    /// Reads all text, piece by piece, for [`Tokenizer::train_bpe`](crate::Tokenizer::train_bpe).
     pub fn texts(&self) -> impl Iterator<Item = Result<String>> + Send + '_ {
         self.pieces().map(|piece| Ok(piece?.text))
     }
 
-    pub(crate) fn pieces_from(&self, place: Place) -> Pieces<'_> {
-        let read = self.files[..place.file.min(self.files.len())].iter().map(|file| file.bytes).sum();
-        Pieces { inputs: self, place, skipped: 0, reader: None, bytes_read: Arc::new(AtomicU64::new(read)) }
+    pub(crate) fn pieces_from(&self, cursor: Cursor) -> Pieces<'_> {
+        let read = self.files[..cursor.file.min(self.files.len())].iter().map(|file| file.bytes).sum();
+        Pieces { inputs: self, cursor, skipped: 0, reader: None, bytes_read: Arc::new(AtomicU64::new(read)) }
     }
 }
 
-/// By a file's name, without the ending of a compression.
+/// The format of a file, by its name. Ignores the endings of compressed files, `.gz` and `.zst`.
 fn format_of(name: &OsStr) -> Format {
     let name = name.to_string_lossy().to_lowercase();
     let name = name.trim_end_matches(".gz").trim_end_matches(".zst");
@@ -203,55 +202,55 @@ fn format_of(name: &OsStr) -> Format {
     }
 }
 
-/// A place between two pieces.
+/// A position between two pieces.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub(crate) struct Place {
-    /// The file that is read.
+pub(crate) struct Cursor {
+    /// The index of the current file.
     pub(crate) file: usize,
-    /// How many of its pieces were read.
+    /// The number of pieces already read from it.
     pub(crate) pieces: u64,
 }
 
-/// The documents of inputs, in pieces. After an error there are no more.
+/// An iterator over the pieces of all documents. It ends after an error.
 pub struct Pieces<'a> {
     inputs: &'a Inputs,
-    place: Place,
+    cursor: Cursor,
     skipped: u64,
     reader: Option<Reader>,
     bytes_read: Arc<AtomicU64>,
 }
 
 impl Pieces<'_> {
-    /// Files that were left out, since they are no text.
+    /// The number of files that were skipped because they are not text.
     pub fn skipped(&self) -> u64 {
         self.skipped
     }
 
-    /// How much of the files was read.
+    /// The number of bytes read from the files.
     pub fn bytes_read(&self) -> u64 {
         self.bytes_read.load(Ordering::Relaxed)
     }
 
-    pub(crate) fn place(&self) -> Place {
-        self.place
+    pub(crate) fn cursor(&self) -> Cursor {
+        self.cursor
     }
 
     fn advance(&mut self) -> Result<Option<Piece>> {
-        while let Some(found) = self.inputs.files.get(self.place.file) {
+        while let Some(entry) = self.inputs.files.get(self.cursor.file) {
             if self.reader.is_none() {
-                self.reader = Reader::open(self.inputs.file(found), &self.inputs.field, &self.bytes_read)?;
+                self.reader = Reader::open(self.inputs.file(entry), &self.inputs.field, &self.bytes_read)?;
                 match &mut self.reader {
-                    Some(reader) => reader.skip(self.place.pieces)?,
+                    Some(reader) => reader.skip(self.cursor.pieces)?,
                     None => self.skipped += 1,
                 }
             }
             let piece = self.reader.as_mut().map(Reader::next).transpose()?.flatten();
             if piece.is_some() {
-                self.place.pieces += 1;
+                self.cursor.pieces += 1;
                 return Ok(piece);
             }
             self.reader = None;
-            self.place = Place { file: self.place.file + 1, pieces: 0 };
+            self.cursor = Cursor { file: self.cursor.file + 1, pieces: 0 };
         }
         Ok(None)
     }
@@ -263,7 +262,7 @@ impl Iterator for Pieces<'_> {
     fn next(&mut self) -> Option<Self::Item> {
         let next = self.advance().transpose();
         if let Some(Err(_)) = next {
-            self.place.file = self.inputs.files.len();
+            self.cursor.file = self.inputs.files.len();
         }
         next
     }
@@ -271,31 +270,33 @@ impl Iterator for Pieces<'_> {
 
 type Bytes = BufReader<Box<dyn Read + Send>>;
 
-/// A file that is being read.
+/// A reader of one file.
 enum Reader {
-    Text(Text),
-    Lines(Lines),
-    Parquet(Box<Column>),
+    Text(TextReader),
+    Lines(LineReader),
+    Parquet(Box<ParquetColumn>),
 }
 
 impl Reader {
-    /// `None` if it is no text.
+    /// Opens a file. Returns `None` if it is not text.
     fn open(file: InputFile, field: &str, bytes_read: &Arc<AtomicU64>) -> Result<Option<Self>> {
         let path = file.path;
         if file.format == Format::Parquet {
-            return Column::open(path, field, bytes_read).map(|column| Some(Reader::Parquet(Box::new(column))));
+            return ParquetColumn::open(path, field, bytes_read).map(|column| Some(Reader::Parquet(Box::new(column))));
         }
-        let mut bytes = decoded(&path, bytes_read).map_err(Error::system(&path))?;
-        let beginning = bytes.fill_buf().map_err(Error::system(&path))?;
+        let mut bytes = open_decoded(&path, bytes_read).map_err(Error::io(&path))?;
+        let start = bytes.fill_buf().map_err(Error::io(&path))?;
         let lines = match file.format {
             Format::Lines => true,
-            Format::LinesOrText => begins_with_object(beginning),
+            Format::LinesOrText => starts_with_object(start),
             _ => false,
         };
         Ok(match lines {
-            true => Some(Reader::Lines(Lines { path, bytes, field: field.to_string(), number: 0, line: Vec::new() })),
-            false if beginning.contains(&0) => None,
-            false => Some(Reader::Text(Text { path, bytes, left: Vec::new() })),
+            true => {
+                Some(Reader::Lines(LineReader { path, bytes, field: field.to_string(), number: 0, line: Vec::new() }))
+            }
+            false if start.contains(&0) => None,
+            false => Some(Reader::Text(TextReader { path, bytes, left: Vec::new() })),
         })
     }
 
@@ -310,7 +311,7 @@ impl Reader {
     fn skip(&mut self, pieces: u64) -> Result<()> {
         for _ in 0..pieces {
             match self {
-                // What a line says is of no interest here, and takes most of the time.
+                // Skipped lines are not parsed, which saves most of the time.
                 Reader::Lines(lines) => drop(lines.advance()?),
                 _ => drop(self.next()?),
             }
@@ -319,9 +320,9 @@ impl Reader {
     }
 }
 
-/// The bytes of a file, without their compression.
-fn decoded(path: &Path, bytes_read: &Arc<AtomicU64>) -> io::Result<Bytes> {
-    let file = Counted { file: File::open(path)?, bytes_read: Arc::clone(bytes_read) };
+/// Opens a file, and decompresses it while reading.
+fn open_decoded(path: &Path, bytes_read: &Arc<AtomicU64>) -> io::Result<Bytes> {
+    let file = CountingReader { file: File::open(path)?, bytes_read: Arc::clone(bytes_read) };
     let ending = path.extension().map(|ending| ending.to_string_lossy().to_lowercase());
     let bytes: Box<dyn Read + Send> = match ending.as_deref() {
         Some("gz") => Box::new(MultiGzDecoder::new(BufReader::with_capacity(BUFFER_BYTES, file))),
@@ -331,12 +332,12 @@ fn decoded(path: &Path, bytes_read: &Arc<AtomicU64>) -> io::Result<Bytes> {
     Ok(BufReader::with_capacity(BUFFER_BYTES, bytes))
 }
 
-struct Counted {
+struct CountingReader {
     file: File,
     bytes_read: Arc<AtomicU64>,
 }
 
-impl Read for Counted {
+impl Read for CountingReader {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         let read = self.file.read(into)?;
         self.bytes_read.fetch_add(read as u64, Ordering::Relaxed);
@@ -344,30 +345,30 @@ impl Read for Counted {
     }
 }
 
-/// Whether the first line is an object of its own, as JSON lines are.
-fn begins_with_object(beginning: &[u8]) -> bool {
-    let line = beginning.split(|&byte| byte == b'\n').next().unwrap_or_default();
+/// Whether the first line is a complete JSON object.
+fn starts_with_object(start: &[u8]) -> bool {
+    let line = start.split(|&byte| byte == b'\n').next().unwrap_or_default();
     line.starts_with(b"{") && serde_json::from_slice::<IgnoredAny>(line).is_ok()
 }
 
-/// Plain text: one document, in pieces.
-struct Text {
+/// Reads plain text as one document in pieces.
+struct TextReader {
     path: PathBuf,
     bytes: Bytes,
-    /// What was read, and is not yet given.
+    /// Bytes that were read but not yet returned.
     left: Vec<u8>,
 }
 
-impl Text {
+impl TextReader {
     fn next(&mut self) -> Result<Option<Piece>> {
-        let fail = |error| Error::system(&self.path)(error);
+        let fail = |error| Error::io(&self.path)(error);
         let cut = loop {
             let from = self.left.len().min(PIECE_BYTES);
             if let Some(end) = self.left[from..].iter().position(|&byte| byte == b'\n') {
                 break from + end + 1;
             }
             if self.left.len() > PIECE_BYTES_MAX {
-                break whole_characters(&self.left[..PIECE_BYTES_MAX]);
+                break last_character_start(&self.left[..PIECE_BYTES_MAX]);
             }
             let more = self.bytes.fill_buf().map_err(fail)?;
             let length = more.len();
@@ -382,24 +383,24 @@ impl Text {
         }
         let last = cut == self.left.len() && self.bytes.fill_buf().map_err(fail)?.is_empty();
         let rest = self.left.split_off(cut);
-        let text = text_of(std::mem::replace(&mut self.left, rest));
+        let text = to_text(std::mem::replace(&mut self.left, rest));
         Ok(Some(Piece { text, last }))
     }
 }
 
-/// Where the last character begins, so that a cut does not go through it.
-fn whole_characters(bytes: &[u8]) -> usize {
-    let begins = |byte: &&u8| **byte & 0xc0 != 0x80;
-    let after = bytes.iter().rev().take(4).position(|byte| begins(&byte)).map_or(0, |position| position + 1);
+/// The start of the last UTF-8 character, which is a safe place to split.
+fn last_character_start(bytes: &[u8]) -> usize {
+    let is_start = |byte: &&u8| **byte & 0xc0 != 0x80;
+    let after = bytes.iter().rev().take(4).position(|byte| is_start(&byte)).map_or(0, |position| position + 1);
     bytes.len() - after
 }
 
-fn text_of(bytes: Vec<u8>) -> String {
+fn to_text(bytes: Vec<u8>) -> String {
     String::from_utf8(bytes).unwrap_or_else(|error| String::from_utf8_lossy(error.as_bytes()).into_owned())
 }
 
-/// JSON lines: a document each.
-pub(crate) struct Lines {
+/// Reads JSON lines, each a document.
+pub(crate) struct LineReader {
     path: PathBuf,
     bytes: Bytes,
     field: String,
@@ -407,21 +408,21 @@ pub(crate) struct Lines {
     line: Vec<u8>,
 }
 
-impl Lines {
+impl LineReader {
     pub(crate) fn open(path: &Path) -> Result<Self> {
-        let bytes = decoded(path, &Arc::default()).map_err(Error::system(path))?;
-        Ok(Lines { path: path.to_path_buf(), bytes, field: String::new(), number: 0, line: Vec::new() })
+        let bytes = open_decoded(path, &Arc::default()).map_err(Error::io(path))?;
+        Ok(LineReader { path: path.to_path_buf(), bytes, field: String::new(), number: 0, line: Vec::new() })
     }
 
-    /// Reads the next line that has anything in it.
+    /// Reads the next line that is not empty. Returns false at the end of the file.
     fn advance(&mut self) -> Result<bool> {
         loop {
             self.line.clear();
             self.number += 1;
             let mut limited = (&mut self.bytes).take(DOCUMENT_BYTES_MAX + 1);
-            limited.read_until(b'\n', &mut self.line).map_err(Error::system(&self.path))?;
+            limited.read_until(b'\n', &mut self.line).map_err(Error::io(&self.path))?;
             if self.line.len() as u64 > DOCUMENT_BYTES_MAX {
-                let problem = format!("the line is longer than {DOCUMENT_BYTES_MAX} bytes; divide it");
+                let problem = format!("the line is longer than {DOCUMENT_BYTES_MAX} bytes; split the document");
                 return Err(Error::document(&self.path, self.number, problem));
             }
             match self.line.trim_ascii().is_empty() {
@@ -446,14 +447,14 @@ impl Lines {
         match text.map_err(|error| Error::document(&self.path, self.number, error))? {
             Some(text) => Ok(Some(Piece { text, last: true })),
             None => {
-                let problem = format!("the line has no \"{}\"; name the field that has the text", self.field);
+                let problem = format!("the line has no \"{}\"; give the field with the text (--field)", self.field);
                 Err(Error::document(&self.path, self.number, problem))
             }
         }
     }
 }
 
-/// The text of one field of an object. Nothing else of it is kept.
+/// Deserializes the text of one field of an object, and ignores the rest.
 struct Field<'a>(&'a str);
 
 impl<'de> DeserializeSeed<'de> for Field<'_> {
@@ -483,12 +484,12 @@ impl<'de> Visitor<'de> for Field<'_> {
     }
 }
 
-/// A column of texts of a Parquet file.
-struct Column {
+/// Reads a text column of a Parquet file.
+struct ParquetColumn {
     path: PathBuf,
     file: SerializedFileReader<File>,
     column: usize,
-    /// The level of a value that is there; 0 if all are.
+    /// The definition level of a value that is not null, or 0 if the column has no nulls.
     present: i16,
     group: usize,
     reader: Option<ColumnReaderImpl<ByteArrayType>>,
@@ -497,9 +498,9 @@ struct Column {
     bytes_read: Arc<AtomicU64>,
 }
 
-impl Column {
+impl ParquetColumn {
     fn open(path: PathBuf, field: &str, bytes_read: &Arc<AtomicU64>) -> Result<Self> {
-        let file = File::open(&path).map_err(Error::system(&path))?;
+        let file = File::open(&path).map_err(Error::io(&path))?;
         let file = SerializedFileReader::new(file).map_err(|error| Error::document(&path, 0, error))?;
         let schema = file.metadata().file_metadata().schema_descr_ptr();
         let column = schema.columns().iter().position(|column| column.path().string() == field);
@@ -507,16 +508,16 @@ impl Column {
             return Err(Error::document(
                 &path,
                 0,
-                format!("there is no column \"{field}\"; name the one with the text"),
+                format!("there is no column \"{field}\"; give the column with the text (--field)"),
             ));
         };
         let kind = schema.column(column);
         if kind.physical_type() != Type::BYTE_ARRAY || kind.max_rep_level() > 0 {
-            return Err(Error::document(&path, 0, format!("column \"{field}\" is not of texts")));
+            return Err(Error::document(&path, 0, format!("column \"{field}\" does not contain text")));
         }
         let (present, bytes_read) = (kind.max_def_level(), Arc::clone(bytes_read));
         let rows = Vec::new().into_iter();
-        Ok(Column { path, file, column, present, group: 0, reader: None, rows, number: 0, bytes_read })
+        Ok(ParquetColumn { path, file, column, present, group: 0, reader: None, rows, number: 0, bytes_read })
     }
 
     fn next(&mut self) -> Result<Option<Piece>> {
@@ -525,7 +526,7 @@ impl Column {
                 self.number += 1;
                 let bytes = row.as_ref().map_or(&[][..], |row| row.data());
                 if bytes.len() as u64 > DOCUMENT_BYTES_MAX {
-                    let problem = format!("the text is longer than {DOCUMENT_BYTES_MAX} bytes; divide it");
+                    let problem = format!("the text is longer than {DOCUMENT_BYTES_MAX} bytes; split the document");
                     return Err(Error::document(&self.path, self.number, problem));
                 }
                 return Ok(Some(Piece { text: String::from_utf8_lossy(bytes).into_owned(), last: true }));
@@ -536,7 +537,7 @@ impl Column {
         }
     }
 
-    /// Reads some rows, if there are any left.
+    /// Reads some rows. Returns false at the end of the file.
     fn read_rows(&mut self) -> parquet::errors::Result<bool> {
         let Some(reader) = &mut self.reader else {
             if self.group == self.file.num_row_groups() {

@@ -1,19 +1,19 @@
-//! Jinja templates of others, with a limit on memory.
+//! Rendering untrusted Jinja templates within a memory limit.
 //!
-//! minijinja limits how many instructions a template takes, but not how much memory one of them asks for: a string that is doubled
-//! forty times takes a few hundred instructions and a terabyte. It has no hook for that, so a template is compiled here, and every
-//! instruction that makes or writes a value is followed by a check.
+//! minijinja limits the number of instructions of a template, but not the memory that each takes: doubling a string forty times
+//! takes a few hundred instructions and a terabyte. It has no hook for that, so templates are compiled here, and a check
+//! follows every instruction that creates or writes a value.
 //!
 //! # Note: why this bounds memory
-//! Whatever a template makes is written out to at most [`VALUE_BYTES_MAX`], with shared parts counted as often as they occur: forty
-//! lists, each of which has the one before it twice, are small until somebody writes them out. So the operands of every instruction
-//! are small, and what it makes of them is small as well, but for operations that multiply: those are replaced by ones that look
-//! first (`replace`, `join`, `indent`, `format`), or not there (`*`, `batch`, `slice`, printf's `format`, `debug`). All values that
-//! were made together are at most [`MADE_BYTES_MAX`], and all that was written, captured or not, is at most [`WRITTEN_BYTES_MAX`].
-//! Namespaces are the only values that change after they were checked. So they are used by their names alone, `ns.x`, and are in no
-//! list and no operand.
+//! Every value that a template creates takes at most [`VALUE_BYTES_MAX`] when written out, with shared parts counted every
+//! time: forty nested lists, each of which contains the previous one twice, are small until they are printed. So the operands
+//! of every instruction are small, and so are its results, except for operations that multiply. Those are replaced by versions
+//! that check first (`replace`, `join`, `indent`, `format`), or removed (`*`, `batch`, `slice`, printf's `format`, `debug`).
+//! All created values add up to at most [`CREATED_BYTES_MAX`], and all written text, captured or not, to at most
+//! [`WRITTEN_BYTES_MAX`]. Namespaces are the only values that can change after the check. So only their attributes may be used,
+//! `ns.x`, and they may not be elements of lists or operands.
 //!
-//! Compiling is minijinja's unstable interface, so its version is fixed in the workspace's `Cargo.toml`.
+//! Compiling uses minijinja's unstable interface, so its version is pinned in the workspace's `Cargo.toml`.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -23,22 +23,24 @@ use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Value, ValueKind};
 use minijinja::{AutoEscape, Environment, Error, ErrorKind, State};
 
-/// Instructions that a template may take. Those of today take some hundred for a message, and checks treble that.
+/// The number of instructions that a template may execute. Today's templates take a few hundred per message, and the checks
+/// triple that.
 const FUEL: u64 = 15_000_000;
 
-/// The largest value, written out.
+/// The largest size of a value, when written out.
 const VALUE_BYTES_MAX: usize = 2 << 20;
-/// All values that are made while one conversation is written.
-const MADE_BYTES_MAX: usize = 128 << 20;
-/// All that is written meanwhile, to the conversation or into variables.
+/// The total size of all values that are created while one conversation is rendered.
+const CREATED_BYTES_MAX: usize = 128 << 20;
+/// The total size of all text that is written in that time, to the output or into variables.
 const WRITTEN_BYTES_MAX: usize = 16 << 20;
 
-/// What an element of a list takes at least, and how deep lists may be nested.
+/// The minimum size that is counted for a list element.
 const ELEMENT_BYTES: usize = 16;
+/// How deep lists may be nested.
 const DEPTH_MAX: usize = 64;
 
-/// The checks, as filters.
-const MADE: &str = "__made";
+/// The names of the filters that do the checks.
+const CREATED: &str = "__created";
 const WRITTEN: &str = "__written";
 const OPERAND: &str = "__operand";
 
@@ -61,7 +63,7 @@ impl<'a> Compiled<'a> {
         Ok(Compiled { instructions, blocks })
     }
 
-    /// Renders it in an environment with [`set_limits`].
+    /// Renders the template in an environment prepared by [`set_limits`].
     pub(crate) fn render(&self, environment: &Environment<'_>, variables: Value) -> Result<String, Error> {
         let mut text = String::new();
         {
@@ -73,11 +75,11 @@ impl<'a> Compiled<'a> {
     }
 }
 
-/// Limits what templates of an environment may compute and hold.
+/// Limits the computation and memory of templates in an environment.
 pub(crate) fn set_limits(environment: &mut Environment<'_>) {
     environment.set_fuel(Some(FUEL));
     environment.set_unknown_method_callback(call_method);
-    environment.add_filter(MADE, check_made);
+    environment.add_filter(CREATED, check_created);
     environment.add_filter(WRITTEN, check_written);
     environment.add_filter(OPERAND, check_operand);
     environment.add_filter("replace", replace);
@@ -89,12 +91,12 @@ pub(crate) fn set_limits(environment: &mut Environment<'_>) {
     environment.remove_global("debug");
 }
 
-/// Replaces every instruction that makes or writes a value by a jump behind the end, to the same instruction with its check and a
-/// jump back. No other instruction moves, so all jumps stay right.
+/// Replaces every instruction that creates or writes a value with a jump past the end, to the same instruction followed by its
+/// check and a jump back. No other instruction moves, so all existing jumps stay valid.
 fn add_checks(code: &mut Instructions<'_>) {
     let check = |name: &'static str| Instruction::ApplyFilter(name, Some(1), !0);
     let len = len_of(code);
-    // A template ends where the instructions do, so the end has to jump over those that are added from here on.
+    // A template ends at its last instruction, so the original end has to jump over the instructions added below.
     let end = code.add(Instruction::Jump(0));
     for place in 0..len {
         let Some(instruction) = code.get(place).cloned() else { continue };
@@ -117,7 +119,7 @@ fn add_checks(code: &mut Instructions<'_>) {
             | Instruction::CallFunction(..)
             | Instruction::CallMethod(..)
             | Instruction::CallObject(_)
-            | Instruction::EndCapture => vec![instruction, check(MADE)],
+            | Instruction::EndCapture => vec![instruction, check(CREATED)],
             _ => continue,
         };
         let line = code.get_line(place).and_then(|line| u16::try_from(line).ok()).unwrap_or(0);
@@ -137,7 +139,7 @@ fn add_checks(code: &mut Instructions<'_>) {
     }
 }
 
-/// Whether an instruction takes or sets an attribute of the value before it.
+/// Whether an instruction gets or sets an attribute of the value before it.
 fn takes_attribute(instruction: Option<&Instruction<'_>>) -> bool {
     matches!(instruction, Some(Instruction::GetAttr(_) | Instruction::SetAttr(_)))
 }
@@ -146,34 +148,34 @@ fn len_of(code: &Instructions<'_>) -> u32 {
     (0..).take_while(|&place| code.get(place).is_some()).count() as u32
 }
 
-/// What a template has made and written so far, in bytes.
+/// The bytes that a template has created and written so far.
 #[derive(Default)]
-struct Spent {
-    made: usize,
+struct Usage {
+    created: usize,
     written: usize,
 }
 
-fn spent<'a>(state: &'a mut State<'_, '_>) -> &'a mut Spent {
-    state.get_or_insert_extension(Spent::default())
+fn usage<'a>(state: &'a mut State<'_, '_>) -> &'a mut Usage {
+    state.get_or_insert_extension(Usage::default())
 }
 
 fn refuse<T>(problem: String) -> Result<T, Error> {
     Err(Error::new(ErrorKind::InvalidOperation, problem))
 }
 
-/// A value that was made is within the limits.
-fn check_made(state: &mut State<'_, '_>, value: Value) -> Result<Value, Error> {
+/// Checks that a new value is within the limits.
+fn check_created(state: &mut State<'_, '_>, value: Value) -> Result<Value, Error> {
     let (elements, _) = measure(&value)?;
-    // The elements of a list were made before, or given.
+    // The elements of a list were counted when they were created, or are part of the input.
     let own = value.as_str().map_or(elements * ELEMENT_BYTES, str::len);
     charge(state, own)?;
     Ok(value)
 }
 
-/// Refuses a namespace that is used as a whole.
+/// Refuses a namespace that is used as a value.
 fn check_operand(value: Value) -> Result<Value, Error> {
     match is_namespace(&value) {
-        true => refuse("it uses a namespace as a value; it may be used by its names alone".to_string()),
+        true => refuse("it uses a namespace as a value; only the attributes of a namespace may be used".to_string()),
         false => Ok(value),
     }
 }
@@ -182,37 +184,37 @@ fn is_namespace(value: &Value) -> bool {
     value.as_object().is_some_and(|object| object.type_name().ends_with("::Namespace"))
 }
 
-/// A value that is about to be written is within the limits.
+/// Checks a value that is about to be written.
 fn check_written(state: &mut State<'_, '_>, value: Value) -> Result<Value, Error> {
     let bytes = value.as_str().map_or_else(|| measure(&value).map(|(_, bytes)| bytes), |text| Ok(text.len()))?;
-    let spent = spent(state);
-    spent.written = spent.written.saturating_add(bytes);
-    match spent.written <= WRITTEN_BYTES_MAX {
+    let usage = usage(state);
+    usage.written = usage.written.saturating_add(bytes);
+    match usage.written <= WRITTEN_BYTES_MAX {
         true => Ok(value),
-        false => refuse(format!("what it writes is longer than {WRITTEN_BYTES_MAX} bytes")),
+        false => refuse(format!("its output is longer than {WRITTEN_BYTES_MAX} bytes")),
     }
 }
 
-/// Counts what is made, before it is made where it may be large.
+/// Adds the size of a new value to the total. Values that may be large are counted before they are created.
 fn charge(state: &mut State<'_, '_>, bytes: usize) -> Result<(), Error> {
     if bytes > VALUE_BYTES_MAX {
         return refuse(too_large());
     }
-    let spent = spent(state);
-    spent.made = spent.made.saturating_add(bytes);
-    match spent.made <= MADE_BYTES_MAX {
+    let usage = usage(state);
+    usage.created = usage.created.saturating_add(bytes);
+    match usage.created <= CREATED_BYTES_MAX {
         true => Ok(()),
-        false => refuse(format!("it makes more than {MADE_BYTES_MAX} bytes in all")),
+        false => refuse(format!("its values add up to more than {CREATED_BYTES_MAX} bytes")),
     }
 }
 
 fn too_large() -> String {
     format!(
-        "it makes a value of more than {VALUE_BYTES_MAX} bytes, or a list with namespaces or {DEPTH_MAX} lists in each other"
+        "it creates a value of more than {VALUE_BYTES_MAX} bytes, or a list that contains namespaces or {DEPTH_MAX} nested lists"
     )
 }
 
-/// The elements of a value and of all that is in it, and the bytes when it is written out, about.
+/// The number of elements in a value, nested ones included, and its approximate size when written out.
 fn measure(value: &Value) -> Result<(usize, usize), Error> {
     let mut room = VALUE_BYTES_MAX;
     match take_room(value, &mut room, DEPTH_MAX) {
@@ -221,7 +223,7 @@ fn measure(value: &Value) -> Result<(usize, usize), Error> {
     }
 }
 
-/// Takes a value out of the room that is left, and returns its elements; none where it does not fit.
+/// Subtracts the size of a value from `room` and returns its number of elements, or `None` if it does not fit.
 fn take_room(value: &Value, room: &mut usize, depth: usize) -> Option<usize> {
     *room = room.checked_sub(value.as_str().map_or(ELEMENT_BYTES, |text| text.len().max(ELEMENT_BYTES)))?;
     if is_namespace(value) && depth < DEPTH_MAX {
@@ -245,7 +247,7 @@ fn take_room(value: &Value, room: &mut usize, depth: usize) -> Option<usize> {
     Some(elements)
 }
 
-/// A method of Python's, of which minijinja has none.
+/// Calls a Python method that minijinja lacks, after checking the size of its result.
 fn call_method(state: &mut State<'_, '_>, value: &Value, method: &str, args: &[Value]) -> Result<Value, Error> {
     if let Some(text) = value.as_str() {
         match (method, args) {
@@ -264,7 +266,7 @@ fn call_method(state: &mut State<'_, '_>, value: &Value, method: &str, args: &[V
                     bytes += measure(value)?.1;
                 }
                 if !is_plain_format(text) {
-                    return refuse(format!("a format asks for a width of more than {WIDTH_MAX}, or computes one"));
+                    return refuse(format!("a format has a width of more than {WIDTH_MAX}, or a computed one"));
                 }
                 charge(state, text.len().saturating_add(text.matches('{').count().saturating_mul(bytes)))?;
             }
@@ -274,10 +276,10 @@ fn call_method(state: &mut State<'_, '_>, value: &Value, method: &str, args: &[V
     minijinja_contrib::pycompat::unknown_method_callback(state, value, method, args)
 }
 
-/// The widest field of a format.
+/// The largest width of a field in a format string.
 const WIDTH_MAX: usize = 999;
 
-/// Whether the widths in a format of `str.format` are written in it, and short: no field has another in it.
+/// Whether all widths in a `str.format` string are small literals, and no field is nested in another.
 fn is_plain_format(format: &str) -> bool {
     let (mut inside, mut digits) = (false, 0);
     for letter in format.chars() {
@@ -322,7 +324,7 @@ fn join(
             None => item,
         };
         let before = if place > 0 { joiner.as_str() } else { "" };
-        // Memory has room for whatever is asked to be written.
+        // Writing to a string cannot fail.
         let _ = write!(text, "{before}{item}");
         if text.len() > VALUE_BYTES_MAX {
             return refuse(too_large());

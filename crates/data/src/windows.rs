@@ -1,53 +1,56 @@
-//! The windows of a corpus that a model is shown: its documents joined, and cut every so many tokens.
+//! Splitting a corpus, as one stream of concatenated documents, into windows of equal length.
 
 use crate::{Corpus, Error, Result};
 
-/// A corpus, cut into windows. Each has one token more than positions, since every position has to tell the next token; that
-/// token is the next window's first.
+/// A corpus, split into windows. A window has `seq_len + 1` tokens, since the last position needs a target too. Its last token
+/// is also the first of the next window.
 #[derive(Debug)]
 pub struct Windows {
     corpus: Corpus,
-    positions: u64,
+    seq_len: u64,
 }
 
 impl Windows {
-    /// Cuts a corpus. The last tokens are left out if they do not fill a window.
-    pub fn new(corpus: Corpus, positions: u64) -> Result<Self> {
-        if positions == 0 {
-            return Err(Error::settings("windows of 0 positions"));
+    /// Splits a corpus. The last tokens are left out if they do not fill a window.
+    pub fn new(corpus: Corpus, seq_len: u64) -> Result<Self> {
+        if seq_len == 0 {
+            return Err(Error::invalid_argument("the sequence length is 0, and must be at least 1"));
         }
-        if corpus.tokens() <= positions {
-            let problem = format!("its {} tokens do not fill one window of {positions} + 1", corpus.tokens());
+        if corpus.tokens() <= seq_len {
+            let problem = format!(
+                "it has {} tokens, too few for one sequence of {seq_len} and its last target; use shorter sequences",
+                corpus.tokens()
+            );
             return Err(Error::corpus(corpus.path(), problem));
         }
-        Ok(Windows { corpus, positions })
+        Ok(Windows { corpus, seq_len })
     }
 
-    /// What is cut.
+    /// The corpus.
     pub fn corpus(&self) -> &Corpus {
         &self.corpus
     }
 
-    /// The positions of a window.
-    pub fn positions(&self) -> u64 {
-        self.positions
+    /// The number of positions in a window, which has one token more.
+    pub fn seq_len(&self) -> u64 {
+        self.seq_len
     }
 
-    /// How many windows there are.
+    /// The number of windows.
     pub fn count(&self) -> u64 {
-        (self.corpus.tokens() - 1) / self.positions
+        (self.corpus.tokens() - 1) / self.seq_len
     }
 
-    /// Reads a window, of which `out` has the length: one more than its positions.
+    /// Reads a window into `out`, whose length must be `seq_len + 1`.
     pub fn read(&self, window: u64, out: &mut [u32]) -> Result<()> {
-        if window >= self.count() || out.len() as u64 != self.positions + 1 {
-            return Err(Error::settings(format!(
-                "window {window} into {} places; there are {} windows of {} + 1 tokens",
+        if window >= self.count() || out.len() as u64 != self.seq_len + 1 {
+            return Err(Error::invalid_argument(format!(
+                "cannot read window {window} into {} tokens: there are {} windows of {} tokens",
                 out.len(),
                 self.count(),
-                self.positions
+                self.seq_len + 1
             )));
         }
-        self.corpus.read(window * self.positions, out)
+        self.corpus.read(window * self.seq_len, out)
     }
 }

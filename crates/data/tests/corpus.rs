@@ -1,4 +1,4 @@
-//! What is on disk is what Megatron-LM's format says, and what is not is refused.
+//! Corpora on disk: they follow Megatron-LM's format, and invalid ones are refused.
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
 use std::path::Path;
@@ -12,7 +12,7 @@ fn write(prefix: &Path, vocabulary: u64, documents: &[Vec<u32>]) {
     writer.finish().unwrap();
 }
 
-/// The index of documents of 3, 0 and 1 tokens of two bytes, by hand from the published description.
+/// The index of documents with 3, 0 and 1 two-byte tokens, written by hand from the published description.
 fn by_hand() -> Vec<u8> {
     let mut bytes = b"MMIDIDX\x00\x00".to_vec();
     bytes.extend(1_u64.to_le_bytes());
@@ -39,8 +39,8 @@ fn the_bytes_are_those_of_the_published_format() {
     names.sort();
     assert_eq!(names, ["a.corpus.bin", "a.corpus.idx"]);
     // As Megatron-LM chooses.
-    assert_eq!(TokenType::of_vocabulary(65_499), TokenType::U16);
-    assert_eq!(TokenType::of_vocabulary(65_500), TokenType::I32);
+    assert_eq!(TokenType::for_vocab_size(65_499), TokenType::U16);
+    assert_eq!(TokenType::for_vocab_size(65_500), TokenType::I32);
 }
 
 #[test]
@@ -50,7 +50,7 @@ fn an_index_with_a_wrong_number_anywhere_is_refused() {
     write(&prefix, 100, &[vec![1, 2, 3], vec![], vec![7]]);
     assert!(Corpus::open(&prefix).unwrap().check().is_ok());
     let index = prefix.with_extension("idx");
-    // Every byte, to several values: what is still accepted must be what was there.
+    // Set every byte to several values: an index that is still accepted must mean the same.
     for at in 0..by_hand().len() {
         for value in [0, 1, 2, 4, 5, 6, 7, 8, 0x7f, 0x80, 0xff] {
             let mut bytes = by_hand();
@@ -62,7 +62,7 @@ fn an_index_with_a_wrong_number_anywhere_is_refused() {
             let opened = Corpus::open(&prefix).and_then(|corpus| corpus.check().map(|()| corpus));
             match opened {
                 Err(error) => assert!(matches!(error, Error::Corpus { .. }), "byte {at} = {value}: {error}"),
-                // Signed or not, small tokens are the same.
+                // Small tokens are the same whether signed or not.
                 Ok(corpus) => {
                     assert!(at == 17 && corpus.token_type() == TokenType::I16 || empty_moved(at), "byte {at} = {value}")
                 }
@@ -77,7 +77,7 @@ fn an_index_with_a_wrong_number_anywhere_is_refused() {
     assert!(Corpus::open(&prefix).is_err());
 }
 
-/// Document 1 is empty, so that its sequence may as well be the first document's, or the last's.
+/// Document 1 is empty, so its sequence may just as well belong to the first document or to the last.
 fn empty_moved(at: usize) -> bool {
     let documents = 34 + 3 * 12;
     at == documents + 8 || at == documents + 16
@@ -95,7 +95,7 @@ fn tokens_that_are_not_one_after_another_are_refused() {
     bytes[pointers + 8] = 0;
     std::fs::write(&index, bytes).unwrap();
     let error = Corpus::open(&prefix).unwrap_err().to_string();
-    assert!(error.contains("corpus.idx") && error.contains("not where the tokens begin"), "{error}");
+    assert!(error.contains("corpus.idx") && error.contains("does not start at the first token"), "{error}");
 }
 
 #[test]
@@ -104,13 +104,13 @@ fn raw_tokens_are_one_document() {
     let path = folder.path().join("train.bin");
     std::fs::write(&path, [1, 0, 255, 255, 3, 0]).unwrap();
     assert!(Corpus::open(&path).unwrap_err().to_string().contains("token_bytes = 2"));
-    let corpus = Corpus::raw(&path, 2).unwrap();
+    let corpus = Corpus::open_raw(&path, 2).unwrap();
     let mut tokens = [0; 3];
     corpus.read(0, &mut tokens).unwrap();
     assert_eq!((tokens, corpus.documents(), corpus.document(0).unwrap()), ([1, 65_535, 3], 1, 0..3));
-    assert!(Corpus::raw(&path, 4).is_err() && Corpus::raw(&path, 3).is_err());
+    assert!(Corpus::open_raw(&path, 4).is_err() && Corpus::open_raw(&path, 3).is_err());
     std::fs::write(&path, []).unwrap();
-    let corpus = Corpus::raw(&path, 2).unwrap();
+    let corpus = Corpus::open_raw(&path, 2).unwrap();
     assert_eq!(corpus.tokens(), 0);
     assert!(Windows::new(corpus, 4).is_err());
 }

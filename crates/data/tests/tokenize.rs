@@ -1,4 +1,4 @@
-//! From files to a corpus: every kind of file, interrupted or not.
+//! Tokenizing files into a corpus: all kinds of files, interrupted or not.
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
 use std::io::Write;
@@ -11,11 +11,13 @@ use parquet::data_type::{ByteArray, ByteArrayType};
 use parquet::file::properties::WriterProperties;
 use parquet::file::writer::SerializedFileWriter;
 use parquet::schema::parser::parse_message_type;
-use shardwise_data::{About, Corpus, Error, Inputs, Options, Progress, Result, Summary, Tokenizer, Totals, tokenize};
+use shardwise_data::{
+    Corpus, CorpusInfo, Error, Inputs, Options, Progress, Result, Summary, Tokenizer, Totals, tokenize,
+};
 
-const GO_ON: fn(&Progress) -> ControlFlow<()> = |_| ControlFlow::Continue(());
+const CONTINUE: fn(&Progress) -> ControlFlow<()> = |_| ControlFlow::Continue(());
 
-fn trained(inputs: &Inputs) -> Tokenizer {
+fn train(inputs: &Inputs) -> Tokenizer {
     Tokenizer::train_bpe(inputs.texts(), 400, &mut |_| ControlFlow::Continue(())).unwrap()
 }
 
@@ -23,7 +25,7 @@ fn options(prefix: PathBuf, held_out: Option<u32>) -> Options {
     Options { prefix, held_out, threads: Some(3) }
 }
 
-/// The documents of a corpus as text, without what ends them.
+/// The documents of a corpus as text, without the end-of-text tokens.
 fn texts(prefix: &Path, tokenizer: &Tokenizer) -> Vec<String> {
     let corpus = Corpus::open(prefix).unwrap();
     corpus.check().unwrap();
@@ -86,19 +88,19 @@ fn every_kind_of_file_is_read() {
     std::fs::write(at("plain.txt"), "just text").unwrap();
 
     let inputs = Inputs::new(&[folder.path()], "text").unwrap();
-    let tokenizer = trained(&inputs);
-    let summary = tokenize(&inputs, &tokenizer, &options(at("out"), None), &mut { GO_ON }).unwrap();
+    let tokenizer = train(&inputs);
+    let summary = tokenize(&inputs, &tokenizer, &options(at("out"), None), &mut { CONTINUE }).unwrap();
     let expected: Vec<&str> = [&said[..]; 7].concat().into_iter().chain(["just text"]).collect();
     assert_eq!(texts(&at("out"), &tokenizer), expected);
     let text_bytes = expected.iter().map(|text| text.len() as u64).sum();
     let tokens = Corpus::open(at("out")).unwrap().tokens();
     assert_eq!(summary.corpus, Totals { documents: 22, tokens, text_bytes });
-    let about = About::read(at("out")).unwrap().unwrap();
-    assert_eq!((about.totals, about.tokenizer), (summary.corpus, tokenizer.hash()));
+    let info = CorpusInfo::read(at("out")).unwrap().unwrap();
+    assert_eq!((info.totals, info.tokenizer), (summary.corpus, tokenizer.hash()));
 }
 
 #[test]
-fn what_is_wrong_with_a_document_is_said() {
+fn errors_name_the_document() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("a.jsonl");
     let failure = |bytes: &[u8]| {
@@ -145,16 +147,16 @@ fn long_text_comes_in_pieces_and_ends_once() {
     assert_eq!(long.len(), (line.len() * 10_000).div_ceil(64 << 10));
     assert!(long.iter().all(|piece| piece.text.ends_with('\n') && piece.text.len() < (64 << 10) + line.len()));
 
-    // Not of all files: a word of a million letters takes forever to learn from.
-    let tokenizer = trained(&Inputs::new(&[at("sub")], "text").unwrap());
+    // Not trained on all files: a word of a million letters takes forever.
+    let tokenizer = train(&Inputs::new(&[at("sub")], "text").unwrap());
     let prefix = folder.path().join("out");
-    let summary = tokenize(&inputs, &tokenizer, &options(prefix.clone(), None), &mut { GO_ON }).unwrap();
+    let summary = tokenize(&inputs, &tokenizer, &options(prefix.clone(), None), &mut { CONTINUE }).unwrap();
     assert_eq!((summary.skipped_files, summary.corpus.documents), (1, 4));
     let expected = ["caf\u{fffd}", &"ü".repeat(1_500_000), "{\n \"text\": 1\n}\n", &line.repeat(10_000)];
     assert!(texts(&prefix, &tokenizer) == expected);
 }
 
-/// Inputs of all kinds that fill many batches.
+/// Inputs of all kinds, enough for many batches.
 fn many(folder: &Path) -> Inputs {
     std::fs::create_dir_all(folder).unwrap();
     let text = |seed: usize| -> String { (0..seed % 700).map(|i| format!("word{} ", (seed * i) % 97)).collect() };
@@ -182,7 +184,7 @@ fn all_bytes(folder: &Path) -> Vec<(String, Vec<u8>)> {
 fn interrupted_work_ends_in_the_same_bytes() {
     let folder = tempfile::tempdir().unwrap();
     let inputs = many(&folder.path().join("in"));
-    let tokenizer = trained(&inputs);
+    let tokenizer = train(&inputs);
     let run = |name: &str, progress: &mut dyn FnMut(&Progress) -> ControlFlow<()>| -> Result<Summary> {
         std::fs::create_dir_all(folder.path().join(name)).unwrap();
         tokenize(&inputs, &tokenizer, &options(folder.path().join(name).join("out"), Some(7)), progress)
@@ -195,7 +197,7 @@ fn interrupted_work_ends_in_the_same_bytes() {
     .unwrap();
     assert!(batches > 8, "{batches}");
 
-    // Stopped after every batch, again and again, with more in the part files than the state knows of, as after a crash.
+    // Stopped after every batch, with extra bytes in the part files as after a crash.
     let mut stops = 0;
     let stopped = loop {
         let result = run("stopped", &mut |_| ControlFlow::Break(()));
@@ -226,32 +228,32 @@ fn every_nth_document_is_held_out() {
     let documents: Vec<String> = (0..100).map(|number| format!("document {number}")).collect();
     std::fs::write(&path, lines(&documents.iter().map(String::as_str).collect::<Vec<_>>())).unwrap();
     let inputs = Inputs::new(&[&path], "text").unwrap();
-    let tokenizer = trained(&inputs);
+    let tokenizer = train(&inputs);
     let prefix = folder.path().join("out");
-    let summary = tokenize(&inputs, &tokenizer, &options(prefix.clone(), Some(10)), &mut { GO_ON }).unwrap();
+    let summary = tokenize(&inputs, &tokenizer, &options(prefix.clone(), Some(10)), &mut { CONTINUE }).unwrap();
     let held_out = texts(&folder.path().join("out-held-out"), &tokenizer);
     assert_eq!(held_out, (0..10).map(|n| format!("document {}", 10 * n + 9)).collect::<Vec<_>>());
     assert_eq!(texts(&prefix, &tokenizer).len(), 90);
     assert_eq!(summary.held_out.unwrap().text_bytes, held_out.iter().map(|text| text.len() as u64).sum::<u64>());
 
-    // A corpus is not written over.
-    let again = tokenize(&inputs, &tokenizer, &options(prefix, Some(10)), &mut { GO_ON });
+    // An existing corpus is not overwritten.
+    let again = tokenize(&inputs, &tokenizer, &options(prefix, Some(10)), &mut { CONTINUE });
     assert!(again.unwrap_err().to_string().contains("already"));
 }
 
 #[test]
-fn work_is_continued_with_what_it_was_begun_with() {
+fn work_resumes_only_with_the_same_inputs() {
     let folder = tempfile::tempdir().unwrap();
     let inputs = many(&folder.path().join("in"));
-    let tokenizer = trained(&inputs);
+    let tokenizer = train(&inputs);
     let prefix = folder.path().join("out");
     let stop = &mut |_: &Progress| ControlFlow::Break(());
     assert!(matches!(tokenize(&inputs, &tokenizer, &options(prefix.clone(), None), stop), Err(Error::Stopped { .. })));
     let refused = |result: Result<Summary>, what: &str| {
         let error = result.unwrap_err();
-        assert!(matches!(&error, Error::Continuation { .. }) && error.to_string().contains(what), "{error}");
+        assert!(matches!(&error, Error::Resume { .. }) && error.to_string().contains(what), "{error}");
     };
-    refused(tokenize(&inputs, &tokenizer, &options(prefix.clone(), Some(3)), stop), "held out");
+    refused(tokenize(&inputs, &tokenizer, &options(prefix.clone(), Some(3)), stop), "held-out");
     let other = Tokenizer::train_bpe(inputs.texts(), 300, &mut |_| ControlFlow::Continue(())).unwrap();
     refused(tokenize(&inputs, &other, &options(prefix.clone(), None), stop), "tokenizer");
     std::fs::write(folder.path().join("in/b.txt"), "changed").unwrap();
@@ -265,7 +267,7 @@ fn work_is_continued_with_what_it_was_begun_with() {
 fn tokenizers_are_saved_and_opened() {
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("a.txt"), "the quick brown fox jumps over the lazy dog ".repeat(50)).unwrap();
-    let tokenizer = trained(&Inputs::new(&[folder.path().join("a.txt")], "text").unwrap());
+    let tokenizer = train(&Inputs::new(&[folder.path().join("a.txt")], "text").unwrap());
     tokenizer.save(folder.path()).unwrap();
     let opened = Tokenizer::open(folder.path()).unwrap();
     assert_eq!((opened.hash(), opened.end_of_text()), (tokenizer.hash(), Some(0)));
@@ -273,12 +275,12 @@ fn tokenizers_are_saved_and_opened() {
     let tokens = opened.encode(text).unwrap();
     assert_eq!(opened.decode(&tokens).unwrap(), text);
     assert_eq!(opened.encode_batch(&[text, "the"]).unwrap(), [tokens, opened.encode("the").unwrap()]);
-    assert!(opened.vocabulary() <= 400 && opened.encode("<|endoftext|>").unwrap() == [0]);
-    let places = opened.encode_with_places(text).unwrap();
-    assert_eq!(&text[places[0].1.start..places[0].1.end], " ");
-    // The configuration beside it comes first.
+    assert!(opened.vocab_size() <= 400 && opened.encode("<|endoftext|>").unwrap() == [0]);
+    let offsets = opened.encode_with_offsets(text).unwrap();
+    assert_eq!(&text[offsets[0].1.start..offsets[0].1.end], " ");
+    // The configuration in the same folder takes precedence.
     std::fs::write(folder.path().join("tokenizer_config.json"), r#"{"eos_token": {"content": "the"}}"#).unwrap();
-    assert_eq!(Tokenizer::open(folder.path()).unwrap().end_of_text(), opened.token("the"));
+    assert_eq!(Tokenizer::open(folder.path()).unwrap().end_of_text(), opened.token_id("the"));
     std::fs::write(folder.path().join("tokenizer.json"), "{}").unwrap();
     assert!(matches!(Tokenizer::open(folder.path()), Err(Error::Tokenizer { .. })));
     let stopped = Tokenizer::train_bpe([Ok("a".to_string())].into_iter(), 300, &mut |_| ControlFlow::Break(()));

@@ -1,167 +1,183 @@
-//! The lines of a journal.
+//! The entries of a journal, one JSON line each.
+//!
+//! This is version 2 of the format. Version 1 had other names for some fields and kinds. They are still read, as serde aliases, but
+//! no longer written.
 
 use serde::{Deserialize, Serialize};
 
-/// Of how many ranks figures of their own are kept: the first so many. Nothing may grow with the world.
+/// The version of the format that is written, for [`Start::journal_version`].
+pub const JOURNAL_VERSION: u32 = 2;
+
+/// The maximum number of ranks with figures of their own; these are the first ranks. Nothing in a journal may grow with the world size.
 pub const RANKS_KEPT_MAX: usize = 64;
 
-/// A line.
+/// One line of a journal.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Entry {
-    /// When, in seconds since 1970.
+    /// When it was written, in seconds since 1970.
     pub time_s: f64,
-    /// What.
+    /// What it reports.
     #[serde(flatten)]
-    pub what: What,
+    pub kind: EntryKind,
 }
 
-/// What a line says. A reader leaves out kinds that it does not know.
+/// What an entry reports. Readers skip kinds that they do not know.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
-pub enum What {
-    /// The ranks are ready to make steps. From the first rank.
+pub enum EntryKind {
+    /// The ranks are ready for their first step. Written by rank 0.
     Start(Box<Start>),
-    /// A step was made. From the first rank.
+    /// A step is complete. Written by rank 0.
     Step(Step),
-    /// What ranks hold. From the first rank.
+    /// The memory that ranks hold. Written by rank 0.
     Memory {
-        /// After which step.
+        /// The step after which it was measured.
         step: u64,
         /// The first ranks, up to [`RANKS_KEPT_MAX`].
         ranks: Vec<RankMemory>,
     },
-    /// What was sent. From the first rank.
+    /// Communication since the last such entry. Written by rank 0.
     Traffic(StepTraffic),
-    /// The model was measured on text that was held out. From the first rank.
-    HeldOut(HeldOut),
-    /// A checkpoint is there. From the first rank.
+    /// The model was evaluated on held-out text. Written by rank 0.
+    #[serde(alias = "held_out")]
+    Evaluation(Evaluation),
+    /// A checkpoint is complete. Written by rank 0.
     Saved(Saved),
-    /// Something that people should read. From the first rank.
+    /// A message for people. Written by rank 0.
     Note {
-        /// At which step.
+        /// The step that it is about.
         step: u64,
-        /// What.
+        /// The message.
         text: String,
     },
-    /// Steps were traced. From the first rank.
+    /// Steps were traced. Written by rank 0.
     Trace {
-        /// The first step.
+        /// The first traced step.
         first_step: u64,
-        /// How many.
+        /// The number of traced steps.
         steps: u64,
-        /// The file.
+        /// The trace file.
         path: String,
     },
-    /// Ranks are started. From the supervisor.
+    /// An attempt is being launched. Written by the supervisor.
     Launched(Launch),
-    /// An attempt has failed. From the supervisor.
+    /// An attempt failed. Written by the supervisor.
     Failed {
-        /// Which attempt, from one.
+        /// The attempt, counted from 1.
         attempt: u64,
-        /// The last step that it was seen at; zero if it came to none.
+        /// The last step that it was seen at; 0 if it did not get to one.
         step: u64,
         /// What happened, in a paragraph.
         text: String,
     },
-    /// The ranks are at work again. From the supervisor.
-    Again(Setback),
-    /// The run has ended. From the supervisor.
+    /// The ranks train again after a failure. Written by the supervisor.
+    #[serde(alias = "again")]
+    Resumed(Resumed),
+    /// The run ended. Written by the supervisor.
     Ended {
-        /// The exit code: 0 finished, 75 saved and to be started again, 130 interrupted, others failed.
+        /// The exit code: 0 finished, 75 saved and to be resumed, 130 interrupted, any other failed.
         code: u8,
-        /// How often it was started again.
+        /// The number of restarts.
         restarts: u64,
-        /// What that has cost, beside steps made again.
+        /// The time that restarts cost, not counting repeated steps.
         lost_s: f64,
     },
 }
 
-/// Where an attempt begins, and all that stays the same in it.
+/// The start of an attempt, and everything that stays the same throughout it.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Start {
+    /// The version of the journal's format: [`JOURNAL_VERSION`]. Version 1 did not write it.
+    #[serde(default = "version_1")]
+    pub journal_version: u32,
     /// The recipe's name.
     pub name: String,
-    /// The recipe as it was written, or as it came out.
+    /// The recipe's text, with overrides applied.
     pub recipe: String,
     /// The version of Shardwise.
     pub version: String,
-    /// How many ranks.
+    /// The world size.
     pub ranks: usize,
-    /// How many of them on each host, at most.
+    /// The number of ranks on rank 0's host.
     pub ranks_per_host: usize,
     /// The ZeRO stage.
-    pub stage: u8,
-    /// Copies of what is sliced.
-    pub replicas: usize,
-    /// The type in which units compute.
-    pub precision: String,
-    /// How many parameters.
+    #[serde(alias = "stage")]
+    pub zero_stage: u8,
+    /// The number of replicas of the sharded state (`parallel.replicate`).
+    #[serde(alias = "replicas")]
+    pub replicate: usize,
+    /// The dtype that units compute in (`precision.param_dtype`).
+    #[serde(alias = "precision")]
+    pub param_dtype: String,
+    /// The number of parameters of the model.
     pub parameters: u64,
-    /// How many tokens a step reads.
+    /// The number of tokens that a step reads.
     pub tokens_per_step: u64,
-    /// The first step of the attempt.
+    /// The first step of this attempt.
     pub first_step: u64,
     /// The last step of the run.
     pub steps: u64,
-    /// The checkpoint that it goes on from.
+    /// The checkpoint that it resumes from.
     pub resumed_from: Option<String>,
-    /// What a rank may take of memory, where that is known.
+    /// The memory that a rank may use, if a limit is known.
     pub memory_limit_bytes: Option<u64>,
-    /// What a rank is thought to need.
+    /// The memory that a rank is estimated to need.
     pub memory_estimate_bytes: u64,
-    /// Additions and multiplications for a token, forward and backward, without those that recomputation makes again.
+    /// Floating-point operations per token, forward and backward, without those that activation checkpointing repeats.
     pub flops_per_token: f64,
-    /// What all ranks together reach in large matrix products, measured at the start.
+    /// The FLOP/s of all ranks together in large matrix products, measured at the start.
     pub peak_flops_per_s: f64,
 }
 
-/// A step.
+/// A completed step.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Step {
-    /// Which, from one.
+    /// The step's number, counted from 1.
     pub step: u64,
-    /// The mean loss of its tokens.
-    #[serde(with = "number")]
+    /// The mean loss per token.
+    #[serde(with = "float_or_text")]
     pub loss: f64,
     /// The norm of all gradients, before clipping.
-    #[serde(with = "number")]
-    pub gradient_norm: f64,
+    #[serde(with = "float_or_text", alias = "gradient_norm")]
+    pub grad_norm: f64,
     /// The learning rate.
-    pub rate: f64,
-    /// How many tokens counted.
+    #[serde(alias = "rate")]
+    pub lr: f64,
+    /// The number of tokens that contributed to the loss.
     pub tokens: u64,
-    /// Tokens of all ranks together, per second, since the line before.
+    /// The throughput of all ranks together.
     pub tokens_per_s: f64,
-    /// The mean time of a step since the line before, without evaluations and saves.
+    /// The time that the step took, without evaluations and saves.
     pub step_s: f64,
-    /// The part of the machine's peak that went into the model's own arithmetic; 0 where the peak is not known.
-    pub utilisation: f64,
-    /// Resident memory of the rank that has the most.
+    /// Model FLOPs utilization, from 0 to 1; 0 if the peak is not known.
+    #[serde(alias = "utilisation")]
+    pub mfu: f64,
+    /// The current resident memory of the rank that has the most.
     pub memory_bytes: u64,
-    /// And the most that a rank ever had.
+    /// The largest resident memory that any rank ever had.
     pub memory_peak_bytes: u64,
-    /// What the rank that sent the most has sent in this step.
+    /// The bytes that the busiest rank sent in this step.
     pub sent_bytes: u64,
-    /// What the loss was multiplied by for the backward pass.
+    /// The loss scale.
     pub loss_scale: f64,
-    /// How many steps were skipped so far.
+    /// The number of steps skipped so far.
     pub skipped_so_far: u64,
-    /// Why nothing was updated, if nothing was.
+    /// Why the update was skipped, if it was.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub skipped: Option<String>,
-    /// What is far outside what it usually is, if something is.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub outlier: Option<String>,
+    /// The spike of the loss or the gradient norm, if there is one.
+    #[serde(default, skip_serializing_if = "Option::is_none", alias = "outlier")]
+    pub spike: Option<String>,
 }
 
 impl Step {
-    /// The utilisation, where it is known. More than the peak is none: the peak was measured on a machine that was busy.
-    pub fn known_utilisation(&self) -> Option<f64> {
-        Some(self.utilisation).filter(|part| *part > 0. && *part <= 1.)
+    /// The MFU, if it is known. A value above 1 is not valid: the machine was busy when its peak was measured.
+    pub fn known_mfu(&self) -> Option<f64> {
+        Some(self.mfu).filter(|mfu| *mfu > 0. && *mfu <= 1.)
     }
 }
 
-/// What a rank holds, in bytes, by kind.
+/// The memory of a rank, in bytes by kind.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankMemory {
     /// The rank.
@@ -170,135 +186,143 @@ pub struct RankMemory {
     pub parameters: u64,
     /// Gradients.
     pub gradients: u64,
-    /// Masters and optimizer state.
+    /// Master weights and optimizer state.
     pub optimizer: u64,
-    /// Whole units on their way.
-    pub in_flight: u64,
-    /// Activations and whatever else tensors hold, at the most since the line before.
+    /// Parameters and gradients of units that are unsharded at the moment.
+    #[serde(alias = "in_flight")]
+    pub unsharded: u64,
+    /// The peak of activations and all other tensors since the last entry.
     pub activations: u64,
-    /// The process itself: what is resident and no tensor's.
+    /// The process itself: resident memory that no tensor holds.
     pub process: u64,
 }
 
 impl RankMemory {
-    /// Each kind with its name, in the order in which they are drawn.
+    /// Returns each kind with its name, in the order in which they are drawn.
     pub fn kinds(&self) -> [(&'static str, u64); 6] {
         [
             ("parameters", self.parameters),
             ("gradients", self.gradients),
             ("optimizer", self.optimizer),
-            ("in flight", self.in_flight),
+            ("unsharded", self.unsharded),
             ("activations", self.activations),
             ("process", self.process),
         ]
     }
 }
 
-/// What the rank that sent the most has sent since the line before.
+/// What the busiest rank sent since the last such entry.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StepTraffic {
-    /// The last step of it.
+    /// The last step that is counted.
     pub step: u64,
-    /// How many steps.
+    /// The number of steps that are counted.
     pub steps: u64,
-    /// By verb.
+    /// The traffic by verb.
     pub verbs: Vec<VerbTraffic>,
 }
 
-/// What was sent by one verb.
+/// The traffic of one verb.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VerbTraffic {
     /// `all-gather`, `reduce-scatter`, `all-reduce`, …
     pub verb: String,
-    /// How many calls.
+    /// The number of calls.
     pub calls: u64,
-    /// How many bytes.
+    /// The bytes sent.
     pub bytes: u64,
-    /// How many theory has for it: of parameters and gradients alone.
-    pub theory_bytes: u64,
+    /// The bytes that parameters and gradients alone should take, by formula.
+    #[serde(alias = "theory_bytes")]
+    pub expected_bytes: u64,
 }
 
-/// An evaluation.
+/// The result of an evaluation on held-out text.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct HeldOut {
-    /// After which step.
+pub struct Evaluation {
+    /// The step after which the model was evaluated.
     pub step: u64,
-    /// The mean loss of a token.
-    #[serde(with = "number")]
+    /// The mean loss per token.
+    #[serde(with = "float_or_text")]
     pub loss: f64,
-    /// Of how many.
+    /// The number of tokens that were evaluated.
     pub tokens: u64,
-    /// Bits for a byte of the text, where its length is known.
+    /// Bits per byte of text, if the length of the text is known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bits_per_byte: Option<f64>,
 }
 
-/// A checkpoint that is there.
+/// A complete checkpoint.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Saved {
-    /// Of which step.
+    /// The step whose state was saved.
     pub step: u64,
-    /// Where.
+    /// The checkpoint's address.
     pub address: String,
-    /// How much.
+    /// Its size.
     pub bytes: u64,
-    /// How long that took.
+    /// The time that the save took.
     pub took_s: f64,
-    /// For how much of that training stood still.
-    pub stood_still_s: f64,
+    /// The part of that time for which training stalled.
+    #[serde(alias = "stood_still_s")]
+    pub stalled_s: f64,
 }
 
-/// Ranks that are started.
+/// The launch of an attempt.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Launch {
-    /// Which attempt of this supervisor's, from one.
+    /// The number of the attempt, counted from 1.
     pub attempt: u64,
-    /// How many ranks.
+    /// The world size.
     pub ranks: usize,
-    /// The hosts; none where it is this one alone.
+    /// The hosts; empty if all ranks run on the supervisor's host.
     pub hosts: Vec<String>,
-    /// Hosts that were wanted, and do not answer.
+    /// Hosts that were requested and do not answer.
     pub missing: Vec<String>,
 }
 
-/// What a failure has cost.
+/// A resumption after a failure, and what the failure cost.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Setback {
-    /// The attempt that is at work.
+pub struct Resumed {
+    /// The attempt that resumed.
     pub attempt: u64,
     /// Its first step.
     pub step: u64,
-    /// From when ranks stopped working until they did again.
+    /// The time for which no rank was training.
     pub lost_s: f64,
-    /// Of that, until it was noticed.
+    /// The part of that time until the failure was noticed.
     pub noticed_s: f64,
-    /// Steps that are made again.
+    /// The number of steps that have to be repeated.
     pub steps_again: u64,
 }
 
-/// Numbers that may not be finite, which JSON has no words for: `"NaN"`, `"inf"`, `"-inf"`.
-mod number {
+/// The default of [`Start::journal_version`], for files that lack it.
+fn version_1() -> u32 {
+    1
+}
+
+/// Floats that may not be finite, for which JSON has no literal: `"NaN"`, `"inf"`, `"-inf"`.
+mod float_or_text {
     use serde::de::Error;
     use serde::{Deserialize, Deserializer, Serializer};
 
     #[derive(Deserialize)]
     #[serde(untagged)]
-    enum Written {
-        Number(f64),
+    enum FloatOrText {
+        Float(f64),
         Text(String),
     }
 
-    pub(super) fn serialize<S: Serializer>(number: &f64, serializer: S) -> Result<S::Ok, S::Error> {
-        match number.is_finite() {
-            true => serializer.serialize_f64(*number),
-            false => serializer.collect_str(number),
+    pub(super) fn serialize<S: Serializer>(float: &f64, serializer: S) -> Result<S::Ok, S::Error> {
+        match float.is_finite() {
+            true => serializer.serialize_f64(*float),
+            false => serializer.collect_str(float),
         }
     }
 
     pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
-        match Written::deserialize(deserializer)? {
-            Written::Number(number) => Ok(number),
-            Written::Text(text) => text.parse().map_err(D::Error::custom),
+        match FloatOrText::deserialize(deserializer)? {
+            FloatOrText::Float(float) => Ok(float),
+            FloatOrText::Text(text) => text.parse().map_err(D::Error::custom),
         }
     }
 }
@@ -309,12 +333,126 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_that_are_none_survive() {
+    fn non_finite_numbers_survive() {
         for loss in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 0.1] {
-            let entry = Entry { time_s: 1.5, what: What::Step(Step { loss, ..Step::default() }) };
+            let entry = Entry { time_s: 1.5, kind: EntryKind::Step(Step { loss, ..Step::default() }) };
             let text = serde_json::to_string(&entry).unwrap();
-            let Entry { what: What::Step(read), .. } = serde_json::from_str(&text).unwrap() else { panic!("{text}") };
+            let Entry { kind: EntryKind::Step(read), .. } = serde_json::from_str(&text).unwrap() else {
+                panic!("{text}")
+            };
             assert_eq!(read.loss.to_bits(), loss.to_bits(), "{text}");
         }
+    }
+
+    /// One line of every kind, as version 1 wrote it.
+    const VERSION_1: &str = r#"{"time_s":0.5,"kind":"launched","attempt":2,"ranks":4,"hosts":["a","b"],"missing":["c"]}
+{"time_s":1.5,"kind":"start","name":"kjv","recipe":"[run]\nsteps = 9\n","version":"0.1.0","ranks":4,"ranks_per_host":2,"stage":3,"replicas":2,"precision":"bf16","parameters":42,"tokens_per_step":64,"first_step":5,"steps":9,"resumed_from":"saved/step-4","memory_limit_bytes":1024,"memory_estimate_bytes":512,"flops_per_token":2.5,"peak_flops_per_s":1000.0}
+{"time_s":2.5,"kind":"step","step":5,"loss":3.25,"gradient_norm":"inf","rate":0.001,"tokens":64,"tokens_per_s":128.0,"step_s":0.5,"utilisation":0.25,"memory_bytes":100,"memory_peak_bytes":200,"sent_bytes":300,"loss_scale":1.0,"skipped_so_far":1,"skipped":"not finite","outlier":"the loss is 3.25"}
+{"time_s":3.5,"kind":"memory","step":5,"ranks":[{"rank":0,"parameters":1,"gradients":2,"optimizer":3,"in_flight":4,"activations":5,"process":6}]}
+{"time_s":4.5,"kind":"traffic","step":5,"steps":1,"verbs":[{"verb":"all-gather","calls":7,"bytes":8,"theory_bytes":9}]}
+{"time_s":5.5,"kind":"held_out","step":5,"loss":2.5,"tokens":640,"bits_per_byte":1.25}
+{"time_s":6.5,"kind":"saved","step":5,"address":"saved/step-5","bytes":10,"took_s":1.5,"stood_still_s":0.5}
+{"time_s":7.5,"kind":"note","step":5,"text":"look"}
+{"time_s":8.5,"kind":"trace","first_step":5,"steps":1,"path":"trace.json"}
+{"time_s":9.5,"kind":"failed","attempt":1,"step":5,"text":"rank 2 died"}
+{"time_s":10.5,"kind":"again","attempt":2,"step":5,"lost_s":2.5,"noticed_s":0.5,"steps_again":1}
+{"time_s":11.5,"kind":"ended","code":0,"restarts":1,"lost_s":2.5}"#;
+
+    /// The same entries in today's types.
+    fn version_1_entries() -> Vec<EntryKind> {
+        let hosts = ["a", "b"].map(String::from).to_vec();
+        let memory =
+            RankMemory { rank: 0, parameters: 1, gradients: 2, optimizer: 3, unsharded: 4, activations: 5, process: 6 };
+        let verb = VerbTraffic { verb: "all-gather".to_string(), calls: 7, bytes: 8, expected_bytes: 9 };
+        vec![
+            EntryKind::Launched(Launch { attempt: 2, ranks: 4, hosts, missing: vec!["c".to_string()] }),
+            EntryKind::Start(Box::new(Start {
+                journal_version: 1,
+                name: "kjv".to_string(),
+                recipe: "[run]\nsteps = 9\n".to_string(),
+                version: "0.1.0".to_string(),
+                ranks: 4,
+                ranks_per_host: 2,
+                zero_stage: 3,
+                replicate: 2,
+                param_dtype: "bf16".to_string(),
+                parameters: 42,
+                tokens_per_step: 64,
+                first_step: 5,
+                steps: 9,
+                resumed_from: Some("saved/step-4".to_string()),
+                memory_limit_bytes: Some(1024),
+                memory_estimate_bytes: 512,
+                flops_per_token: 2.5,
+                peak_flops_per_s: 1000.,
+            })),
+            EntryKind::Step(Step {
+                step: 5,
+                loss: 3.25,
+                grad_norm: f64::INFINITY,
+                lr: 1e-3,
+                tokens: 64,
+                tokens_per_s: 128.,
+                step_s: 0.5,
+                mfu: 0.25,
+                memory_bytes: 100,
+                memory_peak_bytes: 200,
+                sent_bytes: 300,
+                loss_scale: 1.,
+                skipped_so_far: 1,
+                skipped: Some("not finite".to_string()),
+                spike: Some("the loss is 3.25".to_string()),
+            }),
+            EntryKind::Memory { step: 5, ranks: vec![memory] },
+            EntryKind::Traffic(StepTraffic { step: 5, steps: 1, verbs: vec![verb] }),
+            EntryKind::Evaluation(Evaluation { step: 5, loss: 2.5, tokens: 640, bits_per_byte: Some(1.25) }),
+            EntryKind::Saved(Saved {
+                step: 5,
+                address: "saved/step-5".to_string(),
+                bytes: 10,
+                took_s: 1.5,
+                stalled_s: 0.5,
+            }),
+            EntryKind::Note { step: 5, text: "look".to_string() },
+            EntryKind::Trace { first_step: 5, steps: 1, path: "trace.json".to_string() },
+            EntryKind::Failed { attempt: 1, step: 5, text: "rank 2 died".to_string() },
+            EntryKind::Resumed(Resumed { attempt: 2, step: 5, lost_s: 2.5, noticed_s: 0.5, steps_again: 1 }),
+            EntryKind::Ended { code: 0, restarts: 1, lost_s: 2.5 },
+        ]
+    }
+
+    #[test]
+    fn version_1_is_read() {
+        let read: Vec<Entry> = VERSION_1.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        let expected = (0..).zip(version_1_entries());
+        let expected: Vec<Entry> =
+            expected.map(|(index, kind)| Entry { time_s: f64::from(index) + 0.5, kind }).collect();
+        assert_eq!(read, expected);
+    }
+
+    #[test]
+    fn version_2_is_written_and_read() {
+        for kind in version_1_entries() {
+            let entry = Entry { time_s: 1.5, kind };
+            let text = serde_json::to_string(&entry).unwrap();
+            assert_eq!(serde_json::from_str::<Entry>(&text).unwrap(), entry, "{text}");
+            let old = [
+                "\"rate\"",
+                "\"gradient_norm\"",
+                "\"utilisation\"",
+                "\"outlier\"",
+                "\"stage\"",
+                "\"replicas\"",
+                "\"precision\"",
+                "\"in_flight\"",
+                "\"held_out\"",
+                "\"again\"",
+                "\"stood_still_s\"",
+                "\"theory_bytes\"",
+            ];
+            assert!(!old.iter().any(|name| text.contains(name)), "{text}");
+        }
+        let start = Start { journal_version: JOURNAL_VERSION, ..Start::default() };
+        assert!(serde_json::to_string(&start).unwrap().starts_with("{\"journal_version\":2,"));
     }
 }

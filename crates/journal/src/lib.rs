@@ -1,84 +1,84 @@
-//! What a run writes down of itself, and how it is read again.
+//! The journal of a run: writing it, reading it back, and exporting it.
 //!
-//! A run has a folder. In it are two files of JSON lines, each an [`Entry`]: `metrics.jsonl`, which the first rank writes, and
-//! `events.jsonl`, which the supervisor writes, so that a rank that dies takes nothing with it. Both are only ever added to, by
-//! every attempt and by every resumption, and [`Run`] makes one story of them: steps that were made again count once, as they
-//! were made last.
+//! A run has a folder with two files of JSON lines, each line an [`Entry`]: rank 0 writes `metrics.jsonl` and the supervisor writes
+//! `events.jsonl`, so that nothing is lost when a rank dies. Every attempt appends to both. [`Run`] merges them: a step that was
+//! repeated after a restart counts once, with its latest figures. [`Timeline`] turns them into attempts and dated events.
 //!
-//! The same figures are written for others' programs: [`TensorBoard`] events as they come, and [`prometheus`] text when it is asked for.
+//! The same figures are exported as [`TensorBoard`] events while they are written, and as [`prometheus`] text on request.
 //!
-//! It knows neither libtorch nor MPI: what was written can be read anywhere, while the run writes it or years later. It does not
-//! measure either; it is handed figures.
+//! The crate depends on neither libtorch nor MPI, so a journal can be read on any machine, during the run or years later. It measures
+//! nothing; callers pass the figures in.
 
 #![forbid(unsafe_code)]
 
-mod drawing;
 mod entry;
+pub mod format;
 mod profile;
 pub mod prometheus;
 mod reader;
 mod run;
 pub mod spans;
-mod story;
 mod tensorboard;
-pub mod words;
+mod timeline;
+mod trace_svg;
 mod writer;
 
-pub use drawing::svg;
 pub use entry::{
-    Entry, HeldOut, Launch, RANKS_KEPT_MAX, RankMemory, Saved, Setback, Start, Step, StepTraffic, VerbTraffic, What,
+    Entry, EntryKind, Evaluation, JOURNAL_VERSION, Launch, RANKS_KEPT_MAX, RankMemory, Resumed, Saved, Start, Step,
+    StepTraffic, VerbTraffic,
 };
 pub use profile::{Communication, KindTime, Profile, RankTime, UnitTime, VerbRate};
 pub use reader::Reader;
 pub use run::{Run, replay};
-pub use story::{Attempt, End, Event, Kind, Outcome, Story};
 pub use tensorboard::TensorBoard;
+pub use timeline::{Attempt, AttemptEnd, Event, EventKind, Outcome, Timeline};
+pub use trace_svg::trace_svg;
 pub use writer::Journal;
 
-/// What the first rank writes.
+/// The file that rank 0 writes.
 pub const METRICS: &str = "metrics.jsonl";
 
-/// What the supervisor writes.
+/// The file that the supervisor writes.
 pub const EVENTS: &str = "events.jsonl";
 
-/// The result of reading or writing.
+/// The result of reading or writing a journal.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// What can go wrong with a journal.
+/// An error while reading or writing a journal or a trace.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A file or folder that cannot be read or written.
+    /// A file or folder cannot be read or written.
     #[error("{path}: {error}")]
     File {
-        /// Which.
+        /// The file or folder.
         path: String,
-        /// Why not.
+        /// The system's error.
         error: std::io::Error,
     },
-    /// A file that is no trace.
-    #[error("{path}: this is no trace of shardwise's: {problem}")]
+    /// The file is not a trace.
+    #[error("{path}: not a Shardwise trace: {problem}")]
     Trace {
-        /// Which.
+        /// The file.
         path: String,
         /// What is wrong with it.
         problem: String,
     },
-    /// A folder in which no run has written.
+    /// The folder has no journal.
     #[error(
-        "{path}: no run has written here: there is no {METRICS}. Give the folder that `shardwise train` names in its first lines (run.folder in the recipe)"
+        "{path}: not the folder of a run: it has no {METRICS}. Pass the folder that `shardwise train` prints after `journal in` (run.folder in the recipe)"
     )]
     NoRun {
         /// The folder.
         path: String,
     },
-    /// A file of which no line is a run's.
+    /// No line of the file can be read.
     #[error(
-        "{path}: not one of its {lines} lines can be read: it is damaged, or not a run's. Put back a copy, or take it away to see what the run's other file says"
+        "{path}: none of its {lines} lines can be read: the file is damaged, or not a journal. Restore a copy, or remove it to read the run's other file alone"
     )]
     NoJournal {
         /// The file.
         path: String,
-        /// How many lines it has.
+        /// The number of lines.
         lines: u64,
     },
 }

@@ -1,7 +1,7 @@
-//! What a trace says: the time of a step by unit and kind, and how much of the communication is hidden.
+//! The profile of a trace: the time of a step by unit and kind, and how much of the communication is hidden.
 //!
-//! It is sums over spans and nothing else, so anyone who adds up the file finds the same. What is to be done about it is not said
-//! here.
+//! All figures are sums over spans, so anyone who adds up the spans of a trace file gets the same. Advice on what to change comes
+//! from `shardwise-train`.
 
 use std::collections::BTreeMap;
 
@@ -9,159 +9,158 @@ use serde::{Deserialize, Serialize};
 
 use crate::spans::{Kind, Span, Thread, Trace};
 
-/// Where the time of a step goes. Times are seconds per step, as the mean of all traced steps and ranks unless something else is
-/// said.
+/// Where the time of a step goes. Times are seconds per step, averaged over all traced steps and ranks unless stated otherwise.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Profile {
-    /// How many steps were traced.
+    /// The number of traced steps.
     pub steps: u64,
-    /// How many ranks are in the trace.
+    /// The number of ranks in the trace.
     pub ranks: usize,
-    /// A step: all that the thread that trains did.
+    /// The duration of a step: all time of the training thread.
     pub step_s: f64,
-    /// What it did, by kind; the sum is `step_s`.
+    /// The time of the training thread by kind; the sum is `step_s`.
     pub kinds: Vec<KindTime>,
-    /// The same by unit, and the kinds that have none.
+    /// The time of the training thread by unit.
     pub units: Vec<UnitTime>,
-    /// Communication of units.
+    /// The communication of units.
     pub communication: Communication,
-    /// The same by verb.
+    /// The communication of units by verb.
     pub verbs: Vec<VerbRate>,
-    /// Who made others wait.
+    /// The time of each rank, and how long it made others wait.
     pub by_rank: Vec<RankTime>,
 }
 
-/// A kind of work of the thread that trains, or what it waited for.
+/// The time of the training thread for one kind of work, or of waiting.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct KindTime {
-    /// As in `forward`, or `wait gather`.
+    /// `forward`, or `wait gather`.
     pub kind: String,
-    /// The mean of all ranks.
+    /// The mean over all ranks.
     pub mean_s: f64,
-    /// The most of any.
+    /// The maximum over all ranks.
     pub most_s: f64,
-    /// Which rank that was.
+    /// The rank with that maximum.
     pub most_rank: usize,
 }
 
-/// What a unit took of the thread that trains.
+/// The time of the training thread for one unit.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct UnitTime {
-    /// Its name.
+    /// The unit's name.
     pub unit: String,
-    /// Its output.
+    /// The forward pass.
     pub forward_s: f64,
-    /// The same again, for the backward pass.
+    /// Recomputing activations for the backward pass.
     pub recompute_s: f64,
-    /// Its gradients.
+    /// The backward pass.
     pub backward_s: f64,
-    /// Its update.
+    /// The update.
     pub optimizer_s: f64,
-    /// Handing its parameters and gradients over, and taking them back.
-    pub handing_s: f64,
-    /// Standing still until its parameters are there.
+    /// Copying parameters and gradients into and out of communication.
+    pub copy_s: f64,
+    /// Waiting for its parameters.
     pub wait_gather_s: f64,
-    /// Standing still until its gradients are sent.
+    /// Waiting for its gradients to be reduced.
     pub wait_reduce_s: f64,
 }
 
 impl UnitTime {
-    /// All of it.
+    /// Returns the sum of all its times.
     pub fn total_s(&self) -> f64 {
         self.forward_s
             + self.recompute_s
             + self.backward_s
             + self.optimizer_s
-            + self.handing_s
+            + self.copy_s
             + self.wait_gather_s
             + self.wait_reduce_s
     }
 
     fn add(&mut self, span: &Span, seconds: f64) {
         let waits_for = span.call.as_ref().map(|call| call.kind);
-        let place = match (span.kind, waits_for) {
+        let time = match (span.kind, waits_for) {
             (Kind::Forward, _) => &mut self.forward_s,
-            (Kind::Again, _) => &mut self.recompute_s,
+            (Kind::Recompute, _) => &mut self.recompute_s,
             (Kind::Backward, _) => &mut self.backward_s,
             (Kind::Optimizer, _) => &mut self.optimizer_s,
             (Kind::Wait, Some(Kind::Reduce)) => &mut self.wait_reduce_s,
             (Kind::Wait, _) => &mut self.wait_gather_s,
-            _ => &mut self.handing_s,
+            _ => &mut self.copy_s,
         };
-        *place += seconds;
+        *time += seconds;
     }
 }
 
-/// Communication of units: gathers and reductions.
+/// The communication of units: all-gathers and reductions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Communication {
-    /// For how long any was under way.
+    /// The time during which any call was in progress.
     pub total_s: f64,
-    /// For how much of that the thread that trains was at work.
+    /// The part of `total_s` during which the training thread computed.
     pub hidden_s: f64,
-    /// For how much it stood still.
+    /// The time during which the training thread waited.
     pub exposed_s: f64,
-    /// Of that, while a rank had not come to the call yet.
+    /// The part of `exposed_s` before the last rank had entered the call.
     pub late_s: f64,
-    /// What a rank has sent.
+    /// The bytes that a rank sent.
     pub sent_bytes: u64,
 }
 
 impl Communication {
-    /// The part that is hidden; 1 where there is none to hide.
+    /// Returns the fraction that is hidden behind computation; 1 if there is no communication.
     pub fn hidden_share(&self) -> f64 {
         if self.total_s > 0. { self.hidden_s / self.total_s } else { 1. }
     }
 
-    /// Time for which ranks stood still although all had come: that the link took.
+    /// Returns the waiting time after all ranks had entered their calls, which the link is responsible for.
     pub fn link_s(&self) -> f64 {
         (self.exposed_s - self.late_s).max(0.)
     }
 }
 
-/// What a verb has carried for units.
+/// The traffic of units by one verb.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct VerbRate {
     /// `all-gather`, …
     pub verb: String,
-    /// Calls of a rank in a step.
+    /// Calls per rank and step.
     pub calls: f64,
-    /// What a rank sends in a step.
+    /// Bytes sent per rank and step.
     pub sent_bytes: f64,
-    /// How long that took, each call from when the last rank had come.
+    /// The duration of the calls, each counted from when the last rank entered it.
     pub moving_s: f64,
 }
 
 impl VerbRate {
-    /// What a rank sent in a second of that.
+    /// Returns the bytes that a rank sends per second during the calls.
     pub fn bytes_per_s(&self) -> f64 {
         if self.moving_s > 0. { self.sent_bytes / self.moving_s } else { 0. }
     }
 }
 
-/// A rank's time.
+/// The time of one rank.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct RankTime {
-    /// The rank.
+    /// The rank's number.
     pub rank: usize,
     /// Its host.
     pub host: String,
-    /// For how long it was at work beside reading tokens, in the step in which that was the least: what disturbs a step disturbs few of them.
+    /// The time for which it worked, without reading data, in the step where that was shortest: disturbances affect only a few steps.
     pub busy_s: f64,
-    /// For how long it read tokens, in the step in which that was the least.
+    /// The time for which it read data, in the step where that was shortest.
     pub data_s: f64,
-    /// For how long others stood still because it was the last to come.
+    /// The time for which other ranks waited because it was the last to enter a call.
     pub others_waited_s: f64,
 }
 
 impl Profile {
-    /// Of a trace.
-    pub fn of(trace: &Trace) -> Self {
+    /// Computes the profile of a trace.
+    pub fn from_trace(trace: &Trace) -> Self {
         let mut ranks: Vec<usize> = trace.ranks.iter().map(|(rank, _)| *rank).collect();
         ranks.sort_unstable();
         ranks.dedup();
-        let steps = trace.about.steps.max(1);
-        // From nanoseconds of all ranks and steps to seconds of one.
+        let steps = trace.info.steps.max(1);
+        // Converts nanoseconds over all ranks and steps to seconds per rank and step.
         let mean = 1e-9 / steps as f64 / ranks.len().max(1) as f64;
         let training: Vec<&Span> = trace.spans.iter().filter(|span| span.thread == Thread::Training).collect();
         let seconds = |span: &&&Span| span.length_ns as f64 * mean;
@@ -181,11 +180,11 @@ impl Profile {
         }
         let sent: f64 = profile.verbs.iter().map(|verb| verb.sent_bytes).sum();
         profile.communication.sent_bytes = sent as u64;
-        profile.blame(&training, &last_starts, steps);
+        profile.charge_waits(&training, &last_starts, steps);
         profile
     }
 
-    /// The mean time of a kind.
+    /// Returns the mean time of a kind.
     pub fn kind_s(&self, kind: &str) -> f64 {
         self.kinds.iter().find(|time| time.kind == kind).map_or(0., |time| time.mean_s)
     }
@@ -195,23 +194,23 @@ impl Profile {
             let kind = span.call.as_ref().map(|call| call.kind);
             span.rank == rank && matches!(kind, Some(Kind::Gather | Kind::Reduce))
         };
-        let moving = |span: &&Span| span.thread == Thread::Communication;
-        let under_way = union(trace.spans.iter().filter(of_units).filter(moving).map(interval).collect());
-        let stood: Vec<&Span> =
+        let is_call = |span: &&Span| span.thread == Thread::Communication;
+        let in_progress = union(trace.spans.iter().filter(of_units).filter(is_call).map(interval).collect());
+        let training: Vec<&Span> =
             trace.spans.iter().filter(of_units).filter(|span| span.thread == Thread::Training).collect();
-        let waits = union(stood.iter().filter(|span| span.kind == Kind::Wait).map(|span| interval(span)).collect());
-        let total = length(&under_way);
+        let waits = union(training.iter().filter(|span| span.kind == Kind::Wait).map(|span| interval(span)).collect());
+        let total = length(&in_progress);
         let exposed = length(&waits);
-        let late: f64 = stood.iter().map(|span| late_ns(span, last) as f64).sum();
+        let late: f64 = training.iter().map(|span| late_ns(span, last) as f64).sum();
         let communication = &mut self.communication;
         communication.total_s += total as f64 * mean;
-        communication.hidden_s += (total - common(&under_way, &waits)) as f64 * mean;
+        communication.hidden_s += (total - common(&in_progress, &waits)) as f64 * mean;
         communication.exposed_s += exposed as f64 * mean;
         communication.late_s += late * mean;
     }
 
-    /// Charges waits for a rank that was late to that rank.
-    fn blame(&mut self, training: &[&Span], last: &LastStarts<'_>, steps: u64) {
+    /// Charges the time that ranks waited for a late rank to that rank.
+    fn charge_waits(&mut self, training: &[&Span], last: &LastStarts<'_>, steps: u64) {
         for span in training.iter().filter(|span| span.kind == Kind::Wait) {
             let Some((_, late)) = key(span).and_then(|key| last.get(&key)) else { continue };
             if let Some(rank) = self.by_rank.iter_mut().find(|rank| rank.rank == *late && *late != span.rank) {
@@ -240,10 +239,10 @@ fn kinds(training: &[&Span], ranks: &[usize], steps: u64) -> Vec<KindTime> {
     times.into_iter().map(time).collect()
 }
 
-/// In the order in which they first compute.
+/// The times of the units, in the order in which they first compute.
 fn units(training: &[&Span], mean: f64) -> Vec<UnitTime> {
     let mut units: Vec<UnitTime> = Vec::new();
-    let mut places = BTreeMap::<&str, usize>::new();
+    let mut indices = BTreeMap::<&str, usize>::new();
     let is_of_unit = |span: &&&Span| {
         let waits_for = span.call.as_ref().map(|call| call.kind);
         !matches!(span.kind, Kind::Agree | Kind::Data | Kind::Evaluation | Kind::Save | Kind::Between)
@@ -251,18 +250,18 @@ fn units(training: &[&Span], mean: f64) -> Vec<UnitTime> {
     };
     for span in training.iter().filter(is_of_unit) {
         let Some(name) = span.unit.as_deref() else { continue };
-        let place = *places.entry(name).or_insert_with(|| {
+        let index = *indices.entry(name).or_insert_with(|| {
             units.push(UnitTime { unit: name.to_string(), ..UnitTime::default() });
             units.len() - 1
         });
-        units[place].add(span, span.length_ns as f64 * mean);
+        units[index].add(span, span.length_ns as f64 * mean);
     }
     units
 }
 
 fn verbs(trace: &Trace, last: &LastStarts<'_>, mean: f64) -> Vec<VerbRate> {
     let mut rates = BTreeMap::<&str, VerbRate>::new();
-    // Their mean is per step and rank, in seconds; that of counts is not in nanoseconds.
+    // `mean` also converts nanoseconds to seconds, which counts do not need.
     let count = mean * 1e9;
     for span in trace.spans.iter().filter(|span| span.thread == Thread::Communication) {
         let Some(call) = span.call.as_ref().filter(|call| matches!(call.kind, Kind::Gather | Kind::Reduce)) else {
@@ -272,8 +271,8 @@ fn verbs(trace: &Trace, last: &LastStarts<'_>, mean: f64) -> Vec<VerbRate> {
             rates.entry(&call.verb).or_insert_with(|| VerbRate { verb: call.verb.clone(), ..VerbRate::default() });
         rate.calls += count;
         rate.sent_bytes += call.sent_bytes as f64 * count;
-        let began = key(span).and_then(|key| last.get(&key)).map_or(span.start_ns, |(start, _)| *start);
-        rate.moving_s += span.end_ns().saturating_sub(began.max(span.start_ns)).max(0) as f64 * mean;
+        let start = key(span).and_then(|key| last.get(&key)).map_or(span.start_ns, |(start, _)| *start);
+        rate.moving_s += span.end_ns().saturating_sub(start.max(span.start_ns)).max(0) as f64 * mean;
     }
     rates.into_values().collect()
 }
@@ -299,7 +298,7 @@ fn rank_time(trace: &Trace, rank: usize) -> RankTime {
     }
 }
 
-/// For each call the time at which the last rank came to it, and which rank that was.
+/// For each call, the time at which the last rank entered it, and that rank.
 type LastStarts<'a> = BTreeMap<(&'a str, u64), (i64, usize)>;
 
 fn last_starts(trace: &Trace) -> LastStarts<'_> {
@@ -312,12 +311,12 @@ fn last_starts(trace: &Trace) -> LastStarts<'_> {
     last
 }
 
-/// Calls of one group and number are one; groups are told apart by the ranks in their names.
+/// Identifies a call across ranks. The names of groups contain their ranks, so they are unique.
 fn key(span: &Span) -> Option<(&str, u64)> {
     span.call.as_ref().map(|call| (call.group.as_str(), call.number))
 }
 
-/// The part of a wait that was over before the last rank came to the call.
+/// The part of a wait that passed before the last rank entered the call.
 fn late_ns(span: &Span, last: &LastStarts<'_>) -> i64 {
     let Some((start, _)) = key(span).and_then(|key| last.get(&key)).filter(|_| span.kind == Kind::Wait) else {
         return 0;
@@ -329,7 +328,7 @@ fn interval(span: &Span) -> (i64, i64) {
     (span.start_ns, span.end_ns())
 }
 
-/// The same times, in order and without those that are in several.
+/// The union of intervals, in order and without overlap.
 fn union(mut intervals: Vec<(i64, i64)>) -> Vec<(i64, i64)> {
     intervals.sort_unstable();
     let mut union: Vec<(i64, i64)> = Vec::new();
@@ -346,7 +345,7 @@ fn length(union: &[(i64, i64)]) -> i64 {
     union.iter().map(|(start, end)| end - start).sum()
 }
 
-/// How long both last at once.
+/// The length of the intersection of two unions.
 fn common(a: &[(i64, i64)], b: &[(i64, i64)]) -> i64 {
     let (mut a, mut b) = (a.iter().peekable(), b.iter().peekable());
     let mut sum = 0;
@@ -360,7 +359,7 @@ fn common(a: &[(i64, i64)], b: &[(i64, i64)]) -> i64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::spans::{About, RankAbout, SpanCall};
+    use crate::spans::{SpanCall, TraceInfo, TraceRank};
 
     const MS: i64 = 1_000_000;
 
@@ -376,7 +375,7 @@ mod tests {
         Span { rank, thread, kind, step: 1, unit: Some("block.0".to_string()), start_ns, length_ns, call }
     }
 
-    /// Rank 1 comes to a gather 4 ms after rank 0, which works on for 3 of them. The gather then takes 6.
+    /// Rank 1 enters a gather 4 ms after rank 0, which computes for 3 of them. The gather then takes 6.
     fn late() -> Trace {
         use Thread::{Communication, Training};
         let gather = Some((Kind::Gather, 1));
@@ -390,8 +389,8 @@ mod tests {
             span(1, Training, Kind::Backward, (12, 20), None),
             span(1, Communication, Kind::Gather, (6, 12), gather),
         ];
-        let ranks = vec![(0, RankAbout::default()), (1, RankAbout::default())];
-        Trace { about: About { steps: 1, ..About::default() }, ranks, spans }
+        let ranks = vec![(0, TraceRank::default()), (1, TraceRank::default())];
+        Trace { info: TraceInfo { steps: 1, ..TraceInfo::default() }, ranks, spans }
     }
 
     fn near(a: f64, b: f64) {
@@ -400,7 +399,7 @@ mod tests {
 
     #[test]
     fn a_late_rank_and_a_slow_link_are_told_apart() {
-        let profile = Profile::of(&late());
+        let profile = Profile::from_trace(&late());
         near(profile.step_s, 0.020);
         near(profile.kind_s("wait gather"), 0.0065);
         let communication = profile.communication;
@@ -417,7 +416,7 @@ mod tests {
     }
 
     #[test]
-    fn times_in_common_are_counted_once() {
+    fn overlapping_times_are_counted_once() {
         let a = union(vec![(0, 4), (2, 6), (10, 12)]);
         assert_eq!((a.as_slice(), length(&a)), (&[(0, 6), (10, 12)][..], 8));
         assert_eq!(common(&a, &[(5, 11)]), 2);

@@ -1,9 +1,8 @@
-//! Where the time of a few steps went, as spans: written and read as Chrome's trace JSON, which Perfetto opens.
+//! Traces of a few steps, written and read in Chrome's trace JSON, which Perfetto opens.
 //!
-//! A rank is a process of the trace, and has a thread that trains, one that saves, and one for each group in which it talks. The spans
-//! of the thread that trains follow each other without a gap, and none is inside another: what it did, and when it stood still and
-//! for what. So their lengths can be added up by whoever reads the file, with or without this module. Times are those of the
-//! first rank's clock. It does not measure: `shardwise-train` does.
+//! A rank is a process of the trace, with one thread for training, one for saving, and one for each communication group. The spans of
+//! the training thread follow each other without gaps or nesting: what it computed, and what it waited for. So anyone who reads the
+//! file can add up their lengths, with or without this module. All times are on rank 0's clock. `shardwise-train` does the measuring.
 
 use std::fmt;
 use std::io::{Read, Write};
@@ -15,56 +14,56 @@ use serde_json::json;
 
 use crate::{Error, Result};
 
-/// The largest trace that is read.
+/// The largest trace that is accepted.
 const TRACE_BYTES_MAX: u64 = 1 << 30;
 
-/// The most spans that are read.
+/// The maximum number of spans that are accepted.
 const SPANS_MAX: usize = 4 << 20;
 
-/// The longest name of a unit, a call or a group.
+/// The longest accepted name of a unit, a call or a group.
 const NAME_BYTES_MAX: usize = 1 << 10;
 
-/// The threads of a rank; those of groups follow.
+/// The thread ids of a rank; groups are numbered from `GROUPS` on.
 const TRAINING: u64 = 1;
 const SAVING: u64 = 2;
 const GROUPS: u64 = 10;
 
-/// What a span is spent on.
+/// What a thread does during a span.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Kind {
-    /// Reading the step's tokens.
+    /// Reads the tokens of the step.
     Data,
-    /// Making a unit's parameters whole.
+    /// All-gathers the parameters of a unit.
     Gather,
-    /// Computing a unit's output.
+    /// Computes the output of a unit.
     Forward,
-    /// Computing it again for the backward pass.
-    Again,
-    /// Computing a unit's gradients.
+    /// Recomputes activations for the backward pass.
+    Recompute,
+    /// Computes the gradients of a unit.
     Backward,
-    /// Handing gradients to the ranks that own them.
+    /// Reduces gradients to the ranks that own them.
     Reduce,
-    /// Updating parameters.
+    /// Updates parameters.
     Optimizer,
-    /// Numbers that all ranks have to know: tokens, losses, norms.
+    /// Reduces numbers that all ranks need: token counts, losses, norms.
     Agree,
-    /// Standing still for a call.
+    /// Waits for a call to complete.
     Wait,
-    /// Measuring on text that was held out.
+    /// Evaluates the model on held-out text.
     Evaluation,
-    /// Looking after checkpoints.
+    /// Saves a checkpoint.
     Save,
-    /// What the loop does around the step.
+    /// Runs the training loop around the step.
     Between,
 }
 
 impl Kind {
-    /// Every kind with its name.
+    /// All kinds with their names.
     pub const ALL: [(Kind, &str); 12] = [
         (Kind::Data, "data"),
         (Kind::Gather, "gather"),
         (Kind::Forward, "forward"),
-        (Kind::Again, "recompute"),
+        (Kind::Recompute, "recompute"),
         (Kind::Backward, "backward"),
         (Kind::Reduce, "reduce"),
         (Kind::Optimizer, "optimizer"),
@@ -75,7 +74,7 @@ impl Kind {
         (Kind::Between, "between"),
     ];
 
-    /// Its name.
+    /// Returns its name in trace files.
     pub fn name(self) -> &'static str {
         Kind::ALL.iter().find(|(kind, _)| *kind == self).map_or("", |(_, name)| name)
     }
@@ -86,25 +85,25 @@ impl FromStr for Kind {
 
     fn from_str(text: &str) -> std::result::Result<Self, String> {
         let found = Kind::ALL.iter().find(|(_, name)| *name == text);
-        found.map(|(kind, _)| *kind).ok_or_else(|| format!("there is no kind of span '{text}'"))
+        found.map(|(kind, _)| *kind).ok_or_else(|| format!("unknown kind of span '{text}'"))
     }
 }
 
-/// Whose time it is.
+/// The thread that a span belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Thread {
-    /// That of the thread that trains.
+    /// The training thread.
     Training,
-    /// That of the thread that writes checkpoints.
+    /// The thread that writes checkpoints.
     Saving,
-    /// That of the call's group.
+    /// The thread of a communication group.
     Communication,
 }
 
-/// A call between ranks. Ranks number the calls of a group alike, so group and number say which belong together.
+/// A communication call. All ranks of a group number its calls alike, so group and number identify a call across ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SpanCall {
-    /// Gathering, reducing, or agreeing.
+    /// What the call is for: gather, reduce, or agree.
     pub kind: Kind,
     /// The group's name.
     pub group: String,
@@ -112,38 +111,38 @@ pub struct SpanCall {
     pub number: u64,
     /// `all-gather`, …
     pub verb: String,
-    /// What this rank hands to others in it.
+    /// The bytes that this rank sends in it.
     pub sent_bytes: u64,
 }
 
-/// Some time of a thread.
+/// A period of time on one thread.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Span {
     /// The rank.
     pub rank: usize,
     /// The thread.
     pub thread: Thread,
-    /// What for.
+    /// What the thread does.
     pub kind: Kind,
-    /// In which step.
+    /// The step during which it starts.
     pub step: u64,
-    /// The unit, or the quantity that a call is about.
+    /// The unit, or the label of a call that belongs to no unit.
     pub unit: Option<String>,
-    /// From when on, in nanoseconds since the trace began.
+    /// Its start, in nanoseconds since the start of the trace.
     pub start_ns: i64,
-    /// For how long.
+    /// Its duration.
     pub length_ns: u64,
-    /// The call that it is, or that is waited for.
+    /// The call that it represents, or that it waits for.
     pub call: Option<SpanCall>,
 }
 
 impl Span {
-    /// When it ends.
+    /// Returns its end, in nanoseconds since the start of the trace.
     pub fn end_ns(&self) -> i64 {
         self.start_ns.saturating_add_unsigned(self.length_ns)
     }
 
-    /// As in `wait gather block.3`.
+    /// Returns its name, such as `wait gather block.3`.
     pub fn name(&self) -> String {
         let mut name = self.kind.name().to_string();
         if let (Kind::Wait, Some(call)) = (self.kind, &self.call) {
@@ -154,77 +153,78 @@ impl Span {
     }
 }
 
-/// What a trace says of itself.
+/// The metadata of a trace.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct About {
+pub struct TraceInfo {
     /// The version of Shardwise.
     pub version: String,
-    /// The first step.
+    /// The first traced step.
     pub first_step: u64,
-    /// How many.
+    /// The number of traced steps.
     pub steps: u64,
-    /// How many ranks the run has, of which some may not be in the trace.
+    /// The world size. Not every rank has to be in the trace.
     pub ranks: usize,
 }
 
-/// What there is to know of a rank beside its spans.
+/// The metadata of one rank in a trace.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct RankAbout {
+pub struct TraceRank {
     /// Its host.
     pub host: String,
-    /// What its clock was behind the first rank's, in microseconds.
+    /// How far its clock was behind rank 0's, in microseconds.
     pub clock_offset_us: f64,
-    /// By how much that may be wrong.
+    /// The uncertainty of that offset, in microseconds.
     pub clock_uncertainty_us: f64,
-    /// Calls and phases that there was no room for.
-    pub forgotten: u64,
+    /// The number of calls and phases that did not fit into the trace buffer.
+    #[serde(rename = "forgotten")]
+    pub dropped: u64,
 }
 
 /// A trace.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Trace {
-    /// What it says of itself.
-    pub about: About,
-    /// Its ranks, in the order in which they were written.
-    pub ranks: Vec<(usize, RankAbout)>,
+    /// Its metadata.
+    pub info: TraceInfo,
+    /// Its ranks with their metadata, in the order in which they were written.
+    pub ranks: Vec<(usize, TraceRank)>,
     /// All spans.
     pub spans: Vec<Span>,
 }
 
-/// Writes a trace, rank after rank, so that nobody has to hold all of it.
+/// Writes a trace rank by rank, so that no process has to hold the whole trace.
 pub struct TraceWriter<W> {
     out: W,
 }
 
 impl<W: Write> TraceWriter<W> {
-    /// Begins a trace.
-    pub fn new(mut out: W, about: &About) -> std::io::Result<Self> {
-        // A first event, so that every other one follows a comma.
-        let begin = json!({ "ph": "M", "name": "trace_began", "pid": 0, "args": {} });
-        write!(out, "{{\"displayTimeUnit\":\"ms\",\"otherData\":{},\"traceEvents\":[\n{begin}", json!(about))?;
+    /// Writes the start of a trace.
+    pub fn new(mut out: W, info: &TraceInfo) -> std::io::Result<Self> {
+        // A first event, so that every other event can start with a comma.
+        let first = json!({ "ph": "M", "name": "trace_began", "pid": 0, "args": {} });
+        write!(out, "{{\"displayTimeUnit\":\"ms\",\"otherData\":{},\"traceEvents\":[\n{first}", json!(info))?;
         Ok(TraceWriter { out })
     }
 
-    /// Adds what [`events`] has made, which may come in pieces.
+    /// Adds the output of [`events`], whole or in pieces.
     pub fn add(&mut self, events: &[u8]) -> std::io::Result<()> {
         self.out.write_all(events)
     }
 
-    /// Ends it.
-    pub fn end(mut self) -> std::io::Result<()> {
+    /// Writes the end of the trace.
+    pub fn finish(mut self) -> std::io::Result<()> {
         self.out.write_all(b"\n]}\n")?;
         self.out.flush()
     }
 }
 
-/// A rank's spans as a trace has them, to be added to one.
-pub fn events(rank: usize, about: &RankAbout, spans: &[Span]) -> Vec<u8> {
+/// Formats the spans of a rank for [`TraceWriter::add`].
+pub fn events(rank: usize, info: &TraceRank, spans: &[Span]) -> Vec<u8> {
     let mut text = String::new();
     let mut add = |event: serde_json::Value| text += &format!(",\n{event}");
-    let named = |what: &str, tid: u64, name: &str| json!({ "ph": "M", "name": what, "pid": rank, "tid": tid, "args": { "name": name } });
-    add(named("process_name", 0, &format!("rank {rank} ({})", about.host)));
+    let named = |key: &str, tid: u64, name: &str| json!({ "ph": "M", "name": key, "pid": rank, "tid": tid, "args": { "name": name } });
+    add(named("process_name", 0, &format!("rank {rank} ({})", info.host)));
     add(json!({ "ph": "M", "name": "process_sort_index", "pid": rank, "args": { "sort_index": rank } }));
-    add(json!({ "ph": "M", "name": "rank", "pid": rank, "args": about }));
+    add(json!({ "ph": "M", "name": "rank", "pid": rank, "args": info }));
     add(named("thread_name", TRAINING, "training"));
     let mut groups: Vec<&str> = Vec::new();
     for span in spans.iter().filter(|span| span.rank == rank) {
@@ -262,7 +262,7 @@ fn event(span: &Span, tid: u64) -> serde_json::Value {
             args[key] = value;
         }
     }
-    // Microseconds, as the format has it.
+    // The format counts in microseconds.
     let (ts, dur) = (span.start_ns as f64 / 1e3, span.length_ns as f64 / 1e3);
     json!({
         "ph": "X", "name": span.name(), "cat": span.kind.name(), "pid": span.rank, "tid": tid, "ts": ts, "dur": dur,
@@ -271,37 +271,37 @@ fn event(span: &Span, tid: u64) -> serde_json::Value {
 }
 
 impl Trace {
-    /// Reads a trace that was written here. Nothing in it is trusted.
+    /// Reads a trace file. Its content is not trusted.
     pub fn read(path: &std::path::Path) -> Result<Self> {
         let fail = |error| Error::File { path: path.display().to_string(), error };
         let file = std::fs::File::open(path).map_err(fail)?;
         Trace::parse(file).map_err(|problem| Error::Trace { path: path.display().to_string(), problem })
     }
 
-    /// The same from anywhere.
+    /// Reads a trace from any reader.
     pub fn parse(from: impl Read) -> std::result::Result<Self, String> {
         let limited = std::io::BufReader::new(from.take(TRACE_BYTES_MAX));
-        let file: Written = serde_json::from_reader(limited).map_err(|error| error.to_string())?;
+        let file: TraceFile = serde_json::from_reader(limited).map_err(|error| error.to_string())?;
         let Events { ranks, spans } = file.events;
-        Ok(Trace { about: file.about, ranks, spans })
+        Ok(Trace { info: file.info, ranks, spans })
     }
 }
 
-/// The file.
+/// The JSON of a trace file.
 #[derive(Deserialize)]
-struct Written {
+struct TraceFile {
     #[serde(rename = "otherData")]
-    about: About,
+    info: TraceInfo,
     #[serde(rename = "traceEvents")]
     events: Events,
 }
 
 struct Events {
-    ranks: Vec<(usize, RankAbout)>,
+    ranks: Vec<(usize, TraceRank)>,
     spans: Vec<Span>,
 }
 
-/// An event, of which much may be missing.
+/// An event. Other programs' events may lack most fields.
 #[derive(Deserialize)]
 struct Event {
     ph: String,
@@ -322,8 +322,8 @@ struct Event {
 
 impl<'de> Deserialize<'de> for Events {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
-        struct Each;
-        impl<'de> Visitor<'de> for Each {
+        struct EventsVisitor;
+        impl<'de> Visitor<'de> for EventsVisitor {
             type Value = Events;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -333,24 +333,24 @@ impl<'de> Deserialize<'de> for Events {
             fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> std::result::Result<Events, A::Error> {
                 let mut events = Events { ranks: Vec::new(), spans: Vec::new() };
                 while let Some(event) = seq.next_element::<Event>()? {
-                    events.take(event).map_err(A::Error::custom)?;
+                    events.add(event).map_err(A::Error::custom)?;
                     if events.spans.len() > SPANS_MAX || events.ranks.len() > SPANS_MAX {
-                        return Err(A::Error::custom(format!("there are more than {SPANS_MAX} spans")));
+                        return Err(A::Error::custom(format!("it has more than {SPANS_MAX} spans")));
                     }
                 }
                 Ok(events)
             }
         }
-        deserializer.deserialize_seq(Each)
+        deserializer.deserialize_seq(EventsVisitor)
     }
 }
 
 impl Events {
-    fn take(&mut self, event: Event) -> std::result::Result<(), String> {
+    fn add(&mut self, event: Event) -> std::result::Result<(), String> {
         let rank = event.pid as usize;
         if event.ph == "M" && event.name == "rank" {
-            let about = serde_json::from_value(event.args).map_err(|error| error.to_string())?;
-            self.ranks.push((rank, about));
+            let info = serde_json::from_value(event.args).map_err(|error| error.to_string())?;
+            self.ranks.push((rank, info));
             return Ok(());
         }
         if event.ph != "X" {
@@ -389,11 +389,11 @@ impl Events {
     }
 }
 
-/// A thousand years and more are no time of a trace.
+/// Converts microseconds to nanoseconds, and rejects times that no trace can have.
 fn nanoseconds(microseconds: f64) -> std::result::Result<i64, String> {
     match microseconds.is_finite() && microseconds.abs() < 1e15 {
         true => Ok((microseconds * 1e3).round() as i64),
-        false => Err(format!("{microseconds} is no time")),
+        false => Err(format!("{microseconds} µs is not a valid time")),
     }
 }
 
@@ -403,25 +403,25 @@ mod tests {
     use super::*;
 
     pub(crate) fn trace(spans: Vec<Span>) -> Trace {
-        let about = About { version: "0".to_string(), first_step: 3, steps: 1, ranks: 2 };
+        let info = TraceInfo { version: "0".to_string(), first_step: 3, steps: 1, ranks: 2 };
         let mut ranks: Vec<usize> = spans.iter().map(|span| span.rank).collect();
         ranks.dedup();
-        let of = |rank: usize| RankAbout {
+        let of = |rank: usize| TraceRank {
             host: format!("host-{rank}"),
             clock_offset_us: -1.5,
             clock_uncertainty_us: 0.25,
-            forgotten: 0,
+            dropped: 0,
         };
-        Trace { about, ranks: ranks.into_iter().map(|rank| (rank, of(rank))).collect(), spans }
+        Trace { info, ranks: ranks.into_iter().map(|rank| (rank, of(rank))).collect(), spans }
     }
 
-    fn written(trace: &Trace) -> Vec<u8> {
+    fn write(trace: &Trace) -> Vec<u8> {
         let mut text = Vec::new();
-        let mut writer = TraceWriter::new(&mut text, &trace.about).unwrap();
-        for (rank, about) in &trace.ranks {
-            writer.add(&events(*rank, about, &trace.spans)).unwrap();
+        let mut writer = TraceWriter::new(&mut text, &trace.info).unwrap();
+        for (rank, info) in &trace.ranks {
+            writer.add(&events(*rank, info, &trace.spans)).unwrap();
         }
-        writer.end().unwrap();
+        writer.finish().unwrap();
         text
     }
 
@@ -454,9 +454,9 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read() {
+    fn a_trace_survives_writing_and_reading() {
         let trace = trace(spans());
-        let text = written(&trace);
+        let text = write(&trace);
         assert_eq!(Trace::parse(&text[..]).unwrap(), trace);
         let json: serde_json::Value = serde_json::from_slice(&text).unwrap();
         let names: Vec<&str> =
@@ -465,8 +465,8 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_trace_is_refused() {
-        let whole = String::from_utf8(written(&trace(spans()))).unwrap();
+    fn an_invalid_trace_is_refused() {
+        let whole = String::from_utf8(write(&trace(spans()))).unwrap();
         for (wrong, with) in [
             ("\"cat\":\"forward\"", "\"cat\":\"lunch\""),
             ("\"dur\":1.001", "\"dur\":-1.0"),
@@ -486,12 +486,12 @@ mod tests {
         }
 
         #[test]
-        fn no_change_breaks_the_reader(place: usize, byte: u8) {
-            let mut text = written(&trace(spans()));
-            let place = place % text.len();
-            text[place] = byte;
+        fn no_change_breaks_the_reader(index: usize, byte: u8) {
+            let mut text = write(&trace(spans()));
+            let index = index % text.len();
+            text[index] = byte;
             if let Ok(trace) = Trace::parse(&text[..]) {
-                drop(crate::Profile::of(&trace));
+                drop(crate::Profile::from_trace(&trace));
             }
         }
     }

@@ -1,22 +1,22 @@
-//! The scalars of a run as TensorBoard reads them: `tensorboard --logdir RUN`.
+//! Exports the scalars of a run to TensorBoard: `tensorboard --logdir RUN`.
 //!
-//! Every attempt writes a file of its own, in the format of TensorFlow's event files: records with a length and checksums, each
-//! an `Event` of protocol buffers. The few fields that are needed are encoded here by hand. A file begins with its version, and
-//! where steps are made again, an event says so, by which TensorBoard forgets what it has read from there on.
+//! Every attempt writes its own file in TensorFlow's event format: records with a length and checksums, each a protocol buffer
+//! `Event`. The few fields that we need are encoded here by hand. A file starts with its version. Before steps are repeated, a
+//! session-start event makes TensorBoard discard what it has read from that step on.
 
 use std::fs::{File, OpenOptions, create_dir_all, read_dir};
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
-use crate::{Entry, Error, Result, What};
+use crate::{Entry, EntryKind, Error, Result};
 
-/// The folder in a run's.
+/// The subfolder of the run's folder.
 const FOLDER: &str = "tensorboard";
 
-/// What the names of event files begin with; a number of seconds follows, by whose order they are read.
+/// The prefix of event files. The time in seconds follows; TensorBoard reads the files in that order.
 const PREFIX: &str = "events.out.tfevents.";
 
-/// An event file that one attempt writes.
+/// The event file of one attempt.
 pub struct TensorBoard {
     file: File,
     path: PathBuf,
@@ -25,13 +25,13 @@ pub struct TensorBoard {
 }
 
 impl TensorBoard {
-    /// Begins a file in a run's folder.
+    /// Creates a new event file in a run's folder.
     pub fn open(run: &Path) -> Result<Self> {
         let folder = run.join(FOLDER);
         let fail = |error| Error::File { path: folder.display().to_string(), error };
         create_dir_all(&folder).map_err(fail)?;
-        let now = Entry::now(What::Note { step: 0, text: String::new() }).time_s;
-        // After all that are there, whatever clock they had.
+        let now = Entry::now(EntryKind::Note { step: 0, text: String::new() }).time_s;
+        // Sort after all existing files, even if another clock named them.
         let mut number = newest(&folder).map_err(fail)?.map_or(0, |newest| newest + 1).max(now as u64);
         let (file, path) = loop {
             let path = folder.join(format!("{PREFIX}{number:010}"));
@@ -48,15 +48,15 @@ impl TensorBoard {
         Ok(tensorboard)
     }
 
-    /// Adds what an entry has of scalars, if it has any.
+    /// Writes the scalars of an entry, if it has any.
     pub fn add(&mut self, entry: &Entry) -> Result<()> {
-        if let What::Start(start) = &entry.what {
-            return self.begin(entry.time_s, start.first_step);
+        if let EntryKind::Start(start) = &entry.kind {
+            return self.write_session_start(entry.time_s, start.first_step);
         }
         let Some((step, scalars)) = scalars(entry) else { return Ok(()) };
-        if let What::Step(_) = entry.what {
+        if let EntryKind::Step(_) = entry.kind {
             if self.last.is_some_and(|last| step <= last) {
-                self.begin(entry.time_s, step)?;
+                self.write_session_start(entry.time_s, step)?;
             }
             self.last = Some(step);
         }
@@ -73,10 +73,10 @@ impl TensorBoard {
         self.write(&event)
     }
 
-    /// Whatever was written of this step and later ones is made again.
-    fn begin(&mut self, time_s: f64, step: u64) -> Result<()> {
+    /// Makes TensorBoard discard this step and later ones, because they are repeated.
+    fn write_session_start(&mut self, time_s: f64, step: u64) -> Result<()> {
         let mut event = event(time_s, step);
-        // A session's log, whose status is START.
+        // A SessionLog with status START.
         bytes(&mut event, 7, &[1 << 3 | VARINT, 1]);
         self.write(&event)
     }
@@ -92,19 +92,19 @@ impl TensorBoard {
     }
 }
 
-/// An entry's scalars with their names, and the step that they are of.
+/// The step of an entry, and its scalars with their tags.
 fn scalars(entry: &Entry) -> Option<(u64, Vec<(String, f64)>)> {
     let named = |scalars: &[(&str, f64)]| scalars.iter().map(|(name, scalar)| (name.to_string(), *scalar)).collect();
-    match &entry.what {
-        What::Step(step) => {
+    match &entry.kind {
+        EntryKind::Step(step) => {
             let scalars = [
                 ("loss", step.loss),
-                ("gradient_norm", step.gradient_norm),
-                ("rate", step.rate),
+                ("grad_norm", step.grad_norm),
+                ("lr", step.lr),
                 ("tokens", step.tokens as f64),
                 ("tokens_per_s", step.tokens_per_s),
                 ("step_s", step.step_s),
-                ("utilisation", step.utilisation),
+                ("mfu", step.mfu),
                 ("memory_bytes", step.memory_bytes as f64),
                 ("memory_peak_bytes", step.memory_peak_bytes as f64),
                 ("sent_bytes", step.sent_bytes as f64),
@@ -113,7 +113,7 @@ fn scalars(entry: &Entry) -> Option<(u64, Vec<(String, f64)>)> {
             ];
             Some((step.step, named(&scalars)))
         }
-        What::Memory { step, ranks } => {
+        EntryKind::Memory { step, ranks } => {
             let mut most: Vec<(String, f64)> = Vec::new();
             for (name, bytes) in ranks.iter().flat_map(|rank| rank.kinds()) {
                 let name = format!("memory/{}", name.replace(' ', "_"));
@@ -124,21 +124,21 @@ fn scalars(entry: &Entry) -> Option<(u64, Vec<(String, f64)>)> {
             }
             Some((*step, most))
         }
-        What::Traffic(traffic) => {
+        EntryKind::Traffic(traffic) => {
             let per_step = |bytes: u64| bytes as f64 / traffic.steps.max(1) as f64;
             let both = |verb: &crate::VerbTraffic| {
                 let name = format!("traffic/{}", verb.verb);
-                [(format!("{name}/theory"), per_step(verb.theory_bytes)), (name, per_step(verb.bytes))]
+                [(format!("{name}/expected"), per_step(verb.expected_bytes)), (name, per_step(verb.bytes))]
             };
             Some((traffic.step, traffic.verbs.iter().flat_map(both).collect()))
         }
-        What::HeldOut(held_out) => {
-            let mut scalars = named(&[("held_out/loss", held_out.loss)]);
-            scalars.extend(held_out.bits_per_byte.map(|bits| ("held_out/bits_per_byte".to_string(), bits)));
-            Some((held_out.step, scalars))
+        EntryKind::Evaluation(evaluation) => {
+            let mut scalars = named(&[("evaluation/loss", evaluation.loss)]);
+            scalars.extend(evaluation.bits_per_byte.map(|bits| ("evaluation/bits_per_byte".to_string(), bits)));
+            Some((evaluation.step, scalars))
         }
-        What::Saved(saved) => {
-            let seconds = [("saved/took_s", saved.took_s), ("saved/stood_still_s", saved.stood_still_s)];
+        EntryKind::Saved(saved) => {
+            let seconds = [("saved/took_s", saved.took_s), ("saved/stalled_s", saved.stalled_s)];
             Some((saved.step, named(&seconds)))
         }
         _ => None,
@@ -151,7 +151,7 @@ fn newest(folder: &Path) -> std::io::Result<Option<u64>> {
     for file in read_dir(folder)? {
         let name = file?.file_name();
         let number = name.to_str().and_then(|name| name.strip_prefix(PREFIX)?.parse::<u64>().ok());
-        // One that leaves no room for the next is not ours.
+        // Ignore numbers too large to be ours: the next one might not fit.
         newest = newest.max(number.filter(|number| *number < 1 << 40));
     }
     Ok(newest)
@@ -164,7 +164,7 @@ const FIXED_64: u8 = 1;
 const DELIMITED: u8 = 2;
 const FIXED_32: u8 = 5;
 
-/// An event's time and step.
+/// Starts an event with its time and step.
 fn event(time_s: f64, step: u64) -> Vec<u8> {
     let mut event = Vec::new();
     key(&mut event, 1, FIXED_64);
@@ -192,7 +192,7 @@ fn varint(to: &mut Vec<u8>, mut number: u64) {
     to.push(number as u8);
 }
 
-/// Checksums of what has checksums in it are kept apart from those by this, as TensorFlow does it.
+/// TensorFlow's masking, so that the checksum of data that itself contains checksums is still strong.
 fn masked(checksum: u32) -> u32 {
     checksum.rotate_right(15).wrapping_add(0xa282_ead8)
 }

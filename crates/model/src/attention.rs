@@ -1,29 +1,31 @@
-//! Causal attention, over all earlier positions, a window of them, or those of the same document.
+//! Causal attention over all earlier positions, a sliding window of them, or those of the same document.
 
 use shardwise_torch::tch::{Device, Kind, Tensor};
 
 use crate::Result;
 use crate::documents::Documents;
 
-/// What attention computes.
-pub(crate) struct Attended {
-    /// Sequences by positions by width: the heads side by side.
+/// The output of attention, and intermediate tensors that can be recomputed.
+pub(crate) struct AttentionOutput {
+    /// The concatenated heads (sequences, positions, heads × head dim).
     pub(crate) output: Tensor,
-    /// Key and value with as many heads as the query, where they were made for it.
+    /// Key and value, expanded to as many heads as the query if they had fewer.
     pub(crate) expanded: Option<[Tensor; 2]>,
-    /// What the output was joined of, where sequences have several documents.
+    /// The output of each document, if sequences are packed.
     pub(crate) parts: Vec<Tensor>,
 }
 
-/// Attention of `query` (sequences, heads, positions, head width) to `key` and `value`, which may have fewer heads.
+/// Attention of `query` (sequences, heads, positions, head dim) to `key` and `value`, which may have fewer heads (grouped-query
+/// attention).
 pub(crate) fn causal(
     query: &Tensor,
     key: &Tensor,
     value: &Tensor,
     window: Option<usize>,
     documents: Option<&Documents>,
-) -> Result<Attended> {
-    // libtorch's fused CPU kernel wants as many key heads as query heads; its own expansion would leave the fused path.
+) -> Result<AttentionOutput> {
+    // libtorch's fused CPU kernel needs as many key heads as query heads; letting libtorch expand them would leave the fused
+    // path.
     let expanded = match query.size()[1] / key.size()[1] {
         1 => None,
         times => Some([
@@ -33,32 +35,33 @@ pub(crate) fn causal(
     };
     let (key, value) = expanded.as_ref().map_or((key, value), |[key, value]| (key, value));
     let Some(documents) = documents else {
-        return Ok(Attended { output: attend(query, key, value, window)?, expanded, parts: vec![] });
+        return Ok(AttentionOutput { output: attend(query, key, value, window)?, expanded, parts: vec![] });
     };
     let (queries, keys, values) = (documents.split(query)?, documents.split(key)?, documents.split(value)?);
     let each = queries.iter().zip(keys.iter().zip(&values));
     let parts = each.map(|(query, (key, value))| attend(query, key, value, window)).collect::<Result<Vec<Tensor>>>()?;
-    Ok(Attended { output: documents.join(&parts)?, expanded, parts })
+    Ok(AttentionOutput { output: documents.join(&parts)?, expanded, parts })
 }
 
-/// Attention of new positions to themselves and those before them: `key` and `value` begin with as many earlier positions
-/// as they have more than `query`. Without a graph.
+/// Attention of new positions to themselves and all earlier ones, for generation. The extra positions of `key` and `value` come
+/// before those of `query`.
 pub(crate) fn extend(query: &Tensor, key: &Tensor, value: &Tensor, window: Option<usize>) -> Result<Tensor> {
     let (size, positions) = (query.size(), key.size()[2]);
-    // The rest has left the window of the first new position.
+    // Drop the positions before the window of the first new position.
     let seen = window.map_or(positions, |window| positions.min(size[2] + window as i64 - 1));
     let last = |tensor: &Tensor| tensor.f_narrow(2, positions - seen, seen);
     let (key, value) = (last(key)?, last(value)?);
     if size[2] > 1 {
         return Ok(causal(query, &key, &value, window, None)?.output);
     }
-    // One position sees all that is left, so those heads that share a key may pass for positions: no key is copied.
+    // A single position attends to everything that is left, so query heads that share a key head can be passed as positions,
+    // and no key is copied.
     let sharing = query.f_reshape([size[0], key.size()[1], -1, size[3]])?;
     let seen = Tensor::f_scaled_dot_product_attention(&sharing, &key, &value, None::<&Tensor>, 0., false, None, false)?;
     Ok(seen.f_reshape([size[0], 1, -1])?)
 }
 
-/// With as many heads everywhere; the query's positions are the last of the key's.
+/// Attention with equally many query, key and value heads. The query's positions are the last ones of the key.
 fn attend(query: &Tensor, key: &Tensor, value: &Tensor, window: Option<usize>) -> Result<Tensor> {
     let (sequences, queries, keys) = (query.size()[0], query.size()[2], key.size()[2]);
     let window = window.map_or(keys, |window| keys.min(window as i64));
@@ -68,20 +71,20 @@ fn attend(query: &Tensor, key: &Tensor, value: &Tensor, window: Option<usize>) -
     Ok(seen.f_transpose(1, 2)?.f_reshape([sequences, queries, -1])?)
 }
 
-/// Whether a query at position i may look at a key at position j: 0 ≤ i − j < window. Queries are at the last positions.
+/// The mask: a query at position i attends to a key at position j if 0 ≤ i − j < window. Queries are at the last positions.
 fn band(queries: i64, keys: i64, window: i64, device: Device) -> Tensor {
     let all = Tensor::ones([queries, keys], (Kind::Bool, device));
     let first = keys - queries;
     all.tril(first).logical_and(&all.triu(first + 1 - window))
 }
 
-/// Additions and multiplications for a position's query of so many numbers, all heads together, on average over a sequence: one
-/// product with the keys that it sees, and one with their values.
-pub(crate) fn flops(query_width: usize, positions: usize, window: Option<usize>) -> f64 {
+/// The FLOPs of one position, averaged over a sequence: one product with the keys that it attends to, and one with their values.
+/// `query_size` is the size of a query, all heads together.
+pub(crate) fn flops(query_size: usize, positions: usize, window: Option<usize>) -> f64 {
     let window = window.map_or(positions, |window| window.min(positions)) as f64;
-    // The first positions see fewer than a window.
+    // The first positions attend to fewer.
     let seen = window - window * (window - 1.) / 2. / positions.max(1) as f64;
-    4. * query_width as f64 * seen
+    4. * query_size as f64 * seen
 }
 
 #[cfg(test)]
@@ -89,7 +92,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_position_sees_itself_and_those_before_it() {
+    fn a_position_attends_to_itself_and_earlier_ones() {
         for (positions, window) in [(1usize, None), (7, None), (7, Some(3)), (7, Some(1)), (7, Some(9))] {
             let sees = |position: usize| (position + 1).min(window.unwrap_or(positions));
             let seen: usize = (0..positions).map(sees).sum();

@@ -1,43 +1,43 @@
-//! What a unit remembers of the positions that it has seen, so that the next one costs one position's work.
+//! The KV cache, with which generating a token costs the work of a single position.
 
 use shardwise_torch::tch::Tensor;
 
 use crate::Result;
 
-/// The fewest positions that memory is made for.
-const ROOM_MIN: i64 = 16;
+/// The smallest capacity, in positions.
+const CAPACITY_MIN: i64 = 16;
 
-/// What one unit remembers of a generation: of a block keys and values, of the others how far it has come.
+/// The cache of one unit: the keys and values of a block; for other units, only the number of positions so far.
 ///
-/// Memory grows by doubling. With a window, positions that have left it are dropped when it would grow, so that it never
-/// has more than twice the window and what was added at once.
+/// Memory grows by doubling. With a sliding window, positions outside of it are dropped before the cache would grow, so its
+/// capacity stays below twice the sum of the window and the positions that are added at once.
 #[derive(Default)]
 pub struct Cache {
     seen: i64,
-    /// How many positions are in memory: the last of those seen.
+    /// The number of positions in memory: the last ones of those seen.
     held: i64,
-    /// Keys and values, each sequences by heads by room by head width.
+    /// Keys and values, each (sequences, heads, capacity, head dim).
     memory: Option<[Tensor; 2]>,
 }
 
 impl Cache {
-    /// Nothing seen yet.
+    /// An empty cache.
     pub fn new() -> Self {
         Cache::default()
     }
 
-    /// How many positions the unit has seen.
+    /// The number of positions that the unit has seen.
     pub fn positions(&self) -> usize {
         self.seen as usize
     }
 
-    /// The memory that it holds.
+    /// The size of keys and values in memory.
     pub fn bytes(&self) -> usize {
         let bytes = |tensor: &Tensor| tensor.numel() * tensor.kind().elt_size_in_bytes();
         self.memory.iter().flatten().map(bytes).sum()
     }
 
-    /// Notes new positions of a unit that remembers nothing else. Returns the first one's place.
+    /// Counts new positions for a unit that has no keys and values. Returns the index of the first one.
     pub(crate) fn advance(&mut self, positions: i64) -> i64 {
         self.seen += positions;
         self.seen - positions
@@ -49,13 +49,13 @@ impl Cache {
         let memory = match self.memory.take() {
             Some(memory) if self.held + new <= memory[0].size()[2] => memory,
             full => {
-                // What the first of the new positions sees besides itself.
+                // Keep the positions that the first new one attends to, besides itself.
                 let kept = window.map_or(self.held, |window| self.held.min(window as i64 - 1));
-                let room = ROOM_MIN.max(2 * (kept + new));
+                let capacity = CAPACITY_MIN.max(2 * (kept + new));
                 let old = full.map(|[keys, values]| [Some(keys), Some(values)]).unwrap_or_default();
                 let [old_keys, old_values] = old.map(|old| old.map(|old| old.narrow(2, self.held - kept, kept)));
                 self.held = kept;
-                [moved(old_keys, key, room)?, moved(old_values, value, room)?]
+                [grow(old_keys, key, capacity)?, grow(old_values, value, capacity)?]
             }
         };
         for (memory, added) in memory.iter().zip([key, value]) {
@@ -69,10 +69,10 @@ impl Cache {
     }
 }
 
-/// Memory with room for so many positions, which begins with the old ones; otherwise like `new`.
-fn moved(old: Option<Tensor>, new: &Tensor, room: i64) -> Result<Tensor> {
+/// Allocates memory for `capacity` positions like those of `new`, and copies the old ones to its start.
+fn grow(old: Option<Tensor>, new: &Tensor, capacity: i64) -> Result<Tensor> {
     let size = new.size();
-    let memory = Tensor::f_empty([size[0], size[1], room, size[3]], (new.kind(), new.device()))?;
+    let memory = Tensor::f_empty([size[0], size[1], capacity, size[3]], (new.kind(), new.device()))?;
     if let Some(old) = old {
         memory.f_narrow(2, 0, old.size()[2])?.f_copy_(&old)?;
     }

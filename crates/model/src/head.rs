@@ -1,38 +1,38 @@
-//! The last unit of a chain: a norm, the matrix of the vocabulary, and the loss.
+//! The last unit of a language model: the final norm, the output projection (`lm_head`), and the loss.
 
 use shardwise_torch::tch::Tensor;
 
 use crate::loss::{self, head_loss};
 use crate::{Activations, Batch, Cache, Footprint, Layer, Parameters, Result};
 
-/// The head of a model.
+/// The head of a model, with its loss.
 pub(crate) struct Head<M>(pub(crate) M);
 
-/// What models' heads differ in.
-pub(crate) trait Headed: Send {
-    /// The head's input, normed, and its matrix.
-    fn normed<'a>(&self, parameters: &'a Parameters<'_>, input: &Tensor) -> Result<(Tensor, &'a Tensor)>;
+/// The parts of a head that depend on the model.
+pub(crate) trait LmHead: Send {
+    /// Returns the input after the final norm, and the weight of the output projection.
+    fn final_norm_and_weight<'a>(&self, parameters: &'a Parameters<'_>, input: &Tensor)
+    -> Result<(Tensor, &'a Tensor)>;
 
-    /// How large it is.
     fn sizes(&self) -> Sizes;
 }
 
 /// The sizes of a head.
 pub(crate) struct Sizes {
-    pub(crate) vocabulary: usize,
-    pub(crate) width: usize,
-    /// The tokens whose logits exist at a time.
-    pub(crate) chunk: usize,
+    pub(crate) vocab_size: usize,
+    pub(crate) hidden_size: usize,
+    /// The number of tokens whose logits are in memory at once.
+    pub(crate) chunk_tokens: usize,
 }
 
-impl<M: Headed> Head<M> {
+impl<M: LmHead> Head<M> {
     fn logits_of(&self, parameters: &Parameters<'_>, input: &Tensor) -> Result<Tensor> {
-        let (normed, weight) = self.0.normed(parameters, input)?;
+        let (normed, weight) = self.0.final_norm_and_weight(parameters, input)?;
         Ok(normed.f_linear(weight, None::<&Tensor>)?)
     }
 }
 
-impl<M: Headed> Layer for Head<M> {
+impl<M: LmHead> Layer for Head<M> {
     fn forward(
         &self,
         parameters: &Parameters<'_>,
@@ -40,8 +40,8 @@ impl<M: Headed> Layer for Head<M> {
         batch: &Batch,
         _: Activations,
     ) -> Result<Tensor> {
-        let (normed, weight) = self.0.normed(parameters, input.expect("the head has an input"))?;
-        head_loss(&normed, weight, &batch.targets, self.0.sizes().chunk)
+        let (normed, weight) = self.0.final_norm_and_weight(parameters, input.expect("the head has an input"))?;
+        head_loss(&normed, weight, &batch.targets, self.0.sizes().chunk_tokens)
     }
 
     fn extend(
@@ -61,7 +61,7 @@ impl<M: Headed> Layer for Head<M> {
     }
 
     fn footprint(&self, tokens: usize, _: usize, element_bytes: usize, _: Activations) -> Footprint {
-        let Sizes { vocabulary, width, chunk } = self.0.sizes();
-        loss::footprint(tokens, vocabulary, width, chunk, element_bytes)
+        let Sizes { vocab_size, hidden_size, chunk_tokens } = self.0.sizes();
+        loss::footprint(tokens, vocab_size, hidden_size, chunk_tokens, element_bytes)
     }
 }

@@ -1,12 +1,12 @@
-//! Models as `config.json` of a Hugging Face checkpoint describes them: read, and written.
+//! Reading and writing the `config.json` of Hugging Face checkpoints.
 //!
-//! What such a file asks for and these models do not do is an error that names the key, not something that is left out.
+//! An unsupported setting is never ignored: it is an error that names the key.
 
 use serde_json::{Value, json};
 
 use crate::{Error, Gpt2, Llama, Llama3Rope, Model, Result};
 
-/// The shape of a model of one of the families.
+/// The configuration of a model of one of the supported families.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Shape {
     /// Llama 2 and 3, Mistral, Qwen 2 and 3.
@@ -16,7 +16,7 @@ pub enum Shape {
 }
 
 impl Shape {
-    /// The model as a chain of units.
+    /// Builds the model, a chain of units.
     pub fn model(&self) -> Result<Model> {
         match self {
             Shape::Llama(llama) => llama.model(),
@@ -24,15 +24,15 @@ impl Shape {
         }
     }
 
-    /// Token ids are below this.
-    pub fn vocabulary(&self) -> usize {
+    /// The size of the vocabulary. All token ids are below it.
+    pub fn vocab_size(&self) -> usize {
         match self {
-            Shape::Llama(llama) => llama.vocabulary,
-            Shape::Gpt2(gpt2) => gpt2.vocabulary,
+            Shape::Llama(llama) => llama.vocab_size,
+            Shape::Gpt2(gpt2) => gpt2.vocab_size,
         }
     }
 
-    /// What a `config.json` describes.
+    /// Reads a `config.json`.
     pub fn from_config(config: &Value) -> Result<Self> {
         let config = Config(config);
         let family = config.text("model_type")?;
@@ -46,21 +46,23 @@ impl Shape {
         }
     }
 
-    /// A `config.json` that describes it, for sequences of up to so many positions; none if it is of no family, as one with
-    /// Qwen 2's biases and Qwen 3's norms is not.
+    /// Returns the `config.json` for sequences of up to `positions` tokens, or `None` if it cannot express this model, for
+    /// instance one with both the biases of Qwen 2 and the norms of Qwen 3.
     pub fn config(&self, positions: usize) -> Option<Value> {
         let config = self.nearest_config(positions);
-        // What Hugging Face's own code refuses.
-        if matches!(self, Shape::Llama(llama) if !llama.width.is_multiple_of(llama.heads)) {
+        // Hugging Face's code refuses a hidden size that is not a multiple of the number of heads.
+        if matches!(self, Shape::Llama(llama) if !llama.hidden_size.is_multiple_of(llama.num_attention_heads)) {
             return None;
         }
         let described = Shape::from_config(&config).ok()?;
         let same = match (described, self) {
-            // In how many pieces the head works is nobody else's business.
+            // `loss_chunk_tokens` is ours, and not part of the file.
             (Shape::Llama(described), Shape::Llama(llama)) => {
-                Llama { head_chunk: llama.head_chunk, ..described } == *llama
+                Llama { loss_chunk_tokens: llama.loss_chunk_tokens, ..described } == *llama
             }
-            (Shape::Gpt2(described), Shape::Gpt2(gpt2)) => Gpt2 { head_chunk: gpt2.head_chunk, ..described } == *gpt2,
+            (Shape::Gpt2(described), Shape::Gpt2(gpt2)) => {
+                Gpt2 { loss_chunk_tokens: gpt2.loss_chunk_tokens, ..described } == *gpt2
+            }
             _ => false,
         };
         same.then_some(config)
@@ -71,13 +73,13 @@ impl Shape {
             Shape::Gpt2(gpt2) => json!({
                 "architectures": ["GPT2LMHeadModel"],
                 "model_type": "gpt2",
-                "vocab_size": gpt2.vocabulary,
-                "n_positions": gpt2.positions,
-                "n_embd": gpt2.width,
-                "n_layer": gpt2.blocks,
-                "n_head": gpt2.heads,
-                "layer_norm_epsilon": gpt2.norm_epsilon,
-                "initializer_range": gpt2.init_std,
+                "vocab_size": gpt2.vocab_size,
+                "n_positions": gpt2.n_positions,
+                "n_embd": gpt2.n_embd,
+                "n_layer": gpt2.n_layer,
+                "n_head": gpt2.n_head,
+                "layer_norm_epsilon": gpt2.layer_norm_epsilon,
+                "initializer_range": gpt2.initializer_range,
                 "activation_function": "gelu_new",
                 "attn_pdrop": 0.0,
                 "embd_pdrop": 0.0,
@@ -92,40 +94,40 @@ fn llama_config(llama: &Llama, positions: usize) -> Value {
     let (family, architecture) = match llama {
         Llama { qk_norm: true, .. } => ("qwen3", "Qwen3ForCausalLM"),
         Llama { qkv_bias: true, .. } => ("qwen2", "Qwen2ForCausalLM"),
-        Llama { window: Some(_), .. } => ("mistral", "MistralForCausalLM"),
+        Llama { sliding_window: Some(_), .. } => ("mistral", "MistralForCausalLM"),
         _ => ("llama", "LlamaForCausalLM"),
     };
     let mut config = json!({
         "architectures": [architecture],
         "model_type": family,
-        "vocab_size": llama.vocabulary,
-        "hidden_size": llama.width,
-        "intermediate_size": llama.mlp_width,
-        "num_hidden_layers": llama.blocks,
-        "num_attention_heads": llama.heads,
-        "num_key_value_heads": llama.kv_heads,
-        "head_dim": llama.head_width,
+        "vocab_size": llama.vocab_size,
+        "hidden_size": llama.hidden_size,
+        "intermediate_size": llama.intermediate_size,
+        "num_hidden_layers": llama.num_hidden_layers,
+        "num_attention_heads": llama.num_attention_heads,
+        "num_key_value_heads": llama.num_key_value_heads,
+        "head_dim": llama.head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": positions,
-        "rms_norm_eps": llama.norm_epsilon,
-        "rope_theta": llama.rope_base,
-        "initializer_range": llama.init_std,
-        "tie_word_embeddings": llama.tied,
+        "rms_norm_eps": llama.rms_norm_eps,
+        "rope_theta": llama.rope_theta,
+        "initializer_range": llama.initializer_range,
+        "tie_word_embeddings": llama.tie_word_embeddings,
         "attention_dropout": 0.0,
         "use_cache": true,
     });
     match family {
         "llama" | "qwen3" => config["attention_bias"] = json!(false),
-        "mistral" => config["sliding_window"] = json!(llama.window),
+        "mistral" => config["sliding_window"] = json!(llama.sliding_window),
         _ => (),
     }
     if let Some(rope) = llama.rope_scaling {
         config["rope_scaling"] = json!({
             "rope_type": "llama3",
             "factor": rope.factor,
-            "low_freq_factor": rope.low_frequency_factor,
-            "high_freq_factor": rope.high_frequency_factor,
-            "original_max_position_embeddings": rope.original_context,
+            "low_freq_factor": rope.low_freq_factor,
+            "high_freq_factor": rope.high_freq_factor,
+            "original_max_position_embeddings": rope.original_max_position_embeddings,
         });
     }
     config
@@ -140,20 +142,20 @@ fn gpt2(config: &Config<'_>) -> Result<Gpt2> {
             return Err(config_error(key, "is false, which is not supported".to_string()));
         }
     }
-    let width = config.count("n_embd")?;
-    if let Some(inner) = config.maybe_count("n_inner")?.filter(|&inner| inner != 4 * width) {
-        return Err(config_error("n_inner", format!("is {inner}, and only 4 × n_embd ({}) is known", 4 * width)));
+    let n_embd = config.count("n_embd")?;
+    if let Some(inner) = config.maybe_count("n_inner")?.filter(|&inner| inner != 4 * n_embd) {
+        return Err(config_error("n_inner", format!("is {inner}, and only 4 × n_embd ({}) is known", 4 * n_embd)));
     }
     let plain = Gpt2::new(
         config.count("vocab_size")?,
         config.count("n_positions")?,
-        width,
+        n_embd,
         config.count("n_layer")?,
         config.count("n_head")?,
     );
     Ok(Gpt2 {
-        norm_epsilon: config.number("layer_norm_epsilon", plain.norm_epsilon)?,
-        init_std: config.number("initializer_range", plain.init_std)?,
+        layer_norm_epsilon: config.number("layer_norm_epsilon", plain.layer_norm_epsilon)?,
+        initializer_range: config.number("initializer_range", plain.initializer_range)?,
         ..plain
     })
 }
@@ -163,15 +165,15 @@ fn llama(config: &Config<'_>, family: &str) -> Result<Llama> {
     config.off("mlp_bias")?;
     config.off("attention_bias")?;
     config.off("use_sliding_window")?;
-    let (width, heads) = (config.count("hidden_size")?, config.count("num_attention_heads")?);
+    let (hidden_size, heads) = (config.count("hidden_size")?, config.count("num_attention_heads")?);
     let plain = Llama::new(
         config.count("vocab_size")?,
-        width,
+        hidden_size,
         config.count("num_hidden_layers")?,
         heads,
         config.count("intermediate_size")?,
     );
-    // Newer files have all of the rotary embedding in one place, or in one for each kind of layers.
+    // Newer files have all settings of the rotary embedding in one object, or in one object per type of layer.
     let rope = Config(config.0.get("rope_parameters").filter(|rope| rope.is_object()).unwrap_or(config.0));
     if rope
         .0
@@ -186,30 +188,34 @@ fn llama(config: &Config<'_>, family: &str) -> Result<Llama> {
         _ => None,
     };
     Ok(Llama {
-        kv_heads: match (config.maybe_count("num_key_value_heads")?, config.0.get("num_key_value_heads"), family) {
+        num_key_value_heads: match (
+            config.maybe_count("num_key_value_heads")?,
+            config.0.get("num_key_value_heads"),
+            family,
+        ) {
             (Some(heads), ..) => heads,
-            // What a file leaves out is as the family's own code has it.
+            // The defaults of each family in Hugging Face's code.
             (None, None, "mistral") => 8,
             (None, None, "qwen2" | "qwen3") => 32,
             _ => heads,
         },
-        head_width: match (config.maybe_count("head_dim")?, family) {
-            (Some(head_width), _) => head_width,
+        head_dim: match (config.maybe_count("head_dim")?, family) {
+            (Some(head_dim), _) => head_dim,
             (None, "qwen3") => 128,
-            (None, _) => plain.head_width,
+            (None, _) => plain.head_dim,
         },
-        rope_base: rope.number("rope_theta", config.number("rope_theta", plain.rope_base)?)?,
+        rope_theta: rope.number("rope_theta", config.number("rope_theta", plain.rope_theta)?)?,
         rope_scaling: scaling.map(|scaling| rope_scaling(&Config(scaling))).transpose()?.flatten(),
-        norm_epsilon: config.number("rms_norm_eps", 1e-6)?,
-        tied: config.flag("tie_word_embeddings")?,
+        rms_norm_eps: config.number("rms_norm_eps", 1e-6)?,
+        tie_word_embeddings: config.flag("tie_word_embeddings")?,
         qkv_bias: family == "qwen2",
         qk_norm: family == "qwen3",
-        window: match family {
+        sliding_window: match family {
             "mistral" if config.0.get("sliding_window").is_none() => Some(4096),
             "mistral" => config.maybe_count("sliding_window")?,
             _ => None,
         },
-        init_std: config.number("initializer_range", plain.init_std)?,
+        initializer_range: config.number("initializer_range", plain.initializer_range)?,
         ..plain
     })
 }
@@ -221,15 +227,15 @@ fn rope_scaling(scaling: &Config<'_>) -> Result<Option<Llama3Rope>> {
         "default" => Ok(None),
         "llama3" => Ok(Some(Llama3Rope {
             factor: scaling.needed_number("factor")?,
-            low_frequency_factor: scaling.needed_number("low_freq_factor")?,
-            high_frequency_factor: scaling.needed_number("high_freq_factor")?,
-            original_context: scaling.count("original_max_position_embeddings")?,
+            low_freq_factor: scaling.needed_number("low_freq_factor")?,
+            high_freq_factor: scaling.needed_number("high_freq_factor")?,
+            original_max_position_embeddings: scaling.count("original_max_position_embeddings")?,
         })),
         other => Err(config_error("rope_type", format!("is '{other}', and only default and llama3 are known"))),
     }
 }
 
-/// A `config.json`, key by key.
+/// Reads and checks the keys of a `config.json`.
 struct Config<'a>(&'a Value);
 
 impl<'a> Config<'a> {
@@ -240,7 +246,7 @@ impl<'a> Config<'a> {
     fn text(&self, key: &'static str) -> Result<&'a str> {
         self.given(key)
             .and_then(Value::as_str)
-            .ok_or_else(|| config_error(key, "is missing, or is no text".to_string()))
+            .ok_or_else(|| config_error(key, "is missing or not a string".to_string()))
     }
 
     fn maybe_count(&self, key: &'static str) -> Result<Option<usize>> {
@@ -272,7 +278,7 @@ impl<'a> Config<'a> {
         }
     }
 
-    /// Something that these models do not do.
+    /// Checks that an unsupported setting is off.
     fn off(&self, key: &'static str) -> Result<()> {
         match self.flag(key)? {
             false => Ok(()),
@@ -289,7 +295,7 @@ impl<'a> Config<'a> {
     }
 }
 
-/// Larger than any size of a model.
+/// An upper bound for sizes and counts, far above those of any real model.
 const COUNT_MAX: usize = 1 << 24;
 
 fn config_error(key: &'static str, problem: String) -> Error {
@@ -303,14 +309,19 @@ mod tests {
 
     #[test]
     fn a_config_that_was_written_is_read_as_the_same_shape() {
-        let plain = Llama { norm_epsilon: 1e-6, ..Llama::new(101, 36, 2, 6, 53) };
+        let plain = Llama { rms_norm_eps: 1e-6, ..Llama::new(101, 36, 2, 6, 53) };
         let stretched =
-            Llama3Rope { factor: 8., low_frequency_factor: 1., high_frequency_factor: 4., original_context: 64 };
+            Llama3Rope { factor: 8., low_freq_factor: 1., high_freq_factor: 4., original_max_position_embeddings: 64 };
         for shape in [
             Shape::Llama(plain.clone()),
-            Shape::Llama(Llama { kv_heads: 2, rope_scaling: Some(stretched), tied: true, ..plain.clone() }),
-            Shape::Llama(Llama { window: Some(16), head_width: 8, ..plain.clone() }),
-            Shape::Llama(Llama { qkv_bias: true, rope_base: 1e6, ..plain.clone() }),
+            Shape::Llama(Llama {
+                num_key_value_heads: 2,
+                rope_scaling: Some(stretched),
+                tie_word_embeddings: true,
+                ..plain.clone()
+            }),
+            Shape::Llama(Llama { sliding_window: Some(16), head_dim: 8, ..plain.clone() }),
+            Shape::Llama(Llama { qkv_bias: true, rope_theta: 1e6, ..plain.clone() }),
             Shape::Llama(Llama { qk_norm: true, ..plain }),
             Shape::Gpt2(Gpt2::new(101, 32, 36, 2, 6)),
         ] {

@@ -1,21 +1,21 @@
-//! How parameters begin, element by element.
+//! Initial values of parameters, element by element.
 
 use std::f64::consts::TAU;
 use std::ops::Range;
 
 use crate::{Init, Parameter};
 
-/// Writes elements `range` of a parameter as they begin under `seed`.
+/// Writes the initial values of the elements `range` of a parameter.
 ///
-/// An element's value depends on the seed, the parameter's name and the element's place alone, so every rank can make just
-/// the elements that it keeps, and any number of ranks makes the same model.
-pub fn begin(seed: u64, parameter: &Parameter, range: Range<usize>, elements: &mut [f32]) {
-    assert_eq!(range.len(), elements.len(), "{}: as many places as elements", parameter.name);
+/// A value depends only on the seed, the parameter's name and the element's index. So every rank can compute just the elements
+/// that it keeps, and any number of ranks starts from the same model.
+pub fn fill(seed: u64, parameter: &Parameter, range: Range<usize>, elements: &mut [f32]) {
+    assert_eq!(range.len(), elements.len(), "{}: the range has as many elements as the slice", parameter.name);
     match parameter.init {
         Init::Zeros => elements.fill(0.),
         Init::Ones => elements.fill(1.),
         Init::Normal { std } => {
-            let key = parameter.name.bytes().fold(mixed(seed), |key, byte| mixed(key ^ u64::from(byte)));
+            let key = parameter.name.bytes().fold(splitmix64(seed), |key, byte| splitmix64(key ^ u64::from(byte)));
             for (element, index) in elements.iter_mut().zip(range) {
                 *element = (std * normal(key, index)) as f32;
             }
@@ -23,17 +23,17 @@ pub fn begin(seed: u64, parameter: &Parameter, range: Range<usize>, elements: &m
     }
 }
 
-/// A normally distributed number for each place: two places share a pair of uniform numbers (Box and Muller).
+/// A normally distributed number for each index, by the Box-Muller transform: two indices share a pair of uniform numbers.
 fn normal(key: u64, index: usize) -> f64 {
     let pair = index as u64 / 2;
     let uniform = |bits: u64| ((bits >> 11) as f64 + 0.5) / (1u64 << 53) as f64;
-    let radius = (-2. * uniform(mixed(key ^ mixed(2 * pair))).ln()).sqrt();
-    let angle = TAU * uniform(mixed(key ^ mixed(2 * pair + 1)));
+    let radius = (-2. * uniform(splitmix64(key ^ splitmix64(2 * pair))).ln()).sqrt();
+    let angle = TAU * uniform(splitmix64(key ^ splitmix64(2 * pair + 1)));
     radius * if index.is_multiple_of(2) { angle.cos() } else { angle.sin() }
 }
 
-/// splitmix64's finaliser: a number that looks random, for a number.
-pub fn mixed(bits: u64) -> u64 {
+/// One step of SplitMix64: maps every number to a pseudorandom one.
+pub fn splitmix64(bits: u64) -> u64 {
     let z = bits.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -47,7 +47,7 @@ mod tests {
     fn elements(seed: u64, name: &str, range: Range<usize>) -> Vec<f32> {
         let parameter = Parameter::matrix(name.to_string(), [1000, 100], 0.02);
         let mut elements = vec![0.; range.len()];
-        begin(seed, &parameter, range, &mut elements);
+        fill(seed, &parameter, range, &mut elements);
         elements
     }
 

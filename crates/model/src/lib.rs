@@ -1,9 +1,9 @@
-//! Plain transformer maths: the Llama family and GPT-2 as chains of units.
+//! Transformer models without any parallelism: the Llama family and GPT-2, as chains of units.
 //!
-//! A [`Model`] is a chain of [`Unit`]s: the embedding, the blocks, the head. A unit says which parameters it has (name,
-//! shape, how they begin) and computes its output from its input and those parameters. It owns no tensor: whoever runs it
-//! hands it the parameters, whole, in the order in which it named them. So this crate knows nothing of ranks, sharding,
-//! precision or optimizers, and the code that does knows nothing of attention.
+//! A [`Model`] is a chain of [`Unit`]s: the embedding, the blocks, the head. A unit declares its parameters (name, shape, initial
+//! values) and computes its output from its input and those parameters. It owns no tensors: the caller passes unsharded parameters
+//! in the declared order. So this crate knows nothing about ranks, sharding, precision or optimizers, and the code that does knows
+//! nothing about attention.
 //!
 //! Parameters have the names and shapes that Hugging Face checkpoints give them.
 //!
@@ -11,12 +11,12 @@
 //! use shardwise_model::{Activations, Batch, Layer, Llama, Model, Parameter, Parameters, Result, Unit};
 //! use shardwise_torch::tch::{Kind, Tensor};
 //!
-//! // One that is here.
-//! let llama = Llama { tied: true, ..Llama::new(256, 64, 2, 4, 160) }.model()?;
+//! // A built-in model.
+//! let llama = Llama { tie_word_embeddings: true, ..Llama::new(256, 64, 2, 4, 160) }.model()?;
 //! let names: Vec<&str> = llama.units().iter().map(Unit::name).collect();
 //! assert_eq!(names, ["embedding", "block.0", "block.1", "head"]);
 //!
-//! // One's own: a single unit, which is first and last.
+//! // A custom model: a single unit, which is the first and the last.
 //! struct Line;
 //!
 //! impl Layer for Line {
@@ -29,13 +29,14 @@
 //! let line = Model::new(vec![Unit::new("line", vec![Parameter::matrix("slope", [1, 1], 0.02)], Line)])?;
 //! let batch = Batch::new(Tensor::from_slice(&[1f32, 2.]).view([2, 1]), Tensor::from_slice(&[2f32, 4.]).view([2, 1]));
 //! let slope = [Tensor::from_slice(&[3f32]).view([1, 1])];
-//! let loss = line.units()[0].forward(&slope, None, None, &batch, Activations::Kept)?;
+//! let loss = line.units()[0].forward(&slope, None, None, &batch, Activations::All)?;
 //! assert_eq!(loss.double_value(&[]), 5.);
 //! # Ok::<(), shardwise_model::Error>(())
 //! ```
 
 #![forbid(unsafe_code)]
 
+mod activation_checkpointing;
 mod attention;
 mod cache;
 mod documents;
@@ -45,34 +46,33 @@ pub mod hugging_face;
 pub mod init;
 mod llama;
 mod loss;
-mod recompute;
 mod unit;
 
+pub use activation_checkpointing::Activations;
 pub use cache::Cache;
 pub use gpt2::Gpt2;
 pub use llama::{Llama, Llama3Rope};
 pub use loss::{IGNORED, head_loss};
-pub use recompute::Activations;
 pub use unit::{Batch, Footprint, Init, Layer, Model, Parameter, Parameters, Tied, Unit};
 
 use shardwise_torch::tch::TchError;
 
-/// The result of a unit's computation.
+/// The result of building or running a model.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// What can go wrong in a model.
+/// An error in a model's configuration or computation.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A configuration that no model has.
+    /// An invalid configuration.
     #[error("{key}: {problem}")]
     Config {
         /// The key at fault.
         key: &'static str,
-        /// What is wrong with it, and what would be right.
+        /// The problem, and how to fix it.
         problem: String,
     },
-    /// libtorch refused.
+    /// A libtorch operation failed.
     #[error(transparent)]
     Torch(#[from] shardwise_torch::Error),
 }

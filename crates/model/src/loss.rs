@@ -1,4 +1,4 @@
-//! The head's matrix and the loss together, a chunk of tokens at a time.
+//! The output projection fused with the cross-entropy loss, one chunk of tokens at a time.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -7,36 +7,37 @@ use shardwise_torch::tch::{Kind, Tensor};
 
 use crate::{Footprint, Result};
 
-/// A target that does not count.
+/// A target that the loss ignores (PyTorch: `ignore_index`).
 pub const IGNORED: i64 = -100;
 
-/// The sum of the cross-entropies of all tokens: `hidden` (…, width) times `weight` (vocabulary, width) are the logits, and
-/// `targets` (…) the right answers, or [`IGNORED`].
+/// The sum of the cross-entropies of all tokens. The logits are `hidden` (…, hidden size) times the transpose of `weight`
+/// (vocab size, hidden size); `targets` (…) are the correct tokens, or [`IGNORED`].
 ///
-/// The logits of a whole batch would be the largest tensor of a training step. Here those of `chunk` tokens exist at a time,
-/// and their gradients are made at once, while they do. The graph behind the result can therefore be walked once.
-pub fn head_loss(hidden: &Tensor, weight: &Tensor, targets: &Tensor, chunk: usize) -> Result<Tensor> {
-    // A view records exactly where its source would be recorded, also under no_grad.
+/// The logits of a whole batch would be the largest tensor of a training step. Here only those of `chunk_tokens` tokens are in
+/// memory at once, and the gradients are computed right away, in the forward pass. So only one backward pass through the result
+/// is possible.
+pub fn head_loss(hidden: &Tensor, weight: &Tensor, targets: &Tensor, chunk_tokens: usize) -> Result<Tensor> {
+    // Ask views, not the tensors themselves: under `no_grad`, a view requires no gradient.
     let hidden = hidden.f_view([-1, weight.size()[1]])?;
     let wanted = Wanted { hidden: hidden.requires_grad(), weight: weight.f_view_as(weight)?.requires_grad() };
     let targets = targets.f_reshape(-1)?;
     let kind = weight.kind();
-    // Made in the forward pass, used up in the backward pass.
+    // Computed in the forward pass, consumed in the backward pass.
     let grads = Arc::new(Mutex::new(None));
     let kept = grads.clone();
     let mut outputs = autograd::function(
         "head",
         &[&hidden, weight],
         |inputs| {
-            let (loss, made) = chunked(inputs[0], inputs[1], &targets, chunk, wanted)?;
+            let (loss, made) = chunked(inputs[0], inputs[1], &targets, chunk_tokens, wanted)?;
             *lock(&grads) = Some(made);
             Ok(autograd::Forward { outputs: vec![loss], saved: vec![] })
         },
         move |back| {
             let [hidden, weight] =
-                lock(&kept).take().ok_or("the head's gradients have been used; its graph is walked once")?;
+                lock(&kept).take().ok_or("the head's gradients have been used; its graph can be walked only once")?;
             let Some(factor) = &back.grads[0] else { return Ok(vec![None, None]) };
-            // Scaled before the matrix's gradient is rounded: f16 has no room for what is small before.
+            // Scale the weight's gradient before it is rounded: unscaled values would underflow in f16.
             let hidden_factor = match headroom(kind) {
                 Some(headroom) => factor.f_div_scalar(headroom)?,
                 None => factor.shallow_clone(),
@@ -49,20 +50,25 @@ pub fn head_loss(hidden: &Tensor, weight: &Tensor, targets: &Tensor, chunk: usiz
     Ok(outputs.remove(0))
 }
 
-/// What a head with this loss takes of memory.
+/// Estimates the memory of a head with this loss.
 pub(crate) fn footprint(
     tokens: usize,
-    vocabulary: usize,
-    width: usize,
-    chunk: usize,
+    vocab_size: usize,
+    hidden_size: usize,
+    chunk_tokens: usize,
     element_bytes: usize,
 ) -> Footprint {
     let f32_bytes = 4;
-    // The logits of a chunk, their softmax and its gradient, and once more in the elements' type.
-    let logits = chunk.min(tokens) * vocabulary * (2 * f32_bytes + element_bytes);
-    // The gradient of the matrix is added up in f32.
-    let matrix = vocabulary * width * if element_bytes == f32_bytes { f32_bytes } else { f32_bytes + element_bytes };
-    Footprint { kept_bytes: tokens * 4 * width * element_bytes, output_bytes: 0, passing_bytes: logits + matrix }
+    // The logits of a chunk, their softmax and its gradient, and a copy in the dtype of the computation.
+    let logits = chunk_tokens.min(tokens) * vocab_size * (2 * f32_bytes + element_bytes);
+    // The gradient of the weight is accumulated in f32.
+    let gradient_bytes = if element_bytes == f32_bytes { f32_bytes } else { f32_bytes + element_bytes };
+    let matrix = vocab_size * hidden_size * gradient_bytes;
+    Footprint {
+        kept_bytes: tokens * 4 * hidden_size * element_bytes,
+        output_bytes: 0,
+        temporary_bytes: logits + matrix,
+    }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -75,23 +81,23 @@ struct Wanted {
     weight: bool,
 }
 
-/// By how much the gradient of hidden states is larger than it should be until it is scaled with the loss: in f16, most
-/// probabilities of a large vocabulary would otherwise be too small to be told from zero.
+/// A factor on the gradient of the hidden states, which the backward pass divides out again. Without it, most probabilities of
+/// a large vocabulary would underflow to zero in f16.
 fn headroom(kind: Kind) -> Option<f64> {
     (kind == Kind::Half).then_some(1024.)
 }
 
-/// The loss; the gradient of hidden states, times [`headroom`], and that of the weight in f32, where they are wanted.
+/// Returns the loss and, if wanted, the gradients of the hidden states (times [`headroom`]) and of the weight (in f32).
 fn chunked(
     hidden: &Tensor,
     weight: &Tensor,
     targets: &Tensor,
-    chunk: usize,
+    chunk_tokens: usize,
     wanted: Wanted,
 ) -> shardwise_torch::Result<(Tensor, [Option<Tensor>; 2])> {
     let mut loss = Tensor::f_zeros([], (Kind::Double, hidden.device()))?;
     let hidden_grad = if wanted.hidden { Some(hidden.f_empty_like()?) } else { None };
-    // Many small contributions: in f32 also where the weight is not.
+    // A sum of many small terms, so in f32 even if the weight is not.
     let mut weight_grad = match wanted.weight {
         true => Some(Tensor::f_zeros(weight.size(), (Kind::Float, weight.device()))?),
         false => None,
@@ -99,7 +105,7 @@ fn chunked(
     let tokens = hidden.size()[0];
     let mut start = 0;
     while start < tokens {
-        let count = (chunk as i64).min(tokens - start);
+        let count = (chunk_tokens as i64).min(tokens - start);
         let part = hidden.f_narrow(0, start, count)?;
         let target = targets.f_narrow(0, start, count)?.f_unsqueeze(1)?;
         let valid = target.f_ne(IGNORED)?;
@@ -110,7 +116,7 @@ fn chunked(
         let chosen = probabilities.f_gather(1, &index, false)?.f_mul(&valid)?;
         loss = loss.f_sub(&chosen.f_sum(Kind::Double)?)?;
         if hidden_grad.is_some() || weight_grad.is_some() {
-            // What the loss would change by, were the logits larger: the probability, less one for the right answer.
+            // The gradient of the logits: the probability, minus one for the target.
             let mut grad = probabilities.f_exp_()?;
             let minus_one = Tensor::f_full([count, 1], -1., (Kind::Float, hidden.device()))?;
             let grad = grad.f_scatter_add_(1, &index, &minus_one)?.f_mul_(&valid)?;

@@ -1,7 +1,8 @@
 //! A model as a chain of units.
 //!
-//! This is where a model of one's own begins: [`Layer`] is its maths, [`Unit`] names what travels together, and [`Model::new`] makes
-//! a chain of them. Nothing here is for language alone; what a batch holds is between the first unit and whoever makes batches.
+//! Start here to write your own model: a [`Layer`] is the computation, a [`Unit`] adds the parameters, which are gathered and
+//! reduced together, and [`Model::new`] chains the units. Nothing here is specific to language models: only the first and the
+//! last unit read the batch.
 
 use std::collections::HashSet;
 
@@ -9,12 +10,13 @@ use shardwise_torch::tch::{Device, Tensor, no_grad};
 
 use crate::{Activations, Cache, Error, Result};
 
-/// A model: units that are run one after the other.
+/// A model: a chain of units.
 pub struct Model {
     units: Vec<Unit>,
 }
 
-/// What travels in one collective: the embedding, a block, or the head.
+/// Parameters that are all-gathered and reduced in one collective, and the layer that uses them: the embedding, a block, or the
+/// head (FSDP2: a module with `fully_shard`).
 pub struct Unit {
     name: String,
     parameters: Vec<Parameter>,
@@ -22,12 +24,12 @@ pub struct Unit {
     layer: Box<dyn Layer>,
 }
 
-/// A parameter that a unit uses and another unit owns.
+/// A parameter that one unit uses and an earlier unit owns (weight tying).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tied {
-    /// The place of the owner in the chain.
+    /// The index of the owner in the chain.
     pub unit: usize,
-    /// The place of the parameter in the owner.
+    /// The index of the parameter in the owner.
     pub parameter: usize,
 }
 
@@ -36,17 +38,17 @@ pub struct Tied {
 pub struct Parameter {
     /// Its name in a Hugging Face checkpoint.
     pub name: String,
-    /// Its shape there.
+    /// Its shape in that checkpoint.
     pub shape: Vec<i64>,
-    /// How it begins.
+    /// Its initial values.
     pub init: Init,
     /// Whether weight decay applies: to matrices, not to norms and biases.
     pub decays: bool,
-    /// Whether it is trained; [`Model::freeze`] says which are not.
+    /// Whether it is trained; see [`Model::freeze`].
     pub trainable: bool,
 }
 
-/// How a parameter begins.
+/// The initial values of a parameter.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Init {
     /// All zero.
@@ -62,24 +64,24 @@ pub enum Init {
 
 /// A micro-batch.
 pub struct Batch {
-    /// What the first unit reads: of a language model token ids, sequences by positions. A model of one's own may as well read
-    /// images, or whatever fits into a tensor.
+    /// The input of the first unit. For a language model, token ids (sequences, positions). A custom model may read images, or
+    /// anything else that fits in a tensor.
     pub inputs: Tensor,
-    /// What the last unit compares with: of a language model for each token the one that follows. The loss is the mean over all
-    /// elements that are not [`crate::IGNORED`].
+    /// The targets of the last unit. For a language model, the token that follows each input token. The loss of a step is the
+    /// mean over all elements that are not [`crate::IGNORED`].
     pub targets: Tensor,
-    /// Where several documents stand in one sequence: for each token the number of its document, of 64 bits. Documents do
-    /// not see each other. One ends where the number changes.
+    /// For packed sequences, the number of each token's document, as a 64-bit integer. A document ends where the number
+    /// changes. Tokens attend only to their own document.
     pub documents: Option<Tensor>,
 }
 
 impl Batch {
-    /// A micro-batch in which every sequence is one document.
+    /// Creates a micro-batch in which every sequence is one document.
     pub fn new(inputs: Tensor, targets: Tensor) -> Batch {
         Batch { inputs, targets, documents: None }
     }
 
-    /// The same on a device. Where documents end is for the host to know, and stays with it.
+    /// Returns a copy on a device. `documents` stays on the CPU, which needs to know where documents end.
     pub fn to_device(&self, device: Device) -> Batch {
         Batch {
             inputs: self.inputs.to_device(device),
@@ -89,16 +91,16 @@ impl Batch {
     }
 }
 
-/// The maths of a unit.
+/// The computation of a unit.
 ///
-/// [`Layer::forward`] is all that training needs. Methods of tensors that begin with `f_` return errors, which then come with the
-/// name of the unit; the others panic.
+/// Training needs only [`Layer::forward`]. Tensor methods with the prefix `f_` return errors, which are reported with the name
+/// of the unit; the others panic.
 pub trait Layer: Send {
-    /// Its output, which is the next unit's input; of the last unit, one number: the sum of the losses of all targets that count.
-    /// The first unit of a chain reads the batch's inputs, and has no input of its own. The graph behind the output may be walked
-    /// once, and parameters may be read here and in the backward pass, but not kept.
+    /// Computes the output, which is the input of the next unit. The output of the last unit is a scalar: the sum of the losses
+    /// of all targets that are not ignored. The first unit reads the batch's inputs, and has no `input`. There is one backward
+    /// pass through the output. Parameters may be read here and in the backward pass, but not stored.
     ///
-    /// A layer that cannot keep less than all of its activations does not look at `activations`.
+    /// A layer without selective activation checkpointing ignores `activations`.
     fn forward(
         &self,
         parameters: &Parameters<'_>,
@@ -107,9 +109,9 @@ pub trait Layer: Send {
         activations: Activations,
     ) -> Result<Tensor>;
 
-    /// Its output for new positions alone, after those in `cache`, which they are added to. `tokens` are the new ones,
-    /// sequences by positions. Of the head: what it says of every token of the vocabulary after the last position,
-    /// sequences by vocabulary. A model whose layers lack it cannot generate.
+    /// Computes the output for new positions, and adds them to `cache`: incremental decoding. `tokens` are the new tokens
+    /// (sequences, positions). The head returns the logits of the last position (sequences, vocab size). A model whose layers
+    /// do not implement this cannot generate.
     fn extend(
         &self,
         _parameters: &Parameters<'_>,
@@ -121,18 +123,18 @@ pub trait Layer: Send {
         Err(Error::Config { key: "generation", problem })
     }
 
-    /// The most positions that a sequence may have, if there is such a number.
-    fn positions(&self) -> Option<usize> {
+    /// The maximum sequence length, if there is one.
+    fn max_positions(&self) -> Option<usize> {
         None
     }
 
-    /// Of the head: what it says of every token of the vocabulary, or of every class, for every position of its input.
+    /// The logits of every position; `None` for all units but the head.
     fn logits(&self, _parameters: &Parameters<'_>, _input: &Tensor) -> Result<Option<Tensor>> {
         Ok(None)
     }
 
-    /// What it takes of memory besides its parameters, estimated for so many tokens, in sequences of so many positions,
-    /// and elements of so many bytes. Only estimates of what fits use it.
+    /// Estimates the memory besides the parameters, for `tokens` tokens in sequences of `positions`, with elements of
+    /// `element_bytes`. Used only to estimate the memory of a run.
     fn footprint(
         &self,
         _tokens: usize,
@@ -143,37 +145,38 @@ pub trait Layer: Send {
         Footprint::default()
     }
 
-    /// Additions and multiplications of a token's forward pass that no parameter is a factor of, on average over a sequence of so
-    /// many positions that is one document: attention's.
+    /// The FLOPs of attention in the forward pass, without the projections. Per token, averaged over a sequence of `positions`
+    /// positions that is one document.
     fn attention_flops(&self, _positions: usize) -> f64 {
         0.
     }
 
-    /// Whether the backward pass reads the parameters' values. A table that is only looked up in does not need them twice.
+    /// Whether the backward pass reads the values of the parameters, so that they must be gathered for it. That of an embedding
+    /// does not.
     fn backward_reads_parameters(&self) -> bool {
         true
     }
 }
 
-/// What a unit takes of memory besides its parameters: an estimate.
+/// The estimated memory of a unit besides its parameters.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Footprint {
-    /// From its forward to its backward pass, its output included.
+    /// Kept from the forward pass to the backward pass, including the output.
     pub kept_bytes: usize,
-    /// Its output alone.
+    /// The output alone.
     pub output_bytes: usize,
-    /// While it computes, at the most.
-    pub passing_bytes: usize,
+    /// The peak of the temporary memory during the computation.
+    pub temporary_bytes: usize,
 }
 
 impl Footprint {
-    /// Of a unit that keeps its output and nothing else.
+    /// The footprint of a unit that keeps only its output.
     pub fn of_output(output_bytes: usize) -> Self {
-        Footprint { kept_bytes: output_bytes, output_bytes, passing_bytes: 0 }
+        Footprint { kept_bytes: output_bytes, output_bytes, temporary_bytes: 0 }
     }
 }
 
-/// A unit's parameters, whole, by name.
+/// A unit's unsharded parameters, by name.
 pub struct Parameters<'a> {
     declared: &'a [Parameter],
     tensors: &'a [Tensor],
@@ -181,15 +184,15 @@ pub struct Parameters<'a> {
 }
 
 impl Parameters<'_> {
-    /// The parameter whose name ends in `ending`.
+    /// Returns the parameter whose name ends in `ending`.
     ///
     /// # Panics
-    /// If the unit has none: it has declared its parameters itself.
+    /// Panics if the unit has not declared such a parameter.
     pub fn get(&self, ending: &str) -> &Tensor {
         self.find(ending).unwrap_or_else(|| panic!("the unit has not declared a parameter '{ending}'"))
     }
 
-    /// The same where the unit may have none, as with biases.
+    /// Returns the parameter whose name ends in `ending`, if there is one. For optional parameters, such as biases.
     pub fn find(&self, ending: &str) -> Option<&Tensor> {
         let place = self.declared.iter().position(|parameter| {
             parameter.name.strip_suffix(ending).is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
@@ -197,40 +200,39 @@ impl Parameters<'_> {
         Some(&self.tensors[place])
     }
 
-    /// The parameter that another unit owns.
+    /// The tied parameter, which another unit owns.
     pub fn tied(&self) -> Option<&Tensor> {
         self.tied
     }
 }
 
 impl Unit {
-    /// A unit of this name, with parameters that its layer finds by their names.
+    /// Creates a unit. The layer looks up its parameters by name.
     pub fn new(name: impl Into<String>, parameters: Vec<Parameter>, layer: impl Layer + 'static) -> Self {
         Unit { name: name.into(), parameters, tied: None, layer: Box::new(layer) }
     }
 
-    /// The same, which also uses a parameter of an earlier unit.
+    /// Lets this unit use a parameter of an earlier unit.
     pub fn with_tied(self, tied: Option<Tied>) -> Self {
         Unit { tied, ..self }
     }
 
-    /// What it is called in reports: `embedding`, `block.7`, `head`.
+    /// The name in reports: `embedding`, `block.7`, `head`.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Its own parameters, in the order in which [`Unit::forward`] wants them.
+    /// Its own parameters, in the order in which [`Unit::forward`] takes them.
     pub fn parameters(&self) -> &[Parameter] {
         &self.parameters
     }
 
-    /// The parameter that it uses of another unit.
+    /// The parameter of an earlier unit that this unit uses.
     pub fn tied(&self) -> Option<Tied> {
         self.tied
     }
 
-    /// What it takes of memory besides its parameters, estimated for so many tokens, in sequences of so many positions,
-    /// and elements of so many bytes.
+    /// Estimates the memory besides the parameters; see [`Layer::footprint`].
     pub fn footprint(
         &self,
         tokens: usize,
@@ -241,7 +243,7 @@ impl Unit {
         self.layer.footprint(tokens, positions, element_bytes, activations)
     }
 
-    /// Whether its backward pass reads the parameters' values.
+    /// See [`Layer::backward_reads_parameters`].
     pub fn backward_reads_parameters(&self) -> bool {
         self.layer.backward_reads_parameters()
     }
@@ -251,7 +253,8 @@ impl Unit {
         self.parameters.iter().map(Parameter::elements).sum()
     }
 
-    /// Its output. `tensors` are its own parameters; `tied` is the one that it uses of another unit, if it does.
+    /// Computes the output. `tensors` are the unit's own parameters; `tied` is the parameter of an earlier unit, if it uses
+    /// one. See [`Layer::forward`].
     pub fn forward(
         &self,
         tensors: &[Tensor],
@@ -263,14 +266,13 @@ impl Unit {
         self.layer.forward(&self.given(tensors, tied), input, batch, activations)
     }
 
-    /// Of the head: what it says of every token of the vocabulary, for every position of its input. Of the others: none.
+    /// The logits of every position; `None` for all units but the head.
     pub fn logits(&self, tensors: &[Tensor], tied: Option<&Tensor>, input: &Tensor) -> Result<Option<Tensor>> {
         self.layer.logits(&self.given(tensors, tied), input)
     }
 
-    /// Its output for new positions alone, after those in `cache`, which they are added to; without a graph. `tokens` are
-    /// the new ones, sequences by positions. Of the head: what it says of every token of the vocabulary after the last
-    /// position, sequences by vocabulary. Documents are one to a sequence.
+    /// Computes the output for new positions under `no_grad`, and adds them to `cache`; see [`Layer::extend`]. Every sequence
+    /// is one document.
     pub fn extend(
         &self,
         tensors: &[Tensor],
@@ -285,12 +287,15 @@ impl Unit {
     fn check(&self, before: &[Unit]) -> std::result::Result<(), String> {
         let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
         if self.name.is_empty() || self.name.starts_with('.') || !self.name.chars().all(plain) {
-            let rule = "names have letters, digits, '.', '_' and '-', and do not begin with '.'";
-            return Err(format!("{:?} is no name of a unit: {rule}", self.name));
+            let rule = "use letters, digits, '.', '_' and '-', and do not start with '.'";
+            return Err(format!("{:?} is not a valid unit name: {rule}", self.name));
         }
         for Parameter { name, shape, .. } in &self.parameters {
             if name.is_empty() || name.contains('/') {
-                return Err(format!("{}: {name:?} is no name of a parameter: it has letters, and no '/'", self.name));
+                return Err(format!(
+                    "{}: {name:?} is not a valid parameter name: it must not be empty or contain '/'",
+                    self.name
+                ));
             }
             if shape.iter().any(|&size| size < 1) {
                 return Err(format!("{}: the shape of '{name}' is {shape:?}, which has no elements", self.name));
@@ -299,7 +304,7 @@ impl Unit {
         let owned = |tied: Tied| before.get(tied.unit).is_some_and(|unit| tied.parameter < unit.parameters.len());
         match self.tied {
             Some(tied) if !owned(tied) => {
-                Err(format!("{}: it is tied to {tied:?}, which no unit before it has", self.name))
+                Err(format!("{}: it is tied to {tied:?}, which no earlier unit has", self.name))
             }
             _ => Ok(()),
         }
@@ -313,52 +318,52 @@ impl Unit {
 }
 
 impl Parameter {
-    /// A parameter of any shape, which is trained. It decays if it has more than one dimension.
+    /// Creates a trainable parameter. Weight decay applies if it has more than one dimension.
     pub fn new(name: impl Into<String>, shape: &[usize], init: Init) -> Self {
         let dimensions = shape.iter().map(|&size| size as i64).collect();
         Parameter { name: name.into(), shape: dimensions, init, decays: shape.len() > 1, trainable: true }
     }
 
-    /// A matrix, which begins normally distributed and decays.
+    /// Creates a matrix with normally distributed initial values and weight decay.
     pub fn matrix(name: impl Into<String>, shape: [usize; 2], std: f64) -> Self {
         Parameter::new(name, &shape, Init::Normal { std })
     }
 
-    /// A vector, which does not decay.
+    /// Creates a vector without weight decay.
     pub fn vector(name: impl Into<String>, len: usize, init: Init) -> Self {
         Parameter::new(name, &[len], init)
     }
 
-    /// The number of its elements.
+    /// The number of elements.
     pub fn elements(&self) -> usize {
         self.shape.iter().product::<i64>() as usize
     }
 }
 
 impl Model {
-    /// A chain of units. The first reads the batch, the last puts out the loss.
+    /// Chains units into a model. The first one reads the batch, the last one returns the loss.
     pub fn new(units: Vec<Unit>) -> Result<Self> {
         let model = Model { units };
         model.check().map_err(|problem| Error::Config { key: "units", problem })?;
         Ok(model)
     }
 
-    /// Names become those of files and tensors in checkpoints, so each must do as one, and be there once.
+    /// Checks the names, which checkpoints use for files and tensors: they must be valid and unique.
     fn check(&self) -> std::result::Result<(), String> {
         if self.units.is_empty() {
-            return Err("there is none, and a model has at least one".to_string());
+            return Err("a model needs at least one".to_string());
         }
         if let Some(name) = repeated(self.units.iter().map(Unit::name)) {
-            return Err(format!("two are called '{name}'; give each a name of its own"));
+            return Err(format!("two are named '{name}'; use unique names"));
         }
         let parameters = self.units.iter().flat_map(|unit| &unit.parameters);
         if let Some(name) = repeated(parameters.map(|parameter| parameter.name.as_str())) {
-            return Err(format!("two parameters are called '{name}'; give each a name of its own"));
+            return Err(format!("two parameters are named '{name}'; use unique names"));
         }
         self.units.iter().enumerate().try_for_each(|(index, unit)| unit.check(&self.units[..index]))
     }
 
-    /// Keeps parameters as they begin: those whose names begin with one of `prefixes`. Each must name at least one.
+    /// Freezes parameters whose names start with one of `prefixes`. Each prefix must match at least one.
     pub fn freeze<P: AsRef<str>>(&mut self, prefixes: &[P]) -> Result<()> {
         for prefix in prefixes.iter().map(AsRef::as_ref) {
             let named = |parameter: &&mut Parameter| parameter.name.starts_with(prefix);
@@ -366,7 +371,7 @@ impl Model {
             if parameters.peek().is_none() {
                 let known = self.units.iter().find_map(|unit| unit.parameters.first());
                 let example = known.map_or("", |parameter| parameter.name.as_str());
-                let problem = format!("no parameter's name begins with '{prefix}'; names are like '{example}'");
+                let problem = format!("no parameter name starts with '{prefix}'; names look like '{example}'");
                 return Err(Error::Config { key: "frozen", problem });
             }
             parameters.for_each(|parameter| parameter.trainable = false);
@@ -374,28 +379,27 @@ impl Model {
         Ok(())
     }
 
-    /// The chain.
+    /// The units, in order.
     pub fn units(&self) -> &[Unit] {
         &self.units
     }
 
-    /// The most positions that a sequence may have, if there is such a number.
-    pub fn positions(&self) -> Option<usize> {
-        self.units.iter().filter_map(|unit| unit.layer.positions()).min()
+    /// The maximum sequence length, if there is one.
+    pub fn max_positions(&self) -> Option<usize> {
+        self.units.iter().filter_map(|unit| unit.layer.max_positions()).min()
     }
 
-    /// Additions and multiplications that a token takes in a forward and a backward pass, on average over a sequence of so many
-    /// positions: of matrices and of attention, in which a position sees itself and those before it. What recomputation makes
-    /// again is not counted, and neither is the gradient of what is frozen.
+    /// The FLOPs per token of a forward and a backward pass, averaged over a sequence of `positions` positions: those of matrix
+    /// products and of causal attention. Recomputed activations are not counted, and neither are gradients of frozen parameters.
     pub fn flops_per_token(&self, positions: usize) -> f64 {
         let is_trained = |unit: &Unit| unit.parameters.iter().any(|parameter| parameter.trainable);
         let first_trained = self.units.iter().position(is_trained).unwrap_or(self.units.len());
         let mut flops = 0.;
         for (index, unit) in self.units.iter().enumerate() {
             let tied = unit.tied.map(|tied| &self.units[tied.unit].parameters[tied.parameter]);
-            // A table that is only looked up in multiplies nothing.
+            // An embedding looks up rows of its table, and multiplies nothing.
             let own = unit.parameters.iter().filter(|_| unit.backward_reads_parameters());
-            // A product costs as much again for the gradient of each of its factors.
+            // The gradient of each factor costs as much as the product itself.
             let of_input = f64::from(u8::from(index > first_trained));
             for matrix in own.chain(tied).filter(|parameter| parameter.shape.len() == 2) {
                 let of_parameter = f64::from(u8::from(matrix.trainable));
@@ -407,13 +411,13 @@ impl Model {
         flops
     }
 
-    /// The number of elements of all parameters, a tied one counted once.
+    /// The number of elements of all parameters. A tied parameter is counted once.
     pub fn elements(&self) -> usize {
         self.units.iter().map(Unit::elements).sum()
     }
 }
 
-/// A name that is there twice.
+/// The first name that occurs a second time, if any.
 fn repeated<'a>(mut names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     let mut seen = HashSet::new();
     names.find(|name| !seen.insert(*name))
@@ -445,16 +449,16 @@ mod tests {
         let tied = |index| Some(Tied { unit: index, parameter: 0 });
         let good = vec![unit("patches", &["w"]), unit("block.0", &[]), unit("head", &["v"]).with_tied(tied(0))];
         assert_eq!(Model::new(good).map(|model| model.elements()).ok(), Some(12));
-        assert!(refused(vec![]).contains("there is none"));
-        assert!(refused(vec![unit("a", &["w"]), unit("a", &["v"])]).contains("two are called 'a'"));
-        assert!(refused(vec![unit("a", &["w"]), unit("b", &["w"])]).contains("two parameters are called 'w'"));
+        assert!(refused(vec![]).contains("at least one"));
+        assert!(refused(vec![unit("a", &["w"]), unit("a", &["v"])]).contains("two are named 'a'"));
+        assert!(refused(vec![unit("a", &["w"]), unit("b", &["w"])]).contains("two parameters are named 'w'"));
         for name in ["", "../up", ".hidden", "a b"] {
-            assert!(refused(vec![unit(name, &[])]).contains("is no name of a unit"), "{name:?}");
+            assert!(refused(vec![unit(name, &[])]).contains("is not a valid unit name"), "{name:?}");
         }
-        assert!(refused(vec![unit("a", &["w/x"])]).contains("\"w/x\" is no name of a parameter"));
+        assert!(refused(vec![unit("a", &["w/x"])]).contains("\"w/x\" is not a valid parameter name"));
         let empty = Unit::new("a", vec![Parameter::vector("w", 0, Init::Ones)], Nothing);
         assert!(refused(vec![empty]).contains("has no elements"));
-        assert!(refused(vec![unit("a", &["w"]).with_tied(tied(0))]).contains("no unit before it has"));
+        assert!(refused(vec![unit("a", &["w"]).with_tied(tied(0))]).contains("which no earlier unit has"));
     }
 
     #[test]

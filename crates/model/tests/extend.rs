@@ -17,7 +17,7 @@ fn at_once(model: &Model, parameters: &[Vec<Tensor>], tokens: &Tensor) -> Tensor
     for (index, unit) in model.units().iter().enumerate() {
         let tied = unit.tied().map(|tied| &parameters[tied.unit][tied.parameter]);
         logits = x.as_ref().and_then(|x| no_grad(|| unit.logits(&parameters[index], tied, x).unwrap()));
-        x = Some(unit.forward(&parameters[index], tied, x.as_ref(), &batch, Activations::Kept).unwrap());
+        x = Some(unit.forward(&parameters[index], tied, x.as_ref(), &batch, Activations::All).unwrap());
     }
     logits.unwrap()
 }
@@ -60,7 +60,8 @@ fn pieces_give_the_same_as_all_at_once() {
 
 #[test]
 fn a_window_bounds_the_cache() {
-    let model = Llama { kv_heads: 3, window: Some(8), ..Llama::new(VOCABULARY as usize, 36, 1, 6, 52) };
+    let model =
+        Llama { num_key_value_heads: 3, sliding_window: Some(8), ..Llama::new(VOCABULARY as usize, 36, 1, 6, 52) };
     let model = model.model().unwrap();
     let (parameters, mut caches) = (parameters(&model), caches(&model));
     let token = Tensor::zeros([1, 1], (Kind::Int64, Device::Cpu));
@@ -76,10 +77,10 @@ fn a_window_bounds_the_cache() {
 #[test]
 fn positions_that_the_model_lacks_are_an_error() {
     let (_, model) = variants(VOCABULARY as usize, 8).pop().unwrap();
-    assert_eq!(model.positions(), Some(8));
+    assert_eq!(model.max_positions(), Some(8));
     let tokens = Tensor::zeros([1, 5], (Kind::Int64, Device::Cpu));
     let (parameters, mut caches) = (parameters(&model), caches(&model));
     let _ = extend(&model, &parameters, &tokens, &mut caches);
     let error = model.units()[0].extend(&parameters[0], None, None, &tokens, &mut caches[0]).unwrap_err();
-    assert_eq!(error.to_string(), "positions: sequences have 10 positions, and the model has 8");
+    assert_eq!(error.to_string(), "n_positions: sequences have 10 positions, and the model has 8");
 }

@@ -30,7 +30,7 @@ fn run(model: &Model, parameters: &[Vec<Tensor>], batch: &Batch) -> BTreeMap<Str
     let mut x: Option<Tensor> = None;
     for (index, unit) in model.units().iter().enumerate() {
         let tied = unit.tied().map(|tied| &leaves[tied.unit][tied.parameter]);
-        x = Some(unit.forward(&leaves[index], tied, x.as_ref(), batch, Activations::Kept).unwrap());
+        x = Some(unit.forward(&leaves[index], tied, x.as_ref(), batch, Activations::All).unwrap());
     }
     let loss = x.unwrap();
     let inputs: Vec<&Tensor> = leaves.iter().flatten().collect();
@@ -78,22 +78,23 @@ fn assert_agrees(config: Value, model: &Model, vocabulary: usize) {
 
 fn llama_config(name: &str, llama: &Llama) -> Value {
     json!({
-        "name": name, "family": "llama", "blocks": llama.blocks, "head_width": llama.head_width,
-        "rope_base": llama.rope_base, "norm_epsilon": llama.norm_epsilon, "tied": llama.tied, "window": llama.window,
+        "name": name, "family": "llama", "num_hidden_layers": llama.num_hidden_layers, "head_dim": llama.head_dim,
+        "rope_theta": llama.rope_theta, "rms_norm_eps": llama.rms_norm_eps,
+        "tie_word_embeddings": llama.tie_word_embeddings, "sliding_window": llama.sliding_window,
         "rope_scaling": llama.rope_scaling.map(|scaling| json!({
-            "factor": scaling.factor, "low_frequency_factor": scaling.low_frequency_factor,
-            "high_frequency_factor": scaling.high_frequency_factor, "original_context": scaling.original_context,
+            "factor": scaling.factor, "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor, "original_max_position_embeddings": scaling.original_max_position_embeddings,
         })),
     })
 }
 
 fn assert_llama_agrees(name: &str, llama: &Llama) {
-    assert_agrees(llama_config(name, llama), &llama.model().unwrap(), llama.vocabulary);
+    assert_agrees(llama_config(name, llama), &llama.model().unwrap(), llama.vocab_size);
 }
 
 /// Small, and divisible by little.
 fn small() -> Llama {
-    Llama { head_chunk: 10, ..Llama::new(101, 36, 2, 6, 52) }
+    Llama { loss_chunk_tokens: 10, ..Llama::new(101, 36, 2, 6, 52) }
 }
 
 #[test]
@@ -103,33 +104,38 @@ fn llama_2_agrees() {
 
 #[test]
 fn llama_3_agrees() {
-    let rope = Llama3Rope { factor: 8., low_frequency_factor: 1., high_frequency_factor: 4., original_context: 32 };
-    let llama = Llama { kv_heads: 2, rope_base: 500_000., rope_scaling: Some(rope), ..small() };
+    let rope =
+        Llama3Rope { factor: 8., low_freq_factor: 1., high_freq_factor: 4., original_max_position_embeddings: 32 };
+    let llama = Llama { num_key_value_heads: 2, rope_theta: 500_000., rope_scaling: Some(rope), ..small() };
     assert_llama_agrees("llama-3", &llama);
 }
 
 #[test]
 fn mistral_agrees() {
-    assert_llama_agrees("mistral", &Llama { kv_heads: 3, window: Some(7), ..small() });
+    assert_llama_agrees("mistral", &Llama { num_key_value_heads: 3, sliding_window: Some(7), ..small() });
 }
 
 #[test]
 fn qwen_2_agrees() {
-    assert_llama_agrees("qwen-2", &Llama { kv_heads: 2, qkv_bias: true, tied: true, rope_base: 1e6, ..small() });
+    assert_llama_agrees(
+        "qwen-2",
+        &Llama { num_key_value_heads: 2, qkv_bias: true, tie_word_embeddings: true, rope_theta: 1e6, ..small() },
+    );
 }
 
 #[test]
 fn qwen_3_agrees() {
-    assert_llama_agrees("qwen-3", &Llama { kv_heads: 2, head_width: 8, qk_norm: true, ..small() });
+    assert_llama_agrees("qwen-3", &Llama { num_key_value_heads: 2, head_dim: 8, qk_norm: true, ..small() });
 }
 
 #[test]
 fn gpt_2_agrees() {
-    let gpt2 = Gpt2 { head_chunk: 10, ..Gpt2::new(101, 23, 36, 2, 6) };
+    let gpt2 = Gpt2 { loss_chunk_tokens: 10, ..Gpt2::new(101, 23, 36, 2, 6) };
     let config = json!({
-        "name": "gpt-2", "family": "gpt2", "blocks": gpt2.blocks, "heads": gpt2.heads, "norm_epsilon": gpt2.norm_epsilon,
+        "name": "gpt-2", "family": "gpt2", "n_layer": gpt2.n_layer, "n_head": gpt2.n_head,
+        "layer_norm_epsilon": gpt2.layer_norm_epsilon,
     });
-    assert_agrees(config, &gpt2.model().unwrap(), gpt2.vocabulary);
+    assert_agrees(config, &gpt2.model().unwrap(), gpt2.vocab_size);
 }
 
 #[test]
@@ -160,16 +166,17 @@ fn the_graph_of_a_head_is_walked_once() {
     let loss = head_loss(&hidden, &weight, &Tensor::zeros([4], (Kind::Int64, Device::Cpu)), 3).unwrap();
     autograd::grad(&[&loss], &[None], &[&hidden], Graph::Keep).unwrap();
     let error = autograd::grad(&[&loss], &[None], &[&hidden], Graph::Keep).unwrap_err();
-    assert!(error.to_string().contains("its graph is walked once"), "{error}");
+    assert!(error.to_string().contains("its graph can be walked only once"), "{error}");
 }
 
 #[test]
 fn wrong_shapes_are_explained() {
     let message = |llama: Llama| llama.model().err().unwrap().to_string();
-    assert_eq!(message(Llama { kv_heads: 4, ..small() }), "kv_heads: 4 does not divide the 6 query heads");
-    assert!(message(Llama { head_width: 7, ..small() }).contains("head_width: 7 is not a positive even number"));
+    let said = message(Llama { num_key_value_heads: 4, ..small() });
+    assert_eq!(said, "num_key_value_heads: 4 does not divide the 6 query heads");
+    assert!(message(Llama { head_dim: 7, ..small() }).contains("head_dim: 7 is not a positive even number"));
     let gpt2 = Gpt2::new(101, 8, 36, 1, 6).model().unwrap();
     let parameters = parameters(&gpt2);
-    let error = gpt2.units()[0].forward(&parameters[0], None, None, &batch(101), Activations::Kept).unwrap_err();
-    assert_eq!(error.to_string(), "positions: sequences have 19 positions, and the model has 8");
+    let error = gpt2.units()[0].forward(&parameters[0], None, None, &batch(101), Activations::All).unwrap_err();
+    assert_eq!(error.to_string(), "n_positions: sequences have 19 positions, and the model has 8");
 }

@@ -74,8 +74,8 @@ fn packed_documents_are_as_if_alone() {
         manual_seed(23);
         let parameters = parameters(&model);
         let (packed, alone) = batches();
-        let expected: Vec<Ran> = alone.iter().map(|b| run(&model, &parameters, b, Activations::Kept)).collect();
-        for activations in [Activations::Kept, Activations::Few] {
+        let expected: Vec<Ran> = alone.iter().map(|b| run(&model, &parameters, b, Activations::All)).collect();
+        for activations in [Activations::All, Activations::Selective] {
             let found = run(&model, &parameters, &packed, activations);
             let logits = Tensor::cat(&expected.iter().map(|ran| &ran.logits).collect::<Vec<_>>(), 0);
             let difference = (&found.logits - &logits).abs().max().double_value(&[]);
@@ -90,7 +90,7 @@ fn packed_documents_are_as_if_alone() {
         }
         // And they would not be, if they saw each other.
         let joined = Batch { documents: None, ..packed };
-        let found = run(&model, &parameters, &joined, Activations::Kept);
+        let found = run(&model, &parameters, &joined, Activations::All);
         let logits = Tensor::cat(&expected.iter().map(|ran| &ran.logits).collect::<Vec<_>>(), 0);
         assert!((found.logits - logits).abs().max().double_value(&[]) > 1e-3, "{name}");
     }
@@ -98,12 +98,12 @@ fn packed_documents_are_as_if_alone() {
 
 #[test]
 fn sequences_of_one_document_give_the_same_bits() {
-    let model = Llama { window: Some(7), ..Llama::new(VOCABULARY as usize, 36, 2, 6, 52) }.model().unwrap();
+    let model = Llama { sliding_window: Some(7), ..Llama::new(VOCABULARY as usize, 36, 2, 6, 52) }.model().unwrap();
     manual_seed(23);
     let (parameters, (batch, _)) = (parameters(&model), batches());
     let one = Batch { documents: Some(batch.inputs.full_like(3)), ..batch };
-    let found = run(&model, &parameters, &one, Activations::Few);
-    let expected = run(&model, &parameters, &Batch { documents: None, ..one }, Activations::Few);
+    let found = run(&model, &parameters, &one, Activations::Selective);
+    let expected = run(&model, &parameters, &Batch { documents: None, ..one }, Activations::Selective);
     assert!(found.logits == expected.logits && found.grads == expected.grads && found.loss == expected.loss);
 }
 
@@ -112,9 +112,9 @@ fn positions_are_counted_by_document() {
     // Sequences of 18 positions, documents of 13 at the most.
     let embed = |positions: usize| {
         let model = Gpt2::new(VOCABULARY as usize, positions, 36, 1, 6).model().unwrap();
-        let output = model.units()[0].forward(&parameters(&model)[0], None, None, &batches().0, Activations::Kept);
+        let output = model.units()[0].forward(&parameters(&model)[0], None, None, &batches().0, Activations::All);
         output.map(|_| ())
     };
     embed(13).unwrap();
-    assert_eq!(embed(12).unwrap_err().to_string(), "positions: documents have 13 positions, and the model has 12");
+    assert_eq!(embed(12).unwrap_err().to_string(), "n_positions: documents have 13 positions, and the model has 12");
 }

@@ -1,4 +1,4 @@
-//! The element types that Shardwise stores and sends.
+//! The dtypes that Shardwise stores and communicates.
 
 use std::fmt;
 
@@ -15,15 +15,15 @@ pub enum Dtype {
     F16,
     /// Signed 64-bit integers: token ids and counts.
     I64,
-    /// Plain bytes: quantised payloads and messages.
+    /// Raw bytes: quantized payloads and messages.
     U8,
 }
 
 impl Dtype {
-    /// Every element type, for tables and tests.
+    /// All dtypes, in declaration order.
     pub const ALL: [Dtype; 6] = [Dtype::F64, Dtype::F32, Dtype::Bf16, Dtype::F16, Dtype::I64, Dtype::U8];
 
-    /// The size of one element.
+    /// The size of one element in bytes.
     pub const fn bytes(self) -> usize {
         match self {
             Dtype::F64 | Dtype::I64 => 8,

@@ -1,14 +1,14 @@
-//! What can be decided before a byte moves.
+//! The device mesh, its groups, partitions of buffers, and dtypes.
 //!
-//! This crate is arithmetic on small integers: which rank stands where on the device mesh, which ranks form a group,
-//! which part of a buffer belongs to whom. It holds no tensors, opens no connections and builds without libtorch and
-//! MPI, so that a plan can be made on a laptop for a cluster of ten thousand ranks. Nothing in it grows with the
-//! world: a group is an index expression, not a list.
+//! This crate is integer arithmetic: the coordinates of a rank on the mesh, the ranks of a group, the part of a buffer that
+//! belongs to a rank. It holds no tensors, does not communicate, and builds without libtorch or MPI, so the layout of a cluster
+//! of ten thousand ranks can be computed on a laptop. Nothing in it grows with the world size: a group is an index expression,
+//! not a list.
 //!
 //! ```
 //! use shardwise_plan::{Axis, Mesh, Partition};
 //!
-//! // Eight ranks: two replicas of a model, each in four slices.
+//! // Eight ranks: two replicas of a model, each in four shards.
 //! let mesh = Mesh::new(&[(Axis::Replicate, 2), (Axis::Shard, 4)])?;
 //! assert_eq!(mesh.group(5, &[Axis::Shard]).iter().collect::<Vec<_>>(), [4, 5, 6, 7]);
 //! assert_eq!(mesh.group(5, &[Axis::Replicate]).iter().collect::<Vec<_>>(), [1, 5]);

@@ -1,34 +1,34 @@
-//! The device mesh: ranks as points of a grid with named axes, and groups as index expressions into it.
+//! The device mesh: ranks as points on a grid with named axes, and groups as index expressions into that grid.
 //!
 //! # Note: the order of the axes
 //! Rank numbers run fastest along the last axis. Launchers number the ranks of a host consecutively, so the axes that
-//! talk most and wait least for each other stand last: tensor parallelism exchanges activations inside every layer and
-//! wants the ranks of one host, pipeline stages exchange one activation per micro-batch and may be far apart. The order
-//! is fixed, because a rank's coordinates are part of what a checkpoint and a log say.
+//! communicate the most come last: tensor parallelism exchanges activations inside every layer and should stay within one host,
+//! while pipeline stages exchange one activation per micro-batch and may be far apart. The order is fixed, because checkpoints
+//! and logs contain coordinates.
 //!
-//! A group of ranks is a start and at most five (size, stride) pairs. No list of ranks is ever built, so a rank of a
-//! world of 10,000 knows its groups in a hundred bytes.
+//! A group of ranks is a start and at most five (size, stride) pairs. No list of ranks is ever built: in a world of 10,000
+//! ranks, a group takes about a hundred bytes.
 
 use std::fmt;
 
-/// A direction of the mesh. An *axis* is of the mesh; a tensor has *dimensions*.
+/// An axis of the mesh. A mesh has *axes*; a tensor has *dimensions*.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Axis {
-    /// Consecutive ranges of the model's units.
+    /// Pipeline parallelism: consecutive units of the model on different ranks.
     Pipeline,
-    /// Copies of the sharded model that train on different data.
+    /// Data parallelism over replicas of the sharded model.
     Replicate,
-    /// Slices of parameters, gradients and optimizer state; different data as well.
+    /// Data parallelism with sharded parameters, gradients and optimizer state.
     Shard,
-    /// Parts of one sequence.
-    Sequence,
-    /// Parts of one layer's matrices.
+    /// Context parallelism: parts of a sequence on different ranks.
+    Context,
+    /// Tensor parallelism: parts of a layer's matrices on different ranks.
     Tensor,
 }
 
 impl Axis {
     /// All axes, slowest first.
-    pub const ALL: [Axis; 5] = [Axis::Pipeline, Axis::Replicate, Axis::Shard, Axis::Sequence, Axis::Tensor];
+    pub const ALL: [Axis; 5] = [Axis::Pipeline, Axis::Replicate, Axis::Shard, Axis::Context, Axis::Tensor];
 }
 
 impl fmt::Display for Axis {
@@ -37,42 +37,42 @@ impl fmt::Display for Axis {
             Axis::Pipeline => "pipeline",
             Axis::Replicate => "replicate",
             Axis::Shard => "shard",
-            Axis::Sequence => "sequence",
+            Axis::Context => "context",
             Axis::Tensor => "tensor",
         })
     }
 }
 
-/// Why a mesh cannot be made.
+/// Why a mesh is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MeshError {
-    /// An axis of length zero has no ranks.
-    #[error("the {axis} axis has size 0; an axis that is not used has size 1")]
+    /// An axis has size zero.
+    #[error("the {axis} axis has size 0; an unused axis has size 1")]
     EmptyAxis {
         /// The axis at fault.
         axis: Axis,
     },
-    /// The product of the sizes does not fit into a machine word.
-    #[error("the mesh {sizes} has more ranks than can be counted")]
+    /// The product of the sizes overflows a `usize`.
+    #[error("the mesh {sizes} has too many ranks")]
     TooLarge {
-        /// The sizes that were asked for.
+        /// The requested sizes.
         sizes: String,
     },
-    /// The mesh does not cover the ranks that were started.
+    /// The mesh does not match the world size.
     #[error(
-        "the mesh {sizes} has {mesh} ranks, and {world} were started; change an axis so that the product is {world}"
+        "the mesh {sizes} has {mesh} ranks, but {world} were started; change an axis so that the product is {world}"
     )]
     WorldMismatch {
-        /// The sizes that were asked for.
+        /// The requested sizes.
         sizes: String,
-        /// Their product.
+        /// The product of the sizes.
         mesh: usize,
-        /// The ranks there are.
+        /// The world size.
         world: usize,
     },
 }
 
-/// A rank's place on the mesh, one index per axis.
+/// A rank's coordinates on the mesh, one index per axis.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Coordinates([usize; Axis::ALL.len()]);
 
@@ -83,14 +83,14 @@ impl Coordinates {
     }
 }
 
-/// The grid of all ranks.
+/// The grid of all ranks (PyTorch: `DeviceMesh`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mesh {
     sizes: [usize; Axis::ALL.len()],
 }
 
 impl Mesh {
-    /// A mesh with the given axis sizes; an axis that is not named has size 1.
+    /// Creates a mesh with the given axis sizes; all other axes have size 1.
     pub fn new(sizes: &[(Axis, usize)]) -> Result<Self, MeshError> {
         let mut mesh = Mesh { sizes: [1; Axis::ALL.len()] };
         for &(axis, size) in sizes {
@@ -105,7 +105,7 @@ impl Mesh {
         }
     }
 
-    /// The same mesh, or an error where it does not have exactly `world` ranks.
+    /// Checks that the mesh has exactly `world` ranks, and returns it.
     pub fn for_world(self, world: usize) -> Result<Self, MeshError> {
         match self.ranks() == world {
             true => Ok(self),
@@ -113,22 +113,22 @@ impl Mesh {
         }
     }
 
-    /// The number of ranks.
+    /// The number of ranks in the mesh: the product of its axis sizes.
     pub fn ranks(&self) -> usize {
         self.sizes.iter().product()
     }
 
-    /// The size of `axis`.
+    /// The number of ranks along `axis`.
     pub fn size(&self, axis: Axis) -> usize {
         self.sizes[axis as usize]
     }
 
-    /// How far apart two neighbours along `axis` are in rank numbers.
+    /// The difference in rank between neighbors along `axis`.
     pub fn stride(&self, axis: Axis) -> usize {
         self.sizes[axis as usize + 1..].iter().product()
     }
 
-    /// Where `rank` stands.
+    /// The coordinates of `rank`.
     ///
     /// # Panics
     /// If the mesh has no such rank.
@@ -137,10 +137,10 @@ impl Mesh {
         Coordinates(Axis::ALL.map(|axis| rank / self.stride(axis) % self.size(axis)))
     }
 
-    /// Who stands at `coordinates`.
+    /// The rank at `coordinates`.
     ///
     /// # Panics
-    /// If the coordinates are of a larger mesh.
+    /// If the coordinates are outside the mesh.
     pub fn rank(&self, coordinates: Coordinates) -> usize {
         Axis::ALL
             .iter()
@@ -152,8 +152,8 @@ impl Mesh {
             .sum()
     }
 
-    /// The ranks that share all of `rank`'s coordinates but those along `axes`: the group in which a collective along
-    /// `axes` takes place. Its ranks ascend; the order in which `axes` are named does not matter.
+    /// The group of `rank` for a collective along `axes`: all ranks with the same coordinates as `rank` on every other axis.
+    /// The ranks are in ascending order; the order of `axes` does not matter.
     pub fn group(&self, rank: usize, axes: &[Axis]) -> RankSet {
         let coordinates = self.coordinates(rank);
         let mut set = RankSet { first: rank, spans: [Span { size: 1, stride: 1 }; Axis::ALL.len()] };
@@ -168,7 +168,7 @@ impl Mesh {
 }
 
 impl fmt::Display for Mesh {
-    /// The axes that are used, as in `replicate 2 × shard 4`.
+    /// Writes the axes in use, as in `replicate 2 × shard 4`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let used: Vec<String> = Axis::ALL
             .iter()
@@ -182,7 +182,7 @@ impl fmt::Display for Mesh {
     }
 }
 
-/// A set of ranks as an index expression: `first + Σ indexᵢ · strideᵢ`, the last span running fastest.
+/// A set of ranks as an index expression: `first + Σ indexᵢ · strideᵢ`, where the last span runs fastest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RankSet {
     first: usize,
@@ -196,7 +196,7 @@ struct Span {
 }
 
 impl RankSet {
-    /// All ranks of a world.
+    /// All ranks of a world of `size` ranks.
     ///
     /// # Panics
     /// If the world is empty.
@@ -207,8 +207,8 @@ impl RankSet {
         RankSet { first: 0, spans }
     }
 
-    /// The number of ranks in it; never zero.
-    #[allow(clippy::len_without_is_empty, reason = "a group has at least the rank that asks for it")]
+    /// The number of ranks in the set; never zero.
+    #[allow(clippy::len_without_is_empty, reason = "a group has at least one rank")]
     pub fn len(&self) -> usize {
         self.spans.iter().map(|span| span.size).product()
     }
@@ -218,12 +218,12 @@ impl RankSet {
         self.first
     }
 
-    /// The rank at place `index`.
+    /// The rank at `index`, in ascending order of ranks.
     ///
     /// # Panics
-    /// If there are fewer ranks.
+    /// If `index` is out of bounds.
     pub fn rank_at(&self, index: usize) -> usize {
-        assert!(index < self.len(), "place {index} of a group of {}", self.len());
+        assert!(index < self.len(), "index {index} in a group of {}", self.len());
         let mut rest = index;
         let mut rank = self.first;
         for span in self.spans.iter().rev() {
@@ -233,7 +233,7 @@ impl RankSet {
         rank
     }
 
-    /// The place of `rank`, or `None` where it is not in the set.
+    /// The index of `rank`, or `None` if it is not in the set.
     pub fn index_of(&self, rank: usize) -> Option<usize> {
         let mut rest = rank.checked_sub(self.first)?;
         let mut index = 0;
@@ -251,10 +251,11 @@ impl RankSet {
         (0..set.len()).map(move |index| set.rank_at(index))
     }
 
-    /// The set as arithmetic progressions `(first, last, stride)` of ranks, as few as its shape allows.
+    /// Splits the set into as few arithmetic progressions `(first, last, stride)` as possible, as `MPI_Group_range_incl` takes
+    /// them.
     pub fn progressions(&self) -> Vec<(usize, usize, usize)> {
         let spans: Vec<Span> = self.spans.iter().copied().filter(|span| span.size > 1).collect();
-        // Neighbouring spans that continue each other are one progression.
+        // Merge adjacent spans that continue each other into one progression.
         let mut inner = Span { size: 1, stride: 1 };
         let mut outer = spans.len();
         while let Some(next) = outer.checked_sub(1).map(|i| spans[i]) {
@@ -276,7 +277,7 @@ impl RankSet {
 }
 
 impl fmt::Display for RankSet {
-    /// As in `0-3`, `0-6/2` (every second one) or `0-1,4-5`.
+    /// Writes, for example, `0-3`, `0-6/2` (every second rank) or `0-1,4-5`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let parts = self.progressions().into_iter().map(|(first, last, stride)| match (first == last, stride) {
             (true, _) => first.to_string(),

@@ -1,12 +1,11 @@
-//! How a buffer is cut into one part per rank.
+//! How a buffer is split into one part per rank.
 
 use std::ops::Range;
 
-/// `len` elements cut into `parts` contiguous parts whose lengths differ by at most one, longer parts first.
+/// `len` elements split into `parts` contiguous parts whose lengths differ by at most one, longer parts first.
 ///
-/// There is no padding: any length can be cut for any number of ranks, a prime for a prime, and fewer elements than
-/// ranks leave the last ranks with empty parts. Everyone who cuts a buffer cuts it here, so a gather, a reduction and a
-/// checkpoint agree about who owns an element.
+/// There is no padding: any length splits among any number of ranks, and with fewer elements than ranks, the last ranks have
+/// empty parts. All splits are computed here, so all-gathers, reductions and checkpoints agree on which rank owns an element.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Partition {
     len: usize,
@@ -14,21 +13,21 @@ pub struct Partition {
 }
 
 impl Partition {
-    /// Cuts `len` elements into `parts` parts.
+    /// Splits `len` elements into `parts` parts.
     ///
     /// # Panics
-    /// If `parts` is zero: a group always has a rank in it.
+    /// If `parts` is zero.
     pub fn new(len: usize, parts: usize) -> Self {
         assert!(parts > 0, "a partition needs at least one part");
         Partition { len, parts }
     }
 
-    /// The number of elements in all parts together.
+    /// The total number of elements.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there is nothing to cut.
+    /// Whether there are no elements.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -38,10 +37,10 @@ impl Partition {
         self.parts
     }
 
-    /// The elements of part `index`.
+    /// The range of part `index`.
     ///
     /// # Panics
-    /// If there is no such part.
+    /// If `index` is out of bounds.
     pub fn range(&self, index: usize) -> Range<usize> {
         assert!(index < self.parts, "part {index} of a partition into {}", self.parts);
         let (quotient, longer) = (self.len / self.parts, self.len % self.parts);

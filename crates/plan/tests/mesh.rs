@@ -1,5 +1,5 @@
-//! The promises of the mesh: places and ranks are one to one, groups along any axes tile the world, and an index
-//! expression says the same as the list that is never built.
+//! Properties of the mesh: coordinates and ranks are one to one, groups along any axes tile the world, and index
+//! expressions agree with explicit lists of ranks.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
@@ -20,18 +20,18 @@ fn any_axes() -> impl Strategy<Value = Vec<Axis>> {
 proptest! {
     #[test]
     fn ranks_and_coordinates_are_one_to_one(mesh in any_mesh()) {
-        let places: BTreeSet<Vec<usize>> = (0..mesh.ranks())
+        let all: BTreeSet<Vec<usize>> = (0..mesh.ranks())
             .map(|rank| {
-                let place = mesh.coordinates(rank);
-                assert_eq!(mesh.rank(place), rank);
-                Axis::ALL.map(|axis| place.along(axis)).to_vec()
+                let coordinates = mesh.coordinates(rank);
+                assert_eq!(mesh.rank(coordinates), rank);
+                Axis::ALL.map(|axis| coordinates.along(axis)).to_vec()
             })
             .collect();
-        // Ranks ascend with their coordinates, so the sorted places are the ranks in order.
-        prop_assert_eq!(places.len(), mesh.ranks());
-        for (rank, place) in places.iter().enumerate() {
-            let here = mesh.coordinates(rank);
-            prop_assert_eq!(place, &Axis::ALL.map(|axis| here.along(axis)).to_vec());
+        // Ranks ascend with their coordinates, so the sorted coordinates are those of the ranks in order.
+        prop_assert_eq!(all.len(), mesh.ranks());
+        for (rank, coordinates) in all.iter().enumerate() {
+            let expected = mesh.coordinates(rank);
+            prop_assert_eq!(coordinates, &Axis::ALL.map(|axis| expected.along(axis)).to_vec());
         }
     }
 
@@ -41,7 +41,7 @@ proptest! {
         for rank in 0..mesh.ranks() {
             let group = mesh.group(rank, &axes);
             prop_assert_eq!(group.len(), axes.iter().map(|&axis| mesh.size(axis)).product::<usize>());
-            // Every member builds the identical group.
+            // Every member computes the same group.
             for member in group.iter() {
                 prop_assert_eq!(mesh.group(member, &axes), group);
             }
@@ -52,7 +52,7 @@ proptest! {
     }
 
     #[test]
-    fn a_group_says_the_same_as_its_definition(mesh in any_mesh(), axes in any_axes(), seed in any::<usize>()) {
+    fn a_group_matches_its_definition(mesh in any_mesh(), axes in any_axes(), seed in any::<usize>()) {
         let rank = seed % mesh.ranks();
         let here = mesh.coordinates(rank);
         let expected: Vec<usize> = (0..mesh.ranks())
@@ -87,7 +87,7 @@ proptest! {
 }
 
 #[test]
-fn neighbours_on_a_host_are_neighbours_along_the_tensor_axis() {
+fn neighbors_on_a_host_are_neighbors_along_the_tensor_axis() {
     let mesh = Mesh::new(&[(Axis::Shard, 2), (Axis::Tensor, 4)]).unwrap();
     assert_eq!(mesh.group(5, &[Axis::Tensor]).iter().collect::<Vec<_>>(), [4, 5, 6, 7]);
     assert_eq!(mesh.group(5, &[Axis::Shard]).iter().collect::<Vec<_>>(), [1, 5]);
@@ -102,7 +102,7 @@ fn a_group_of_ten_thousand_is_as_small_as_a_group_of_two() {
 }
 
 #[test]
-fn groups_are_written_short() {
+fn groups_have_short_names() {
     let mesh = Mesh::new(&[(Axis::Replicate, 2), (Axis::Shard, 2), (Axis::Tensor, 2)]).unwrap();
     let written = |axes: &[Axis]| mesh.group(0, axes).to_string();
     assert_eq!(written(&[Axis::Tensor]), "0-1");
@@ -119,6 +119,6 @@ fn a_wrong_mesh_is_explained() {
     let error = Mesh::new(&[(Axis::Replicate, 2), (Axis::Shard, 4)]).unwrap().for_world(6).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "the mesh replicate 2 × shard 4 has 8 ranks, and 6 were started; change an axis so that the product is 6"
+        "the mesh replicate 2 × shard 4 has 8 ranks, but 6 were started; change an axis so that the product is 6"
     );
 }

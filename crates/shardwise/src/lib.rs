@@ -1,30 +1,30 @@
-//! Trains models that do not fit on one device, from Rust: ZeRO's stages and FSDP-style sharding, on libtorch, MPI and NCCL.
+//! Trains models that do not fit on one device, from Rust: ZeRO stages 0 to 3 (FSDP-style sharding) on libtorch, MPI and NCCL.
 //!
-//! A program is the same for one rank and for a thousand. This one trains a small Llama at stage 3, on sequences that it makes up:
+//! The same program runs on one rank or on a thousand. This one trains a small Llama at stage 3 on synthetic sequences:
 //!
 //! ```
 //! use shardwise::model::{Batch, Llama};
 //! use shardwise::tch::Tensor;
-//! use shardwise::{AdamW, Optimizer, Options, Portion, Schedule, Sharding, Trainer, start};
+//! use shardwise::{AdamW, BatchSize, Optimizer, Options, Schedule, Sharding, Trainer, init};
 //!
 //! fn main() -> Result<(), Box<dyn std::error::Error>> {
-//!     let ranks = shardwise::ranks()?; // those that mpirun has started, or this process alone
-//!     let model = Llama::new(64, 32, 2, 4, 96).model()?; // vocabulary, width, blocks, heads, width of the MLP
+//!     let ranks = shardwise::ranks()?; // started by mpirun, or this process alone
+//!     let model = Llama::new(64, 32, 2, 4, 96).model()?; // vocab, hidden size, layers, heads, intermediate size
 //!     let options = Options::new(
-//!         Sharding::stage(3)?, // parameters, gradients and optimizer state in slices
+//!         Sharding::stage(3)?, // shard parameters, gradients and optimizer state
 //!         Optimizer::AdamW(AdamW::default()),
 //!         Schedule::constant(3e-3),
 //!     );
-//!     let mut trainer = Trainer::new(model, ranks.clone(), options, &mut start::from_seed(1))?;
+//!     let mut trainer = Trainer::new(model, ranks.clone(), options, &mut init::from_seed(1))?;
 //!
-//!     // Sample n begins with n and counts. Whoever asks for it gets the same.
-//!     let counting = |numbers: &[u64]| {
-//!         let row = |from: i64| numbers.iter().flat_map(move |n| (0..16).map(move |i| (*n as i64 + from + i) % 64));
+//!     // Sample n counts up from n. A sample depends on its index alone.
+//!     let counting = |indices: &[u64]| {
+//!         let row = |from: i64| indices.iter().flat_map(move |n| (0..16).map(move |i| (*n as i64 + from + i) % 64));
 //!         let rows = |from| Tensor::from_slice(&row(from).collect::<Vec<i64>>()).view([-1, 16]);
 //!         Ok(Batch::new(rows(0), rows(1)))
 //!     };
 //! #   let mut losses = Vec::new();
-//!     trainer.train(&counting, Portion { samples: 8, micro_batches: 1 }, 20, &mut |report| {
+//!     trainer.train(&counting, BatchSize { micro_batch_size: 8, gradient_accumulation_steps: 1 }, 20, &mut |report| {
 //!         if ranks.world.rank() == 0 {
 //!             println!("step {:>2}  loss {:.3}", report.step, report.loss);
 //!         }
@@ -40,26 +40,25 @@
 //! mpirun -n 4 target/release/my-program
 //! ```
 //!
-//! # What is where
+//! # Overview
 //!
-//! | you want | look at |
+//! | to | see |
 //! | --- | --- |
-//! | to train, evaluate, generate | [`Trainer`], [`generate`] |
-//! | stages, precision, recomputation, schedules | [`Options`], [`Sharding`], [`Precision`], [`Schedule`] |
-//! | a model of your own | [`model::Layer`], [`model::Unit`], [`model::Model::new`]; `examples/vision.rs` |
-//! | an optimizer of your own | [`Elementwise`]; `examples/optimizer.rs` |
-//! | data of your own | [`Source`]; `examples/data.rs` |
-//! | text as tokens: tokenizers, corpora, an order of samples | [`data`] |
-//! | to save and to go on | [`save`], [`Trainer::resumed`], [`checkpoint`] |
-//! | weights of Hugging Face's | [`start::from_weights`], [`model::hugging_face`] |
-//! | groups of ranks, and to talk between them | [`Ranks`], [`comm`] |
+//! | train, evaluate, generate | [`Trainer`], [`generate`] |
+//! | choose stage, precision, activation checkpointing, schedule | [`Options`], [`Sharding`], [`Precision`], [`Schedule`] |
+//! | write your own model | [`model::Layer`], [`model::Unit`], [`model::Model::new`]; `examples/vision.rs` |
+//! | write your own optimizer | [`Elementwise`]; `examples/optimizer.rs` |
+//! | train on your own data | [`Source`]; `examples/data.rs` |
+//! | tokenize text, read corpora, order samples | [`data`] |
+//! | save and resume | [`save`], [`Trainer::resume`], [`checkpoint`] |
+//! | load Hugging Face weights | [`init::from_weights`], [`model::hugging_face`] |
+//! | use groups of ranks and collectives | [`Ranks`], [`comm`] |
 //!
-//! What is in a recipe (`shardwise train`) and around it, its supervisor and its launcher, is the program's and not here.
+//! Recipes, the supervisor and the launcher belong to the `shardwise` program and are not part of this crate.
 //!
-//! # Note: what stays
-//! This crate is the face that others build on, so it is small: a name is here when programs need it. The crates behind it are
-//! for Shardwise's own use, and change as it needs. Enums and structs that will grow are marked so; errors are matched with a
-//! last arm for those to come.
+//! # Note: stability
+//! This crate is the public interface, and it is small: it has only the names that programs need. The crates behind it are internal
+//! and may change at any time. Enums and structs that may grow are `#[non_exhaustive]`.
 
 #![forbid(unsafe_code)]
 
@@ -67,68 +66,69 @@ use std::sync::Arc;
 
 pub use shardwise_torch::tch;
 pub use shardwise_train::{
-    Accumulation, DynamicScale, Error, Evaluation, Fault, LossScale, OnNotFinite, OnOutlier, Options, Outlier, Portion,
-    Progress, Ranks, Recomputation, Report, Result, Sampling, Schedule, Source, SourceError, Trainer, generate, save,
+    ActivationCheckpointing, BatchSize, DynamicScale, Error, Evaluation, LossScale, NonFiniteValue, OnNonFinite,
+    OnSpike, Options, Progress, Ranks, Report, Result, Sampling, Schedule, Source, SourceError, Spike, Trainer,
+    generate, save,
 };
 pub use shardwise_zero::{AdamW, Bytes, Elements, Elementwise, Groups, Lamb, Optimizer, Precision, Sgd, Sharding};
 
-/// How a rate moves: the kinds of [`Schedule`].
+/// Learning rate schedules: the kinds of [`Schedule`].
 pub mod schedule {
-    pub use shardwise_train::{Kind, Pace};
+    pub use shardwise_train::{Kind, LrAndMomentum};
 }
 
-/// What parameters begin with.
-pub mod start {
-    pub use shardwise_train::start::{Start, from_seed, from_weights};
-    pub use shardwise_zero::StartError;
+/// Parameter initialization.
+pub mod init {
+    pub use shardwise_train::init::{ParameterInit, from_seed, from_weights};
+    pub use shardwise_zero::InitError;
 }
 
-/// Models as chains of units: those that are here, and what one's own are made of.
+/// Built-in models, and the parts of custom ones: a model is a chain of units.
 pub mod model {
-    pub use shardwise_model::init::mixed;
+    pub use shardwise_model::init::splitmix64;
     pub use shardwise_model::{
         Activations, Batch, Cache, Error, Footprint, Gpt2, IGNORED, Init, Layer, Llama, Llama3Rope, Model, Parameter,
         Parameters, Result, Tied, Unit, head_loss, hugging_face,
     };
 }
 
-/// What an optimizer of one's own returns.
+/// The error and result types of custom optimizers.
 pub mod optimizer {
     pub use shardwise_torch::{Error, Result};
 }
 
-/// Groups of ranks, and the verbs they do together.
+/// Groups of ranks and their collectives.
 pub mod comm {
-    pub use shardwise_comm::{Error, Group, Pending, Reduce, Result, mpi, single};
+    pub use shardwise_comm::{Error, Group, Pending, ReduceOp, Result, mpi, single};
     pub use shardwise_plan::{Axis, Dtype, Mesh};
 }
 
-/// From text to tokens: tokenizers, corpora, and an order of samples that needs no list.
+/// Tokenizers, corpora, and a sample order that needs no index in memory.
 pub mod data {
     pub use shardwise_data::{
-        ChatTemplate, Conversation, Corpus, Error, Inputs, Message, Mixture, Options, Packed, PackedWindow,
-        Permutation, Progress, Result, Sample, Summary, Tokenizer, Windows, tokenize,
+        ChatTemplate, Conversation, Corpus, Error, Inputs, Message, Mixture, Options, PackedConversations,
+        PackedWindow, Permutation, Progress, Result, Sample, Summary, Tokenizer, Windows, tokenize,
     };
 }
 
-/// What is on the disk: checkpoints that any number of ranks can read, and Hugging Face's layout.
+/// Checkpoints, which any number of ranks can read, and Hugging Face weights.
 pub mod checkpoint {
     pub use serde_json::{Value, json};
     pub use shardwise_checkpoint::hugging_face::Weights;
     pub use shardwise_checkpoint::{Checkpoint, Error, Manifest, Result, Store};
 }
 
-/// Starts this rank: finds the others that the launcher (`mpirun`, `srun`) has started, or stands alone where there was none.
+/// Initializes this rank: connects to the other ranks that the launcher (`mpirun`, `srun`) started. Without a launcher, the world
+/// has one rank.
 ///
-/// A process does this once, before it makes tensors: the memory that tensors free is kept for the next ones from then on, as
-/// steps want it. The groups are those that `shardwise train` uses, one for shards and one for what all ranks agree on, so that
-/// neither's calls wait for the other's. Other groups, as for hybrid sharding or GPUs, are made with [`Ranks::hybrid`] and
-/// [`comm::mpi::world`].
+/// Call it once per process, before creating tensors: from then on memory freed by tensors is cached for the next ones. The groups
+/// are those of `shardwise train`: one for shards and one for the whole world, so that calls of one do not wait for calls of the
+/// other. For other groups, such as those for hybrid sharding or GPUs, use [`Ranks::hybrid`] and [`comm::mpi::world`].
 ///
-/// Ranks end together: a rank that is done waits for the others when it drops its groups. If one fails, because its `main`
-/// returns an error, it panics or calls [`comm::Group::abort`], the launcher ends the others within seconds, long
-/// before the time limit of their calls. `mpirun` does so by default, `srun` with `--kill-on-bad-exit=1`.
+/// Ranks end together: a rank that is done waits for the others when it drops its groups. If a rank fails, because its `main`
+/// returns an error, it panics, or it calls [`comm::Group::abort`], the launcher ends the others within seconds, long before
+/// their calls time out. `mpirun` does so by default, `srun` with `--kill-on-bad-exit=1`.
 pub fn ranks() -> Result<Ranks> {
-    shardwise_torch::keep_freed_memory();
+    shardwise_torch::enable_caching_allocator();
     Ranks::hybrid(Arc::new(comm::mpi::world(comm::mpi::Options::default())?), 1)
 }

@@ -1,4 +1,4 @@
-//! The examples, as a person runs them: alone and on two ranks.
+//! The examples, run as a user would: on one rank and on two.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
@@ -12,7 +12,7 @@ fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap()
 }
 
-/// The program of an example, which cargo builds with this test.
+/// The binary of an example, which cargo builds with this test.
 fn example(name: &str) -> PathBuf {
     let tests = std::env::current_exe().unwrap();
     let program = tests.ancestors().nth(2).unwrap().join("examples").join(name);
@@ -20,7 +20,7 @@ fn example(name: &str) -> PathBuf {
     program
 }
 
-/// What it prints on so many ranks; on one, without a launcher.
+/// Runs an example on this many ranks, without a launcher if it is one. Returns its output.
 fn run(name: &str, ranks: usize, arguments: &[&str]) -> String {
     let mut command = match ranks {
         1 => Command::new("env"),
@@ -33,7 +33,7 @@ fn run(name: &str, ranks: usize, arguments: &[&str]) -> String {
     printed
 }
 
-/// The numbers that stand before `unit` in what was printed.
+/// The numbers printed before `unit`.
 fn numbers(printed: &str, unit: &str) -> Vec<f64> {
     let lines = printed.lines().filter_map(|line| line.split_once(unit)?.0.split_whitespace().next_back());
     lines.filter_map(|number| number.parse().ok()).collect()
@@ -47,13 +47,13 @@ fn a_vision_transformer_in_under_150_lines_learns_on_two_ranks() {
         let printed = run("vision", ranks, &[]);
         let right = numbers(&printed, "% of unseen images");
         assert_eq!(right.len(), 6, "{printed}");
-        assert!(right[0] < 50., "it begins by chance: {printed}");
+        assert!(right[0] < 50., "it starts at chance: {printed}");
         assert!(right[5] > 80., "it learns: {printed}");
     }
 }
 
 #[test]
-fn an_own_optimizer_gives_the_same_losses_at_stages_0_and_3() {
+fn a_custom_optimizer_gives_the_same_losses_at_stages_0_and_3() {
     for ranks in [1, 2] {
         let printed = run("optimizer", ranks, &[]);
         assert!(printed.ends_with("the same, to the last bit\n"), "{printed}");
@@ -63,12 +63,12 @@ fn an_own_optimizer_gives_the_same_losses_at_stages_0_and_3() {
         assert!(losses.iter().all(|stages| stages[0] == stages[1]), "{printed}");
         assert!(losses[4][0] < 0.6 * losses[0][0], "it learns: {printed}");
         let kept = numbers(&printed.replace("kB", "kB\n"), "kB");
-        assert!((kept[0] / kept[1] / ranks as f64 - 1.).abs() < 0.01, "each rank keeps its slice: {printed}");
+        assert!((kept[0] / kept[1] / ranks as f64 - 1.).abs() < 0.01, "each rank keeps its shard: {printed}");
     }
 }
 
 #[test]
-fn an_own_source_gives_any_number_of_ranks_the_same_samples() {
+fn a_custom_source_gives_any_number_of_ranks_the_same_samples() {
     let [alone, two] = [1, 2].map(|ranks| run("data", ranks, &["README.md", "ARCHITECTURE.md"]));
     let [bits, of_two] = [&alone, &two].map(|printed| numbers(printed, " bits per byte"));
     assert_eq!(bits.len(), 7, "{alone}");
@@ -79,11 +79,11 @@ fn an_own_source_gives_any_number_of_ranks_the_same_samples() {
 }
 
 #[test]
-fn readme_shows_the_program_of_the_first_page() {
+fn the_guide_shows_the_program_of_the_first_page() {
     let page = std::fs::read_to_string(root().join("crates/shardwise/src/lib.rs")).unwrap();
     let program = page.split("//! ```\n").nth(1).unwrap();
     let shown = program.lines().map(|line| line.trim_start_matches("//!")).filter(|line| !line.starts_with(" # "));
     let shown: String = shown.map(|line| format!("{}\n", line.strip_prefix(' ').unwrap_or(line))).collect();
-    let readme = std::fs::read_to_string(root().join("README.md")).unwrap();
-    assert!(readme.contains(&format!("```rust\n{shown}```")), "README's program is another than this:\n{shown}");
+    let guide = std::fs::read_to_string(root().join("docs/src/library.md")).unwrap();
+    assert!(guide.contains(&format!("```rust\n{shown}```")), "the guide shows another program than this:\n{shown}");
 }

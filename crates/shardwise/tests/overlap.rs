@@ -1,4 +1,4 @@
-//! The library's calls overlap as the program's do: the next step's token count does not wait behind the gathers of updated
+//! The library's calls overlap like the program's: the next step's token count does not wait for the all-gathers of updated
 //! parameters.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
@@ -8,46 +8,46 @@ use std::time::Duration;
 
 use shardwise::model::{Batch, Llama};
 use shardwise::tch::Tensor;
-use shardwise::{AdamW, Optimizer, Options, Portion, Ranks, Schedule, Sharding, SourceError, Trainer, start};
+use shardwise::{AdamW, BatchSize, Optimizer, Options, Ranks, Schedule, Sharding, SourceError, Trainer, init};
 use shardwise_comm::{Entry, Group, Verb};
 use shardwise_harness::{Hosts, Launch, check_speed, ranks, try_ranks};
-use shardwise_train::{Asked, Ended, Position, Recipe, run};
+use shardwise_train::{PositionTracker, Recipe, Requests, RunOutcome, run};
 
 const FOLDER: &str = "SHARDWISE_TEST_FOLDER";
 
-/// As many steps of the same model as [`train`].
+/// The same model and number of steps as [`train`].
 const RECIPE: &str = "
 [model.llama]
-vocabulary = 64
-width = 256
-blocks = 4
-heads = 4
-mlp_width = 1024
+vocab_size = 64
+hidden_size = 256
+num_hidden_layers = 4
+num_attention_heads = 4
+intermediate_size = 1024
 
 [data]
 seed = 7
 
 [batch]
-sequences = 1
-positions = 16
+micro_batch_size = 1
+seq_len = 16
 
-[sharding]
+[zero]
 stage = 2
 
 [optimizer]
-rate = 1e-3
+lr = 1e-3
 
 [run]
 steps = 6
 ";
 
-/// 4.2 million parameters, whose gathers take 70 ms over such a link.
+/// Two hosts with a slow link: the all-gathers of 4.2 million parameters take 70 ms.
 fn two_hosts() -> Launch {
     Launch::hosts(Hosts { hosts: 2, ranks_per_host: 1, rate: "1gbit".to_string(), delay: "1ms".to_string() })
 }
 
-fn samples(numbers: &[u64]) -> Result<Batch, SourceError> {
-    let row = |from: i64| numbers.iter().flat_map(move |n| (0..16).map(move |i| (*n as i64 + from + i) % 64));
+fn samples(indices: &[u64]) -> Result<Batch, SourceError> {
+    let row = |from: i64| indices.iter().flat_map(move |n| (0..16).map(move |i| (*n as i64 + from + i) % 64));
     let rows = |from| Tensor::from_slice(&row(from).collect::<Vec<i64>>()).view([-1, 16]);
     Ok(Batch::new(rows(0), rows(1)))
 }
@@ -56,24 +56,24 @@ fn train(ranks: &Ranks, stage: u8) {
     let model = Llama::new(64, 256, 4, 4, 1024).model().unwrap();
     let optimizer = Optimizer::AdamW(AdamW::default());
     let options = Options::new(Sharding::stage(stage).unwrap(), optimizer, Schedule::constant(1e-3));
-    let mut trainer = Trainer::new(model, ranks.clone(), options, &mut start::from_seed(1)).unwrap();
-    trainer.train(&samples, Portion { samples: 1, micro_batches: 1 }, 6, &mut |_| ()).unwrap();
+    let mut trainer = Trainer::new(model, ranks.clone(), options, &mut init::from_seed(1)).unwrap();
+    trainer.train(&samples, BatchSize { micro_batch_size: 1, gradient_accumulation_steps: 1 }, 6, &mut |_| ()).unwrap();
 }
 
-/// What became of token counts that were asked for while updated parameters were still being gathered.
+/// Token counts that were started while updated parameters were still being gathered.
 #[derive(Debug)]
 struct TokenCounts {
-    /// How many were under way at the same time as such a gather.
+    /// How many ran at the same time as such an all-gather.
     overlapped: usize,
-    /// How long they were waited for, as a share of the time that was left until all gathers had ended. At least 1 where they
+    /// The time spent waiting for them, as a fraction of the time that was left until all gathers had ended. At least 1 if they
     /// wait for the gathers.
     waited_share: f64,
 }
 
 impl TokenCounts {
-    /// Those of the calls since then.
+    /// The token counts since `since`.
     fn since(world: &Group, since: Duration) -> Self {
-        let entries = world.record().read();
+        let entries = world.flight_recorder().read();
         let of = |is_count: bool| -> Vec<&Entry> {
             let is_meant = |entry: &&Entry| {
                 let is_gather = entry.call.verb == Verb::AllGather && entry.queued >= since;
@@ -98,12 +98,12 @@ impl TokenCounts {
 }
 
 #[test]
-fn token_counts_run_beside_gathers_in_the_library_as_in_the_program() {
+fn token_counts_overlap_gathers_in_the_library_as_in_the_program() {
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("recipe.toml"), RECIPE).unwrap();
     ranks!(two_hosts().variable(FOLDER, folder.path().to_str().unwrap()), || {
         let ranks = shardwise::ranks().unwrap();
-        let record = ranks.world.record().clone();
+        let record = ranks.world.flight_recorder().clone();
         for stage in [1, 2] {
             let since = record.epoch().elapsed();
             train(&ranks, stage);
@@ -113,16 +113,16 @@ fn token_counts_run_beside_gathers_in_the_library_as_in_the_program() {
         let recipe = format!("{}/recipe.toml", std::env::var(FOLDER).unwrap());
         let recipe = Recipe::read(recipe.as_ref()).unwrap();
         let since = record.epoch().elapsed();
-        let (asked, position) = (Asked::default(), Arc::new(Position::default()));
-        let ended = run(&recipe, &ranks.world, &asked, &position, &mut |_| (), &mut std::io::sink()).unwrap();
-        assert_eq!(ended, Ended::Finished);
+        let (requests, position) = (Requests::default(), Arc::new(PositionTracker::default()));
+        let ended = run(&recipe, &ranks.world, &requests, &position, &mut |_| (), &mut std::io::sink()).unwrap();
+        assert_eq!(ended, RunOutcome::Finished);
         let counts = TokenCounts::since(&ranks.world, since);
         assert!(counts.overlapped > 0, "the program: {counts:?}");
     });
 }
 
 #[test]
-fn token_counts_are_over_before_the_gathers() {
+fn token_counts_end_before_the_gathers() {
     check_speed(|_| {
         let outcome = try_ranks!(two_hosts(), || {
             let ranks = shardwise::ranks().unwrap();

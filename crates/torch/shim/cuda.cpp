@@ -5,13 +5,13 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-// Of libtorch_cuda, whose header would want CUDA's.
+// Declared here because libtorch_cuda's header needs CUDA's headers.
 namespace at::cuda {
 int warp_size();
 }
 
-// Naming a function of libtorch_cuda, where the linker cannot see that it is not called, keeps that library linked; without
-// it CUDA would silently be unavailable.
+// A reference to a function of libtorch_cuda that the linker cannot optimize away keeps that library linked; without it, CUDA
+// would silently be unavailable.
 static int (*volatile keep_libtorch_cuda)() = at::cuda::warp_size;
 
 extern "C" {

@@ -1,11 +1,10 @@
-// CPU memory for tensors, kept by the process between uses.
+// A caching allocator for CPU tensors.
 //
-// libtorch's own allocator is malloc, which gives large blocks back to the system at once; the system clears every page before
-// it hands it out again, and a training step asks for the same blocks over and over. Here a large block that is freed is kept
-// for the next request of about its size, as long as all blocks together are no more than were once in use at the same time.
-// So it costs no memory: what is resident stays at the peak that was needed anyway, but for what malloc keeps of its heap.
-// Large blocks are mapped, in huge pages where the system grants them: where a step does need fresh memory, it then meets
-// a fault per 2 MiB, not per 4 KiB.
+// libtorch's own allocator is malloc, which returns large blocks to the system at once; the system clears every page before
+// it hands it out again, and a training step allocates the same blocks over and over. Here a freed large block is cached for
+// the next request of about its size, as long as used and cached blocks together do not exceed the peak of used blocks. So
+// caching costs no memory: resident memory stays at the peak that was needed anyway, apart from malloc's heap. Large blocks
+// are mapped, in huge pages if the system grants them: fresh memory then costs a page fault per 2 MiB, not per 4 KiB.
 #include "shim.h"
 
 #include <algorithm>
@@ -23,21 +22,21 @@
 
 namespace {
 
-// Smaller blocks are malloc's, which keeps them in its heap.
+// Smaller blocks go to malloc, which keeps them in its heap.
 constexpr size_t LARGE_BYTES = 256 << 10;
-// A kept block may be larger than the request by an eighth.
+// A cached block may be larger than the request by an eighth.
 constexpr size_t WASTE = 8;
 constexpr size_t HUGE_PAGE_BYTES = 2 << 20;
-// Scratch memory of libraries below libtorch, which ask malloc and not libtorch, stays in the heap. Malloc takes no more.
+// Scratch memory of libraries below libtorch, which call malloc directly, stays in the heap. These are malloc's maxima.
 constexpr size_t HEAP_BLOCK_BYTES = 32 << 20;
-constexpr size_t HEAP_KEPT_BYTES = 256 << 20;
+constexpr size_t HEAP_TRIM_BYTES = 256 << 20;
 
 size_t in_pages(size_t bytes) {
   static const size_t page = sysconf(_SC_PAGESIZE);
   return (bytes + page - 1) / page * page;
 }
 
-// Null where the system has no more.
+// Returns null if the system has no more memory.
 void *map_plainly(size_t bytes) {
   void *mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   return mapped == MAP_FAILED ? nullptr : mapped;
@@ -48,21 +47,21 @@ void *map(size_t bytes) {
   void *mapped = wanted < HUGE_PAGE_BYTES ? nullptr : map_plainly(wanted + room);
   if (mapped == nullptr)
     return map_plainly(wanted);
-  // Huge pages begin at multiples of their size; what is before and after goes back.
+  // Huge pages start at multiples of their size; the rest before and after is unmapped.
   auto begin = reinterpret_cast<uintptr_t>(mapped);
   auto aligned = (begin + HUGE_PAGE_BYTES - 1) / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
   if (aligned > begin)
     munmap(mapped, aligned - begin);
   if (size_t after = begin + room - aligned; after > 0)
     munmap(reinterpret_cast<void *>(aligned + wanted), after);
-  // Advice: where it is not taken, small pages do.
+  // Only advice: small pages work too.
   madvise(reinterpret_cast<void *>(aligned), wanted, MADV_HUGEPAGE);
   return reinterpret_cast<void *>(aligned);
 }
 
 void unmap(void *data, size_t bytes) { munmap(data, in_pages(bytes)); }
 
-class Kept {
+class BlockCache {
 public:
   void *allocate(size_t bytes) {
     {
@@ -80,7 +79,7 @@ public:
     return allocate_fresh(bytes);
   }
 
-  // Zeros that no page has been touched for yet.
+  // Zeros in fresh pages that are not resident yet.
   void *allocate_zeros(size_t bytes) {
     {
       std::lock_guard<std::mutex> guard(mutex);
@@ -99,7 +98,7 @@ public:
     return std::exchange(used_bytes_peak_lately, used_bytes);
   }
 
-  // Whether the block was one of these.
+  // Returns whether the block belongs to this cache.
   bool release(void *data) {
     std::lock_guard<std::mutex> guard(mutex);
     auto found = used_blocks.find(data);
@@ -132,7 +131,7 @@ private:
     return data;
   }
 
-  // From the system. Where it has no more, what is kept goes back first.
+  // From the system. If it has no more memory, the cache is emptied first.
   void *fresh(size_t bytes) {
     if (void *data = map(bytes))
       return data;
@@ -142,20 +141,20 @@ private:
     }
     malloc_trim(0);
     void *data = map(bytes);
-    // What is in use is told now: on the way to whoever reads this, much of it will be freed.
+    // The memory in use is reported here: much of it will be freed before the error reaches its reader.
     TORCH_CHECK(data != nullptr, "the system has no memory left for ", bytes, " bytes; ", sw_malloc_bytes(), " are in use");
     return data;
   }
 
-  // Makes room for a request below the peak.
+  // Makes room below the peak for a request.
   void give_back(size_t bytes) {
     size_t room = std::max(used_bytes_peak, used_bytes + bytes);
     give_back_beyond(room - used_bytes - bytes);
   }
 
-  // Beginning with what has been free for the longest.
-  void give_back_beyond(size_t kept_bytes) {
-    while (!free_blocks.empty() && free_bytes > kept_bytes) {
+  // Starting with the block that has been free for the longest.
+  void give_back_beyond(size_t cached_bytes_max) {
+    while (!free_blocks.empty() && free_bytes > cached_bytes_max) {
       auto oldest = std::min_element(free_blocks.begin(), free_blocks.end(), [](const auto &a, const auto &b) {
         return a.second.since < b.second.since;
       });
@@ -172,20 +171,20 @@ private:
   uint64_t time = 0;
 };
 
-Kept &kept() {
+BlockCache &cache() {
   // Never destroyed: tensors may outlive everything.
-  static Kept *kept = new Kept;
-  return *kept;
+  static BlockCache *cache = new BlockCache;
+  return *cache;
 }
 
 void release(void *data) {
-  if (data != nullptr && !kept().release(data))
+  if (data != nullptr && !cache().release(data))
     c10::free_cpu(data);
 }
 
-struct KeepingAllocator final : c10::Allocator {
+struct CachingAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
-    void *data = bytes == 0 ? nullptr : bytes < LARGE_BYTES ? c10::alloc_cpu(bytes) : kept().allocate(bytes);
+    void *data = bytes == 0 ? nullptr : bytes < LARGE_BYTES ? c10::alloc_cpu(bytes) : cache().allocate(bytes);
     return {data, data, &release, c10::Device(c10::DeviceType::CPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -194,13 +193,13 @@ struct KeepingAllocator final : c10::Allocator {
   }
 };
 
-bool is_keeping() { return dynamic_cast<KeepingAllocator *>(c10::GetCPUAllocator()) != nullptr; }
+bool is_caching() { return dynamic_cast<CachingAllocator *>(c10::GetCPUAllocator()) != nullptr; }
 
 } // namespace
 
 c10::DataPtr sw_cpu_zeros(size_t bytes) {
-  if (bytes >= LARGE_BYTES && is_keeping()) {
-    void *data = kept().allocate_zeros(bytes);
+  if (bytes >= LARGE_BYTES && is_caching()) {
+    void *data = cache().allocate_zeros(bytes);
     return {data, data, &release, c10::Device(c10::DeviceType::CPU)};
   }
   c10::DataPtr data = c10::GetCPUAllocator()->allocate(bytes);
@@ -213,15 +212,15 @@ extern "C" {
 
 size_t sw_malloc_bytes() {
   struct mallinfo2 info = mallinfo2();
-  return info.uordblks + info.hblkhd + kept().bytes_in_use();
+  return info.uordblks + info.hblkhd + cache().bytes_in_use();
 }
 
-size_t sw_memory_take_peak() { return kept().take_peak(); }
+size_t sw_memory_take_peak() { return cache().take_peak(); }
 
 void sw_memory_keep() {
-  static KeepingAllocator *allocator = new KeepingAllocator;
+  static CachingAllocator *allocator = new CachingAllocator;
   c10::SetCPUAllocator(allocator, /*priority=*/100);
   mallopt(M_MMAP_THRESHOLD, HEAP_BLOCK_BYTES);
-  mallopt(M_TRIM_THRESHOLD, HEAP_KEPT_BYTES);
+  mallopt(M_TRIM_THRESHOLD, HEAP_TRIM_BYTES);
 }
 }

@@ -14,7 +14,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/headeronly/version.h>
 
-// c10::Allocator is CPU- and CUDA-neutral; the device rides along, for a taken storage no longer knows its own.
+// c10::Allocator works for CPU and CUDA; the data pointer carries the device, because a taken storage no longer knows its own.
 struct Block {
   c10::DataPtr data;
   c10::Allocator *allocator;
@@ -61,13 +61,13 @@ c10::StorageImpl &storage_of(const at::Tensor &tensor) {
   return *tensor.storage().unsafeGetStorageImpl();
 }
 
-// A storage without memory keeps its size in bytes, so that views of it stay well-formed, and throws on access. One of no
-// bytes has nothing that could be missed: it can be taken from and put into at any time.
+// A storage without memory keeps its size in bytes, so that its views stay well-formed, and throws on access. A storage of zero
+// bytes has nothing to miss: it can be taken from and put into at any time.
 bool is_taken(c10::StorageImpl &storage) {
   return storage.nbytes() > 0 && storage._mutable_data_ptr_no_checks().get() == nullptr;
 }
 
-// Memory that is longer than the storage it is in. It remembers its length for the time when it is taken out again.
+// Memory that is longer than its storage. It remembers its length for when it is taken out again.
 struct Longer {
   c10::DataPtr data;
   size_t bytes;
@@ -83,7 +83,7 @@ struct Closure : torch::CustomClassHolder {
   Drop drop;
 };
 
-// What `RustFunction::forward` needs besides its inputs, behind a pointer so that autograd does not see tensors in it.
+// The other arguments of `RustFunction::forward`, behind a pointer so that autograd does not see the tensors.
 struct Tied {
   std::vector<at::Tensor> outputs, saved;
   c10::intrusive_ptr<Closure> closure;
@@ -102,7 +102,7 @@ struct RustFunction : torch::autograd::Function<RustFunction> {
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext *context,
                                                  torch::autograd::variable_list grads) {
     auto closure = c10::static_intrusive_pointer_cast<Closure>(context->saved_data["closure"].toCapsule());
-    auto saved_variables = context->get_saved_variables(); // throws where the graph has been walked already
+    auto saved_variables = context->get_saved_variables(); // throws if the graph has been freed already
     auto saved = owned(saved_variables);
     auto given = owned(grads);
     std::vector<at::Tensor *> raw(context->saved_data["inputs"].toInt(), nullptr);
@@ -113,7 +113,7 @@ struct RustFunction : torch::autograd::Function<RustFunction> {
       results.push_back(tensor ? std::move(*tensor) : at::Tensor());
       delete tensor;
     }
-    results.emplace_back(); // for `tied`, which is no tensor
+    results.emplace_back(); // for `tied`, which is not a tensor
     if (failure) {
       std::string text(failure);
       sw_message_free(failure);
@@ -125,7 +125,7 @@ struct RustFunction : torch::autograd::Function<RustFunction> {
 
 } // namespace
 
-// In memory.cpp.
+// Defined in memory.cpp.
 c10::DataPtr sw_cpu_zeros(size_t bytes);
 
 extern "C" {
@@ -166,7 +166,7 @@ Message sw_storage_take(at::Tensor *tensor, const char *reason, Block **out) {
   return guarded([&] {
     c10::StorageImpl &storage = storage_of(*tensor);
     TORCH_CHECK(!is_taken(storage), "the storage's memory has been taken already");
-    TORCH_CHECK(storage.allocator() != nullptr, "the storage's memory was not made by a libtorch allocator");
+    TORCH_CHECK(storage.allocator() != nullptr, "the storage's memory does not come from a libtorch allocator");
     c10::Device device = storage.device();
     c10::DataPtr data = storage.set_data_ptr(c10::DataPtr(nullptr, device));
     size_t bytes = storage.nbytes();
@@ -185,10 +185,10 @@ Message sw_storage_put(at::Tensor *tensor, Block *block) {
   return guarded([&] {
     c10::StorageImpl &storage = storage_of(*tensor);
     TORCH_CHECK(is_taken(storage) || storage.nbytes() == 0, "the storage has memory; take it before putting other memory in");
-    TORCH_CHECK(block->bytes >= storage.nbytes(), "the storage needs ", storage.nbytes(), " bytes, and the block has ",
+    TORCH_CHECK(block->bytes >= storage.nbytes(), "the storage needs ", storage.nbytes(), " bytes, but the block has ",
                 block->bytes);
     TORCH_CHECK(block->data.device() == storage.device(), "the storage is on ", storage.device().str(),
-                ", and the block is on ", block->data.device().str());
+                ", but the block is on ", block->data.device().str());
     storage.clear_data_ptr_access_error_msg_();
     if (block->bytes > storage.nbytes()) {
       void *data = block->data.get();
@@ -220,7 +220,7 @@ Message sw_tensor_access(at::Tensor *tensor, Access *out) {
 
 Message sw_function(at::Tensor **inputs, size_t input_count, at::Tensor **outputs, size_t output_count,
                     at::Tensor **saved, size_t saved_count, void *data, Backward backward, Drop drop) {
-  // First of all: from here on the closure is dropped with its last owner, whatever happens.
+  // First: from here on the closure is dropped with its last owner, whatever happens.
   auto closure = c10::make_intrusive<Closure>(data, backward, drop);
   return guarded([&] {
     Tied tied{list(outputs, output_count), list(saved, saved_count), std::move(closure)};
@@ -243,12 +243,12 @@ Message sw_grad(at::Tensor **outputs, at::Tensor **grad_outputs, size_t output_c
 }
 
 Message sw_fused_adamw(at::Tensor **parameters, at::Tensor **grads, at::Tensor **first_moments,
-                       at::Tensor **second_moments, at::Tensor **steps, size_t count, double rate, double beta1,
-                       double beta2, double weight_decay, double epsilon) {
+                       at::Tensor **second_moments, at::Tensor **steps, size_t count, double lr, double beta1,
+                       double beta2, double weight_decay, double eps) {
   return guarded([&] {
     c10::AutoGradMode no_grad(false);
     at::_fused_adamw_(list(parameters, count), list(grads, count), list(first_moments, count),
-                      list(second_moments, count), {}, list(steps, count), rate, beta1, beta2, weight_decay, epsilon,
+                      list(second_moments, count), {}, list(steps, count), lr, beta1, beta2, weight_decay, eps,
                       /*amsgrad=*/false, /*maximize=*/false);
   });
 }

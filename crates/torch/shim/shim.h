@@ -1,5 +1,5 @@
-// The C face of the shim. Everything that can fail returns a message, or null where it succeeded; the receiver frees
-// the message with `sw_message_free`. No C++ exception and no Rust panic crosses this line.
+// The C interface of the shim. Functions that can fail return an error message, or null on success; the caller frees
+// the message with `sw_message_free`. No C++ exception and no Rust panic crosses this interface.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -16,7 +16,7 @@ Message sw_message_new(const char *text, size_t length);
 void sw_message_free(Message message);
 const char *sw_torch_version();
 
-// ---- the process's memory ---------------------------------------------------------------------------------------
+// ---- caching allocator ------------------------------------------------------------------------------------------
 size_t sw_malloc_bytes();
 size_t sw_memory_take_peak();
 void sw_memory_keep();
@@ -31,7 +31,7 @@ int8_t sw_block_device_type(const Block *block);
 int8_t sw_block_device_index(const Block *block);
 
 Message sw_storage_take(at::Tensor *tensor, const char *reason, Block **out);
-Message sw_storage_put(at::Tensor *tensor, Block *block); // takes the block, but not where it fails
+Message sw_storage_put(at::Tensor *tensor, Block *block); // takes the block, unless it fails
 Message sw_storage_is_taken(const at::Tensor *tensor, bool *out);
 Message sw_storage_bytes(const at::Tensor *tensor, size_t *out);
 
@@ -45,14 +45,14 @@ struct Access {
 Message sw_tensor_access(at::Tensor *tensor, Access *out);
 
 // ---- autograd ---------------------------------------------------------------------------------------------------
-// `grads`: one tensor per output, null where none flowed back. `saved`: as given to `sw_function`. Both lists are the
-// callee's. It fills `results`, one owned tensor per input or null.
+// `grads`: one tensor per output, null if it has no gradient. `saved`: as passed to `sw_function`. The callee owns the tensors
+// of both lists. It fills `results` with one owned tensor or null per input.
 typedef Message (*Backward)(void *closure, at::Tensor **grads, size_t grad_count, at::Tensor **saved,
                             size_t saved_count, at::Tensor **results, size_t result_count);
 typedef void (*Drop)(void *closure);
 
-// Ties `outputs` (computed without autograd) to `inputs`, with `closure` as the way back, and replaces them by the tied
-// tensors. The closure belongs to the graph from here on, also where this fails: `drop` is called exactly once.
+// Connects `outputs` (computed without autograd) to `inputs` with a backward node that calls `closure`, and replaces them by
+// the connected tensors. The graph owns the closure from here on, even if this fails: `drop` is called exactly once.
 Message sw_function(at::Tensor **inputs, size_t input_count, at::Tensor **outputs, size_t output_count,
                     at::Tensor **saved, size_t saved_count, void *closure, Backward backward, Drop drop);
 
@@ -62,6 +62,6 @@ Message sw_grad(at::Tensor **outputs, at::Tensor **grad_outputs, size_t output_c
 
 // ---- optimizer --------------------------------------------------------------------------------------------------
 Message sw_fused_adamw(at::Tensor **parameters, at::Tensor **grads, at::Tensor **first_moments,
-                       at::Tensor **second_moments, at::Tensor **steps, size_t count, double rate, double beta1,
-                       double beta2, double weight_decay, double epsilon);
+                       at::Tensor **second_moments, at::Tensor **steps, size_t count, double lr, double beta1,
+                       double beta2, double weight_decay, double eps);
 }

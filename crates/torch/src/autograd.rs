@@ -1,4 +1,4 @@
-//! Custom autograd functions made of Rust closures, and gradients of given outputs.
+//! Custom autograd functions written as Rust closures, and gradients for given output gradients.
 
 use std::any::Any;
 use std::ffi::c_void;
@@ -9,31 +9,31 @@ use tch::Tensor;
 use crate::error::check;
 use crate::{Error, Result, ffi};
 
-/// An error of a closure's own.
+/// An error returned by a closure.
 pub type ClosureError = Box<dyn std::error::Error + Send + Sync>;
 
-/// What a forward closure returns.
+/// The result of a forward closure.
 pub struct Forward {
-    /// The function's results.
+    /// The function's outputs.
     pub outputs: Vec<Tensor>,
-    /// What the backward closure will want of the inputs and outputs. These are kept by autograd, with its version
-    /// checks. A closure that captured an output instead would keep the graph alive that keeps the closure alive.
+    /// Inputs and outputs that the backward closure needs (PyTorch: `ctx.save_for_backward`). Autograd keeps them, with its
+    /// version checks. A closure that captured an output instead would create a reference cycle with the graph.
     pub saved: Vec<Tensor>,
 }
 
-/// What a backward closure is given.
+/// The arguments of a backward closure.
 pub struct Backward {
-    /// For each output the gradient that flowed back, or `None`.
+    /// The gradient of each output; `None` if the loss does not depend on it.
     pub grads: Vec<Option<Tensor>>,
-    /// As the forward closure saved them.
+    /// The tensors that the forward closure saved.
     pub saved: Vec<Tensor>,
 }
 
-/// Applies a function with its own backward pass to `inputs`.
+/// Applies a function with a custom backward pass to `inputs` (PyTorch: `torch.autograd.Function`).
 ///
-/// `forward` runs at once, without recording. `backward` belongs to the autograd graph: it runs in the backward pass,
-/// as often as the graph is walked, and is dropped with the graph. It returns one gradient, or `None`, per input.
-/// An error or a panic in it ends the backward pass with an error that contains `name`.
+/// `forward` runs immediately, under `no_grad`. `backward` belongs to the autograd graph: it runs in every backward pass
+/// through the graph, and is dropped with the graph. It returns one gradient, or `None`, per input. An error or a panic in it
+/// ends the backward pass with an error that contains `name`.
 ///
 /// ```
 /// use shardwise_torch::{autograd, tch::{Kind, Tensor}};
@@ -60,8 +60,8 @@ pub fn function(
     let mut input_pointers = ffi::pointers(inputs.iter().copied());
     let mut output_pointers = ffi::pointers(&outputs);
     let mut saved_pointers = ffi::pointers(&saved);
-    // SAFETY: the tensors live through the call. `closure` is a live box that the shim owns from here on, and drops
-    // exactly once, also where it fails. The outputs are replaced in place by tied tensors.
+    // SAFETY: the tensors outlive the call. `closure` is a live box that the shim owns from here on, and drops exactly
+    // once, even if it fails. The outputs are replaced in place by tensors with a backward node.
     check(unsafe {
         ffi::sw_function(
             input_pointers.as_mut_ptr(),
@@ -78,18 +78,18 @@ pub fn function(
     Ok(outputs)
 }
 
-/// What becomes of the graph after [`grad`].
+/// Whether [`grad`] frees the graph (PyTorch: `retain_graph`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Graph {
-    /// It is freed while it is walked, and its buffers with it.
+    /// Frees the graph and its saved tensors during the backward pass.
     Free,
-    /// It can be walked again.
+    /// Keeps the graph for another backward pass.
     Keep,
 }
 
-/// The gradients of `outputs`, weighted by `grad_outputs`, with respect to `inputs`; `None` for an input that the
-/// outputs do not depend on. A `None` in `grad_outputs` is a weight of one, for an output of one element.
-/// Nothing is accumulated into `Tensor::grad`.
+/// Returns the gradients of `outputs`, weighted by `grad_outputs`, with respect to `inputs`; `None` for an input that the
+/// outputs do not depend on. A `None` in `grad_outputs` is a weight of one, which is allowed only for an output of one element.
+/// Nothing is accumulated into `Tensor::grad` (PyTorch: `torch.autograd.grad`).
 pub fn grad(
     outputs: &[&Tensor],
     grad_outputs: &[Option<&Tensor>],
@@ -106,7 +106,7 @@ pub fn grad(
         .collect();
     let mut input_pointers = ffi::pointers(inputs.iter().copied());
     let mut results = vec![std::ptr::null_mut(); inputs.len()];
-    // SAFETY: lists of live tensors of the lengths given; `results` receives owned tensors where the call succeeds.
+    // SAFETY: lists of live tensors with the given lengths; `results` receives owned tensors if the call succeeds.
     check(unsafe {
         ffi::sw_grad(
             output_pointers.as_mut_ptr(),
@@ -136,10 +136,10 @@ unsafe fn owned(pointer: *mut ffi::Tensor) -> Option<Tensor> {
     (!pointer.is_null()).then(|| unsafe { Tensor::from_ptr(pointer) })
 }
 
-/// A list of C++'s, whose address is null where it is empty.
+/// A list from C++ as a slice. The address of an empty list may be null.
 ///
 /// # Safety
-/// `data` points to `count` places that nobody else uses for as long as the slice lives.
+/// `data` points to `count` pointers that nobody else uses for as long as the slice lives.
 unsafe fn list<'a>(data: *mut *mut ffi::Tensor, count: usize) -> &'a mut [*mut ffi::Tensor] {
     match count {
         0 => &mut [],
@@ -148,7 +148,7 @@ unsafe fn list<'a>(data: *mut *mut ffi::Tensor, count: usize) -> &'a mut [*mut f
     }
 }
 
-/// Called by C++ in the backward pass. Whatever happens inside, it returns.
+/// Called by C++ in the backward pass. Never unwinds: an error or a panic of the closure becomes the returned message.
 unsafe extern "C" fn run_backward(
     closure: *mut c_void,
     grads: *mut *mut ffi::Tensor,
@@ -158,21 +158,21 @@ unsafe extern "C" fn run_backward(
     results: *mut *mut ffi::Tensor,
     result_count: usize,
 ) -> ffi::Message {
-    // SAFETY: the box that `function` gave to the shim, alive until the shim drops it. Autograd holds the node's lock, so
-    // no second thread is in here with the same closure.
+    // SAFETY: the box that `function` passed to the shim, alive until the shim drops it. Autograd holds the node's lock, so
+    // no other thread is in here with the same closure.
     let closure = unsafe { &*closure.cast::<Closure>() };
-    // SAFETY: the shim passes lists of these lengths, and their tensors are ours.
+    // SAFETY: the shim passes lists of these lengths, and we own their tensors.
     let (back, results) = unsafe {
         let grads = list(grads, grad_count).iter().map(|&pointer| owned(pointer)).collect();
         let saved = list(saved, saved_count).iter().filter_map(|&pointer| owned(pointer)).collect();
         (Backward { grads, saved }, list(results, result_count))
     };
-    // The error is put into words inside: its text is the closure's code as well.
+    // Format the error inside `catch_unwind`, because its `Display` may panic too.
     let outcome = catch_unwind(AssertUnwindSafe(|| (closure.backward)(back).map_err(|error| error.to_string())));
     let failure = match outcome {
         Ok(Ok(given)) if given.len() == results.len() => {
-            for (place, tensor) in results.iter_mut().zip(given) {
-                *place = tensor.map_or(std::ptr::null_mut(), |tensor| {
+            for (result, tensor) in results.iter_mut().zip(given) {
+                *result = tensor.map_or(std::ptr::null_mut(), |tensor| {
                     let pointer = tensor.as_ptr().cast_mut();
                     std::mem::forget(tensor);
                     pointer
@@ -193,14 +193,14 @@ unsafe extern "C" fn run_backward(
     unsafe { ffi::sw_message_new(text.as_ptr().cast(), text.len()) }
 }
 
-/// Called by C++ when the last owner of the closure goes.
+/// Called by C++ when the last owner of the closure is dropped.
 unsafe extern "C" fn drop_closure(closure: *mut c_void) {
-    // SAFETY: the box that `function` gave to the shim, which calls this once.
+    // SAFETY: the box that `function` passed to the shim, which calls this once.
     discard(unsafe { Box::from_raw(closure.cast::<Closure>()) });
 }
 
-/// Drops something of the closure's, whose destructor may panic, without unwinding into C++. The panic has been printed, and
-/// there is nobody to tell; what it carries is left behind.
+/// Drops a value that came from the closure. If its destructor panics, does not unwind into C++: the panic hook has already
+/// printed the panic, and its payload is leaked.
 fn discard<T>(value: T) {
     if let Err(panic) = catch_unwind(AssertUnwindSafe(|| drop(value))) {
         std::mem::forget(panic);

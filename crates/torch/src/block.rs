@@ -1,4 +1,4 @@
-//! Memory of a device, owned by one value.
+//! Uniquely owned device memory.
 
 use std::fmt;
 use std::ptr::NonNull;
@@ -9,12 +9,11 @@ use tch::{Device, Tensor};
 use crate::error::check;
 use crate::{Element, Error, Result, ffi, kind_of};
 
-/// A run of elements in a device's memory that nobody else can see.
+/// A uniquely owned buffer in device memory: a tensor's memory, without a tensor that could share it.
 ///
-/// Tensors share their memory freely, so a tensor cannot promise that it is left alone while a collective writes into
-/// it. A block can: it is not a tensor, it cannot be cloned, and it moves. Memory becomes a block by being taken out
-/// of a storage ([`crate::storage::take`]) or fresh from the device's allocator, and becomes tensors again by being
-/// put back into a storage or by [`Block::into_tensor`].
+/// Tensors share their memory freely, so a tensor cannot guarantee exclusive access while a collective writes into it. A
+/// block can: it is not a tensor, and it cannot be cloned. A block comes from a storage ([`crate::storage::take`]) or from
+/// the device's allocator, and becomes a tensor again when it is put back into a storage, or by [`Block::into_tensor`].
 pub struct Block {
     raw: NonNull<ffi::Block>,
     dtype: Dtype,
@@ -27,7 +26,7 @@ unsafe impl Send for Block {}
 unsafe impl Sync for Block {}
 
 impl Block {
-    /// `len` elements from the allocator of `device`, with arbitrary contents.
+    /// Allocates `len` uninitialized elements on `device`.
     pub fn new(dtype: Dtype, len: usize, device: Device) -> Result<Self> {
         let (device_type, device_index) = match device {
             Device::Cpu => (0, -1),
@@ -35,45 +34,45 @@ impl Block {
             other => return Err(Error::UnsupportedDevice(other)),
         };
         let mut raw = std::ptr::null_mut();
-        // SAFETY: `raw` is written where the call succeeds.
+        // SAFETY: `raw` is written if the call succeeds.
         check(unsafe { ffi::sw_block_new(device_type, device_index, bytes_of(dtype, len)?, &mut raw) })?;
-        Ok(Block { raw: NonNull::new(raw).expect("the shim made a block"), dtype, len })
+        Ok(Block { raw: NonNull::new(raw).expect("the shim created a block"), dtype, len })
     }
 
-    /// `len` zeros on the CPU. Where the process keeps freed memory ([`crate::keep_freed_memory`]) a large block is fresh from
-    /// the system, which has it zeroed already: no page of it is resident before it is first used.
+    /// Allocates `len` zeros on the CPU. With [`crate::enable_caching_allocator`], a large block comes fresh from the system,
+    /// already zeroed, so its pages become resident only when they are first used.
     pub fn zeros(dtype: Dtype, len: usize) -> Result<Self> {
         let mut raw = std::ptr::null_mut();
-        // SAFETY: `raw` is written where the call succeeds.
+        // SAFETY: `raw` is written if the call succeeds.
         check(unsafe { ffi::sw_block_zeros(bytes_of(dtype, len)?, &mut raw) })?;
         Ok(Block::from_raw(raw, dtype, len))
     }
 
-    /// A copy of `elements` on the CPU.
+    /// Copies `elements` into a new block on the CPU.
     pub fn from_slice<T: Element>(elements: &[T]) -> Result<Self> {
         let mut block = Block::new(T::DTYPE, elements.len(), Device::Cpu)?;
         block.as_mut_slice()?.copy_from_slice(elements);
         Ok(block)
     }
 
-    /// Takes over a block that the shim made.
+    /// Takes ownership of a block from the shim.
     pub(crate) fn from_raw(raw: *mut ffi::Block, dtype: Dtype, len: usize) -> Self {
-        let block = Block { raw: NonNull::new(raw).expect("the shim made a block"), dtype, len };
-        assert!(len * dtype.bytes() <= block.capacity_bytes(), "{block:?} has the memory of its elements");
+        let block = Block { raw: NonNull::new(raw).expect("the shim created a block"), dtype, len };
+        assert!(len * dtype.bytes() <= block.capacity_bytes(), "{block:?} has enough memory for its elements");
         block
     }
 
-    /// How much memory the block has; its elements may use less of it.
+    /// The size of the block's memory, which may be larger than its elements need.
     pub fn capacity_bytes(&self) -> usize {
-        // SAFETY: a live block of the shim's.
+        // SAFETY: a live block of the shim.
         unsafe { ffi::sw_block_bytes(self.raw()) }
     }
 
-    /// The same memory for `len` elements of a type, with arbitrary contents.
+    /// Reuses the memory for `len` elements of `dtype`, whose contents are unspecified.
     ///
     /// # Panics
     /// If they do not fit.
-    pub fn reused(self, dtype: Dtype, len: usize) -> Self {
+    pub fn reuse(self, dtype: Dtype, len: usize) -> Self {
         let bytes = len.checked_mul(dtype.bytes());
         assert!(bytes.is_some_and(|bytes| bytes <= self.capacity_bytes()), "{len} × {dtype} do not fit in {self:?}");
         let raw = self.raw;
@@ -85,7 +84,7 @@ impl Block {
         self.raw.as_ptr()
     }
 
-    /// Leaves the memory to someone who has taken over `self.raw()`.
+    /// Gives up the memory without freeing it: it now belongs to whoever holds `self.raw()`.
     pub(crate) fn forget(self) {
         std::mem::forget(self);
     }
@@ -105,9 +104,9 @@ impl Block {
         self.len == 0
     }
 
-    /// Where the memory is.
+    /// The device that the memory is on.
     pub fn device(&self) -> Device {
-        // SAFETY: a live block of the shim's.
+        // SAFETY: a live block of the shim.
         let (kind, index) = unsafe { (ffi::sw_block_device_type(self.raw()), ffi::sw_block_device_index(self.raw())) };
         match kind {
             1 => Device::Cuda(usize::try_from(index).unwrap_or(0)),
@@ -115,31 +114,31 @@ impl Block {
         }
     }
 
-    /// The address of the first element; dangling where there are none.
+    /// The address of the first element; null or dangling if there are none.
     pub fn as_ptr(&self) -> *mut u8 {
-        // SAFETY: a live block of the shim's.
+        // SAFETY: a live block of the shim.
         unsafe { ffi::sw_block_data(self.raw()).cast() }
     }
 
-    /// The elements, where the CPU can read them.
+    /// The elements as a slice. Fails if the block is not on the CPU, or if `T` is not its element type.
     pub fn as_slice<T: Element>(&self) -> Result<&[T]> {
-        let data = self.checked::<T>()?;
-        // SAFETY: `checked`: the memory is the CPU's, aligned by its allocator, and has `len` elements of type T; it
-        // comes from beyond the language border, so its bits are some bits, and any bits are a T.
+        let data = self.cpu_pointer::<T>()?;
+        // SAFETY: `cpu_pointer` checked that the memory is on the CPU and has `len` elements of type T; the allocator aligns
+        // it. It comes from C++, so its bits are initialized as far as Rust is concerned, and any bits are a valid T.
         Ok(unsafe { std::slice::from_raw_parts(data.as_ptr(), self.len) })
     }
 
-    /// The elements for writing, where the CPU can reach them.
+    /// Like [`Block::as_slice`], for writing.
     pub fn as_mut_slice<T: Element>(&mut self) -> Result<&mut [T]> {
-        let data = self.checked::<T>()?;
-        // SAFETY: as in `as_slice`, and `&mut self` is the only way to this memory.
+        let data = self.cpu_pointer::<T>()?;
+        // SAFETY: as in `as_slice`, and `&mut self` is the only access to this memory.
         Ok(unsafe { std::slice::from_raw_parts_mut(data.as_ptr(), self.len) })
     }
 
-    /// The elements' bytes, where the CPU can read them.
+    /// The elements as bytes. Fails if the block is not on the CPU.
     pub fn bytes(&self) -> Result<&[u8]> {
         match self.device() {
-            // SAFETY: as in `as_slice`; bytes are aligned anywhere.
+            // SAFETY: as in `as_slice`; bytes need no alignment.
             Device::Cpu if !self.is_empty() => unsafe {
                 Ok(std::slice::from_raw_parts(self.as_ptr(), self.len * self.dtype.bytes()))
             },
@@ -148,15 +147,15 @@ impl Block {
         }
     }
 
-    /// A one-dimensional tensor that owns the memory.
+    /// Converts the block into a one-dimensional tensor that owns the memory.
     pub fn into_tensor(self) -> Result<Tensor> {
         let tensor = Tensor::f_empty([self.len as i64], (kind_of(self.dtype), self.device()))?;
-        drop(crate::storage::take(&tensor, "the tensor is being made")?);
+        drop(crate::storage::take(&tensor, "the tensor is being created")?);
         crate::storage::put(&tensor, self).map_err(|refused| refused.error)?;
         Ok(tensor)
     }
 
-    fn checked<T: Element>(&self) -> Result<NonNull<T>> {
+    fn cpu_pointer<T: Element>(&self) -> Result<NonNull<T>> {
         if T::DTYPE != self.dtype {
             return Err(Error::WrongDtype { expected: T::DTYPE, found: self.dtype });
         }
@@ -169,12 +168,12 @@ impl Block {
 
 impl Drop for Block {
     fn drop(&mut self) {
-        // SAFETY: a live block of the shim's, which nobody else owns.
+        // SAFETY: a live block of the shim, which nobody else owns.
         unsafe { ffi::sw_block_free(self.raw.as_ptr()) }
     }
 }
 
-/// The size of `len` elements, where there can be as many.
+/// The size of `len` elements in bytes, or an error if it exceeds `isize::MAX`.
 fn bytes_of(dtype: Dtype, len: usize) -> Result<usize> {
     let bytes = len.checked_mul(dtype.bytes()).filter(|&bytes| isize::try_from(bytes).is_ok());
     bytes.ok_or(Error::TooLarge { len, dtype })

@@ -1,4 +1,4 @@
-//! Rust's types, Shardwise's [`Dtype`]s and libtorch's kinds.
+//! The mapping between Rust types, Shardwise's [`Dtype`]s and libtorch's kinds.
 
 use half::{bf16, f16};
 use shardwise_plan::Dtype;
@@ -6,16 +6,16 @@ use tch::Kind;
 
 use crate::{Error, Result};
 
-/// A Rust type that is the element of a buffer.
+/// A Rust type that buffers can hold.
 ///
 /// # Safety
-/// The type has the size of `DTYPE`, no padding, and every bit pattern is a value of it.
+/// The type has the size of `DTYPE`, no padding, and every bit pattern is a valid value.
 pub unsafe trait Element: Copy + Default + PartialEq + std::fmt::Debug + Send + Sync + 'static {
-    /// What it is called elsewhere.
+    /// The corresponding dtype.
     const DTYPE: Dtype;
 }
 
-// SAFETY: plain numbers of the sizes that `Dtype::bytes` says; any bits are a number.
+// SAFETY: plain numbers of the sizes of `Dtype::bytes`; any bits are a number.
 unsafe impl Element for f64 {
     const DTYPE: Dtype = Dtype::F64;
 }
@@ -40,7 +40,7 @@ unsafe impl Element for u8 {
     const DTYPE: Dtype = Dtype::U8;
 }
 
-/// libtorch's name of an element type.
+/// Returns libtorch's kind for a dtype.
 pub fn kind_of(dtype: Dtype) -> Kind {
     match dtype {
         Dtype::F64 => Kind::Double,
@@ -52,7 +52,7 @@ pub fn kind_of(dtype: Dtype) -> Kind {
     }
 }
 
-/// The element type of a libtorch kind.
+/// Returns the dtype of a libtorch kind, or an error if Shardwise does not support it.
 pub(crate) fn dtype_of(kind: Kind) -> Result<Dtype> {
     Dtype::ALL.into_iter().find(|&dtype| kind_of(dtype) == kind).ok_or(Error::UnsupportedKind(kind))
 }

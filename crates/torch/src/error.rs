@@ -1,102 +1,102 @@
-//! What can go wrong at the border to libtorch.
+//! The error type of this crate, and the recognition of out-of-memory errors.
 
 use shardwise_plan::Dtype;
 use tch::{Device, Kind};
 
 use crate::ffi;
 
-/// The result of an operation on libtorch.
+/// The result of a libtorch operation.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// What went wrong, with what to do about it.
+/// A failed libtorch operation, with a remedy.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A C++ exception, or a failure of a closure that C++ called.
+    /// A C++ exception, or an error from a closure that C++ called.
     #[error("libtorch: {0}")]
     Libtorch(String),
     /// A `tch` call failed.
     #[error("libtorch: {0}")]
     Tch(#[from] tch::TchError),
-    /// Someone else can see the tensor's memory.
+    /// The tensor's memory has other owners.
     #[error(
         "the tensor's memory is shared ({tensors} handles to the tensor, {storages} tensors on its storage); \
          drop the other handles and views, or work on a copy"
     )]
     Shared {
-        /// Handles to the same tensor.
+        /// The number of handles to the tensor.
         tensors: usize,
-        /// Tensors that live in the same storage.
+        /// The number of tensors on its storage.
         storages: usize,
     },
-    /// The tensor's elements are not one after the other.
+    /// The tensor is not contiguous.
     #[error("the tensor is not contiguous; call contiguous() first")]
     NotContiguous,
-    /// The memory is not reachable by the CPU.
-    #[error("the memory is on {0:?}, where the CPU cannot read it; copy it to the CPU first")]
+    /// The memory is not on the CPU.
+    #[error("the memory is on {0:?}, which the CPU cannot read; copy it to the CPU first")]
     NotOnCpu(Device),
-    /// Memory of two devices where one was meant.
-    #[error("the memory is on {found:?}, and {expected:?} was meant")]
+    /// The memory is on a different device than expected.
+    #[error("the memory is on {found:?}, but {expected:?} was expected")]
     WrongDevice {
-        /// Where it should be.
+        /// The expected device.
         expected: Device,
-        /// Where it is.
+        /// The actual device.
         found: Device,
     },
-    /// More bytes than can be counted.
-    #[error("{len} elements of {dtype} are more bytes than can be counted")]
+    /// The size in bytes overflows.
+    #[error("{len} elements of {dtype} are too many: their size in bytes overflows")]
     TooLarge {
-        /// How many.
+        /// The number of elements.
         len: usize,
-        /// Of what.
+        /// The dtype of the elements.
         dtype: Dtype,
     },
-    /// A device that Shardwise does not use.
+    /// A device that Shardwise does not support.
     #[error("memory of {0:?} is not supported; use the CPU or a CUDA device")]
     UnsupportedDevice(Device),
-    /// The elements are of another type.
-    #[error("the elements are {found}, and {expected} was asked for")]
+    /// The elements have a different dtype than expected.
+    #[error("the elements are {found}, but {expected} was expected")]
     WrongDtype {
-        /// What was asked for.
+        /// The expected dtype.
         expected: Dtype,
-        /// What there is.
+        /// The actual dtype.
         found: Dtype,
     },
-    /// A tensor kind that Shardwise does not store or send.
+    /// A tensor kind that Shardwise does not store or communicate.
     #[error("tensors of kind {0:?} are not supported; use Float, BFloat16, Half, Int64 or Uint8")]
     UnsupportedKind(Kind),
-    /// Lists that must go together do not.
-    #[error("{what}: {found} given, and {expected} expected")]
+    /// A list or a tensor has the wrong number of elements.
+    #[error("{what}: expected {expected}, got {found}")]
     Count {
         /// What was counted.
         what: &'static str,
-        /// How many there should be.
+        /// The expected count.
         expected: usize,
-        /// How many there are.
+        /// The actual count.
         found: usize,
     },
 }
 
-/// What an error says of memory that there was not.
+/// A failed allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OutOfMemory {
-    /// How much was asked for, where it is said.
+    /// The requested size, if known.
     pub asked_bytes: Option<usize>,
-    /// How much the process had in use at that moment, where it is said.
+    /// The memory in use by the process at that moment, if known.
     pub in_use_bytes: Option<usize>,
 }
 
 impl OutOfMemory {
-    /// What a text says of it, if that is what it is about. libtorch has no other sign of it than its messages: those of its
-    /// allocators, of ours (`shim/memory.cpp`), and C++'s own.
-    pub fn in_text(text: &str) -> Option<Self> {
+    /// Parses an error message, or returns `None` if it is not about a failed allocation. libtorch has no error type for these,
+    /// so they are recognized by the messages of libtorch's allocators, of ours (`shim/memory.cpp`), and of C++'s `bad_alloc`.
+    pub fn from_message(text: &str) -> Option<Self> {
         let number = |before: &str| {
             let (_, after) = text.split_once(before)?;
             after.chars().take_while(char::is_ascii_digit).collect::<String>().parse::<usize>().ok()
         };
         let asked_bytes = number("you tried to allocate ").or_else(|| number("no memory left for "));
-        let is_said = ["can't allocate memory", "no memory left for ", "out of memory", "bad_alloc"];
-        is_said
+        let signs = ["can't allocate memory", "no memory left for ", "out of memory", "bad_alloc"];
+        signs
             .iter()
             .any(|sign| text.contains(sign))
             .then(|| OutOfMemory { asked_bytes, in_use_bytes: number(" bytes; ") })
@@ -104,21 +104,21 @@ impl OutOfMemory {
 }
 
 impl Error {
-    /// What it says of memory that there was not, if that is what it is about.
+    /// Returns the failed allocation, if this is an out-of-memory error.
     pub fn out_of_memory(&self) -> Option<OutOfMemory> {
         match self {
-            Error::Libtorch(_) | Error::Tch(_) => OutOfMemory::in_text(&self.to_string()),
+            Error::Libtorch(_) | Error::Tch(_) => OutOfMemory::from_message(&self.to_string()),
             _ => None,
         }
     }
 }
 
-/// Turns what a shim function returned into a `Result`, freeing the message.
+/// Turns the return value of a shim function into a `Result`, and frees the message.
 pub(crate) fn check(message: ffi::Message) -> Result<()> {
     if message.is_null() {
         return Ok(());
     }
-    // SAFETY: the shim returns null or a message of its own making, which is ours to free, once.
+    // SAFETY: the shim returns null or a message that we own and free once.
     let text = unsafe {
         let text = std::ffi::CStr::from_ptr(message).to_string_lossy().into_owned();
         ffi::sw_message_free(message);
@@ -132,7 +132,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_that_there_is_not_is_known_by_its_messages() {
+    fn out_of_memory_errors_are_recognized_by_their_messages() {
         let of = |text: &str| Error::Libtorch(text.to_string()).out_of_memory();
         let both = OutOfMemory { asked_bytes: Some(4096), in_use_bytes: Some(123) };
         assert_eq!(of("the system has no memory left for 4096 bytes; 123 are in use"), Some(both));

@@ -1,10 +1,10 @@
-//! The shim's C face, as `shim/shim.h` declares it.
+//! The shim's C interface, as declared in `shim/shim.h`.
 
 use std::ffi::{c_char, c_void};
 
 pub(crate) type Message = *mut c_char;
 
-/// An `at::Tensor`, as `tch` points to it.
+/// An `at::Tensor`, the target of `tch`'s tensor pointers.
 pub(crate) type Tensor = torch_sys::C_tensor;
 
 #[repr(C)]
@@ -82,18 +82,18 @@ unsafe extern "C" {
         second_moments: *mut *mut Tensor,
         steps: *mut *mut Tensor,
         count: usize,
-        rate: f64,
+        lr: f64,
         beta1: f64,
         beta2: f64,
         weight_decay: f64,
-        epsilon: f64,
+        eps: f64,
     ) -> Message;
 
     #[cfg(feature = "cuda")]
     pub(crate) fn sw_cuda_current_stream(device_index: i8, out: *mut *mut c_void) -> Message;
 }
 
-/// The pointers of a list of tensors, for a call that lasts no longer than they do.
+/// Collects raw pointers to tensors. The tensors must outlive every use of the pointers.
 pub(crate) fn pointers<'a>(tensors: impl IntoIterator<Item = &'a tch::Tensor>) -> Vec<*mut Tensor> {
     tensors.into_iter().map(|tensor| tensor.as_ptr().cast_mut()).collect()
 }

@@ -1,17 +1,16 @@
-//! What Shardwise needs of libtorch and `tch` does not offer.
+//! The parts of libtorch that Shardwise needs and `tch` does not expose.
 //!
-//! - [`autograd`]: a custom autograd function made of Rust closures, and gradients of given outputs with given output
-//!   gradients.
-//! - [`storage`] and [`Block`]: taking the memory out of a storage in place, and putting memory back. This is how
-//!   parameters are whole only while they are needed, while the autograd graph keeps its views of them.
-//! - [`optim`]: fused AdamW on slices.
-//! - [`keep_freed_memory`], [`allocated_bytes`] and [`take_peak_bytes`]: the process's own memory, kept between uses, and how much of
-//!   it is and was in use.
-//! - [`exclusive`]: a tensor's elements as a Rust slice, where nobody else can see them.
+//! - [`autograd`]: custom autograd functions written as Rust closures, and gradients for given output gradients.
+//! - [`storage`] and [`Block`]: taking the memory out of a storage in place, and putting memory back. This is how parameters
+//!   are unsharded only while they are needed, while the autograd graph keeps its views of them.
+//! - [`optim`]: fused AdamW.
+//! - [`enable_caching_allocator`], [`allocated_bytes`] and [`take_peak_bytes`]: a caching allocator for CPU tensors, and its
+//!   statistics.
+//! - [`exclusive`]: a tensor's elements as a Rust slice, if no other handle can access them.
 //!
-//! It is not a second tensor library: tensors are `tch`'s. Neither does it know of ranks or models. The C++ behind it
-//! is `shim/`, a few pages; its errors arrive here as [`Error`], and no panic of Rust's leaves through it.
-//! Nothing in it asks which device a tensor is on: storages are taken and refilled through their own allocator.
+//! This is not a second tensor library: it works on `tch`'s tensors, and knows nothing about ranks or models. The C++ side is a
+//! small shim in `shim/`: C++ exceptions arrive here as [`Error`], and no Rust panic unwinds into C++. The code does not depend
+//! on the device, because it takes and replaces a storage's memory through the storage's own allocator.
 
 pub mod autograd;
 mod block;
@@ -28,10 +27,10 @@ pub use block::Block;
 pub(crate) use element::dtype_of;
 pub use element::{Element, kind_of};
 pub use error::{Error, OutOfMemory, Result};
-pub use memory::{allocated_bytes, exclusive, keep_freed_memory, take_peak_bytes};
+pub use memory::{allocated_bytes, enable_caching_allocator, exclusive, take_peak_bytes};
 pub use tch;
 
-/// The version of libtorch that this program was compiled for.
+/// The version of libtorch that this program was compiled against.
 pub fn libtorch_version() -> &'static str {
     // SAFETY: the shim returns a string literal.
     unsafe { std::ffi::CStr::from_ptr(ffi::sw_torch_version()) }.to_str().unwrap_or("unreadable")

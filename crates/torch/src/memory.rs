@@ -1,15 +1,14 @@
-//! A tensor's elements as a Rust slice, and how much memory there is in use.
+//! A tensor's elements as a Rust slice, and the caching allocator's controls.
 
 use tch::{Device, Tensor};
 
 use crate::error::check;
 use crate::{Element, Error, Result, dtype_of, ffi};
 
-/// The elements of a contiguous CPU tensor, where this handle is the only one to them.
+/// Returns the elements of a contiguous CPU tensor, if this is the only handle to them.
 ///
-/// `tch` tensors are handles: a clone or a view made earlier could change the elements under a Rust slice. So the call
-/// fails where the tensor or its storage has another owner, and the mutable borrow keeps anyone from making one while
-/// the slice lives.
+/// `tch` tensors are handles: an earlier clone or view could change the elements under a Rust slice. So the call fails if the
+/// tensor or its storage has another owner, and the mutable borrow prevents new ones while the slice lives.
 ///
 /// ```
 /// # use shardwise_torch::{exclusive, tch::Tensor};
@@ -29,7 +28,7 @@ pub fn exclusive<T: Element>(tensor: &mut Tensor) -> Result<&mut [T]> {
     }
     let mut access =
         ffi::Access { data: std::ptr::null_mut(), tensor_owners: 0, storage_owners: 0, contiguous: false, cpu: false };
-    // SAFETY: a live tensor; `access` is written where the call succeeds.
+    // SAFETY: a live tensor; `access` is written if the call succeeds.
     check(unsafe { ffi::sw_tensor_access(tensor.as_mut_ptr(), &mut access) })?;
     if !access.cpu {
         return Err(Error::NotOnCpu(tensor.device()));
@@ -47,24 +46,24 @@ pub fn exclusive<T: Element>(tensor: &mut Tensor) -> Result<&mut [T]> {
     Ok(unsafe { std::slice::from_raw_parts_mut(data.as_ptr(), tensor.numel()) })
 }
 
-/// What this process holds of the C library's memory, and of large blocks where [`keep_freed_memory`] has been called: what
-/// libtorch keeps the tensors of the CPU in.
+/// Returns the bytes that this process has allocated from the C library, plus the caching allocator's blocks in use. That
+/// includes the memory of all CPU tensors.
 pub fn allocated_bytes() -> usize {
-    // SAFETY: reads the C library's own books.
+    // SAFETY: reads statistics of the C library and the allocator.
     unsafe { ffi::sw_malloc_bytes() }
 }
 
-/// The most that large blocks of CPU memory (256 KiB and more) have had in use at the same time since this was last asked; nothing
-/// where [`keep_freed_memory`] has not been called.
+/// Returns the peak size of the caching allocator's blocks in use since the last call, and resets it. Counts only blocks of 256
+/// KiB and larger; zero without [`enable_caching_allocator`].
 pub fn take_peak_bytes() -> usize {
-    // SAFETY: reads and resets the allocator's own books, under its lock.
+    // SAFETY: reads and resets the allocator's statistics, under its lock.
     unsafe { ffi::sw_memory_take_peak() }
 }
 
-/// From here on, keeps large blocks of CPU memory that tensors free for the next tensors of about their size, instead of giving
-/// them back to the system. For programs that train: a step asks for the same blocks over and over, and the system clears each
-/// page that it hands out. `shim/memory.cpp` says how what is kept stays small.
-pub fn keep_freed_memory() {
-    // SAFETY: installs an allocator that lives forever; memory of the one before it is freed by the one before it.
+/// Installs a caching allocator for CPU tensors, like PyTorch's for CUDA: the large blocks of freed tensors are kept for new
+/// tensors of about the same size, instead of being returned to the system. Every training step allocates the same sizes again,
+/// and the system would zero every page that it hands out. See `shim/memory.cpp` for the bound on the cache.
+pub fn enable_caching_allocator() {
+    // SAFETY: installs an allocator that lives forever; memory of the previous one is still freed by the previous one.
     unsafe { ffi::sw_memory_keep() }
 }

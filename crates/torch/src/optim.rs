@@ -1,57 +1,57 @@
-//! The fused optimizer kernels of libtorch, on slices.
+//! libtorch's fused AdamW kernel.
 
 use tch::Tensor;
 
 use crate::error::check;
 use crate::{Error, Result, dtype_of, ffi};
 
-/// AdamW's numbers.
+/// AdamW's hyperparameters (PyTorch: `torch.optim.AdamW`).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdamW {
     /// The learning rate.
-    pub rate: f64,
-    /// The decay of the first moment.
+    pub lr: f64,
+    /// The decay rate of the first moment.
     pub beta1: f64,
-    /// The decay of the second moment.
+    /// The decay rate of the second moment.
     pub beta2: f64,
-    /// Decoupled weight decay.
+    /// The decoupled weight decay coefficient.
     pub weight_decay: f64,
-    /// Added to the root of the second moment.
-    pub epsilon: f64,
+    /// Added to the square root of the second moment.
+    pub eps: f64,
 }
 
 impl Default for AdamW {
-    /// What transformers are usually trained with. A trainer takes the rate from its schedule.
+    /// The usual settings for transformers. A trainer overrides `lr` with its schedule.
     fn default() -> Self {
-        AdamW { rate: 1e-3, beta1: 0.9, beta2: 0.95, weight_decay: 0.1, epsilon: 1e-8 }
+        AdamW { lr: 1e-3, beta1: 0.9, beta2: 0.95, weight_decay: 0.1, eps: 1e-8 }
     }
 }
 
-/// One slice of parameters with its gradient and state, all of one length.
-pub struct AdamWSlice<'a> {
-    /// Updated in place.
+/// Parameters with their gradients and optimizer state, all of the same length.
+pub struct AdamWTensors<'a> {
+    /// The parameters, updated in place.
     pub parameters: &'a mut Tensor,
-    /// Read.
+    /// The gradients.
     pub grads: &'a Tensor,
-    /// Updated in place.
+    /// The first moments (PyTorch: `exp_avg`), updated in place.
     pub first_moments: &'a mut Tensor,
-    /// Updated in place.
+    /// The second moments (PyTorch: `exp_avg_sq`), updated in place.
     pub second_moments: &'a mut Tensor,
-    /// How many steps were taken, this one included: an f32 tensor of one element.
+    /// The number of steps including this one: an f32 tensor of one element.
     pub step: &'a Tensor,
 }
 
-/// One AdamW step on every slice, in one pass over their memory.
+/// Takes one AdamW step on all tensors, in one pass over their memory.
 ///
-/// The kernel takes sizes, types and order of elements on trust, so this checks them.
-pub fn adamw_step(adamw: AdamW, slices: &mut [AdamWSlice<'_>]) -> Result<()> {
-    for slice in slices.iter() {
-        let expected = slice.parameters.numel();
+/// The kernel does not check sizes, dtypes, devices or contiguity, so this function does.
+pub fn adamw_step(adamw: AdamW, updates: &mut [AdamWTensors<'_>]) -> Result<()> {
+    for tensors in updates.iter() {
+        let expected = tensors.parameters.numel();
         for (what, tensor) in [
-            ("parameters", &*slice.parameters),
-            ("gradient elements", slice.grads),
-            ("first moments", &*slice.first_moments),
-            ("second moments", &*slice.second_moments),
+            ("parameters", &*tensors.parameters),
+            ("gradient elements", tensors.grads),
+            ("first moments", &*tensors.first_moments),
+            ("second moments", &*tensors.second_moments),
         ] {
             if tensor.numel() != expected {
                 return Err(Error::Count { what, expected, found: tensor.numel() });
@@ -59,23 +59,23 @@ pub fn adamw_step(adamw: AdamW, slices: &mut [AdamWSlice<'_>]) -> Result<()> {
             if !tensor.is_contiguous() {
                 return Err(Error::NotContiguous);
             }
-            let (dtype, found) = (dtype_of(slice.parameters.f_kind()?)?, dtype_of(tensor.f_kind()?)?);
+            let (dtype, found) = (dtype_of(tensors.parameters.f_kind()?)?, dtype_of(tensor.f_kind()?)?);
             if dtype != found {
                 return Err(Error::WrongDtype { expected: dtype, found });
             }
-            if tensor.device() != slice.parameters.device() {
-                return Err(Error::WrongDevice { expected: slice.parameters.device(), found: tensor.device() });
+            if tensor.device() != tensors.parameters.device() {
+                return Err(Error::WrongDevice { expected: tensors.parameters.device(), found: tensor.device() });
             }
         }
-        if slice.step.numel() != 1 {
-            return Err(Error::Count { what: "step counts", expected: 1, found: slice.step.numel() });
+        if tensors.step.numel() != 1 {
+            return Err(Error::Count { what: "step counts", expected: 1, found: tensors.step.numel() });
         }
     }
-    let mut parameters = ffi::pointers(slices.iter().map(|slice| &*slice.parameters));
-    let mut grads = ffi::pointers(slices.iter().map(|slice| slice.grads));
-    let mut first = ffi::pointers(slices.iter().map(|slice| &*slice.first_moments));
-    let mut second = ffi::pointers(slices.iter().map(|slice| &*slice.second_moments));
-    let mut steps = ffi::pointers(slices.iter().map(|slice| slice.step));
+    let mut parameters = ffi::pointers(updates.iter().map(|tensors| &*tensors.parameters));
+    let mut grads = ffi::pointers(updates.iter().map(|tensors| tensors.grads));
+    let mut first = ffi::pointers(updates.iter().map(|tensors| &*tensors.first_moments));
+    let mut second = ffi::pointers(updates.iter().map(|tensors| &*tensors.second_moments));
+    let mut steps = ffi::pointers(updates.iter().map(|tensors| tensors.step));
     // SAFETY: five lists of live tensors of one length; what is written is mutably borrowed.
     check(unsafe {
         ffi::sw_fused_adamw(
@@ -84,12 +84,12 @@ pub fn adamw_step(adamw: AdamW, slices: &mut [AdamWSlice<'_>]) -> Result<()> {
             first.as_mut_ptr(),
             second.as_mut_ptr(),
             steps.as_mut_ptr(),
-            slices.len(),
-            adamw.rate,
+            updates.len(),
+            adamw.lr,
             adamw.beta1,
             adamw.beta2,
             adamw.weight_decay,
-            adamw.epsilon,
+            adamw.eps,
         )
     })
 }

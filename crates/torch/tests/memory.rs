@@ -1,10 +1,10 @@
-//! The allocator that keeps freed memory. It is the process's, so it has a test program of its own.
+//! The caching allocator. It is global to the process, so it has a separate test program.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
 use shardwise_plan::Dtype;
 use shardwise_torch::tch::{Device, Kind, Tensor};
-use shardwise_torch::{Block, keep_freed_memory};
+use shardwise_torch::{Block, enable_caching_allocator};
 
 fn megabytes(count: i64) -> Tensor {
     Tensor::ones([count << 18], (Kind::Float, Device::Cpu))
@@ -17,10 +17,10 @@ fn resident_megabytes() -> usize {
 }
 
 #[test]
-fn what_is_freed_is_used_again_and_never_more_than_the_peak_is_kept() {
+fn freed_memory_is_reused_and_never_exceeds_the_peak() {
     let before_it = megabytes(3);
-    keep_freed_memory();
-    // Of the allocator before, and freed by it.
+    enable_caching_allocator();
+    // Allocated by the previous allocator, and freed by it.
     drop(before_it);
 
     let first = megabytes(64);
@@ -33,7 +33,7 @@ fn what_is_freed_is_used_again_and_never_more_than_the_peak_is_kept() {
     assert_eq!(slightly_less.data_ptr(), address, "so does one that is a little smaller");
     drop(slightly_less);
 
-    // 64 MB are kept. Ten requests of other sizes, one at a time, must not add up.
+    // 64 MB are cached. Ten requests of other sizes, one at a time, must not add up.
     let before = resident_megabytes();
     for size in [40, 32, 26, 22, 18, 15, 12, 10, 8, 6] {
         let tensor = megabytes(size);
@@ -41,21 +41,21 @@ fn what_is_freed_is_used_again_and_never_more_than_the_peak_is_kept() {
     }
     assert!(resident_megabytes() <= before + 8, "{before} MB became {}", resident_megabytes());
 
-    // Together they were in use, so together they may be kept.
+    // They were in use at the same time, so all of them may be cached.
     let several: Vec<Tensor> = (0..4).map(|_| megabytes(20)).collect();
     let addresses: Vec<_> = several.iter().map(Tensor::data_ptr).collect();
     drop(several);
     let several: Vec<Tensor> = (0..4).map(|_| megabytes(20)).collect();
     assert!(several.iter().all(|tensor| addresses.contains(&tensor.data_ptr())), "all four are found again");
 
-    // The peak is that since it was last asked for.
+    // The peak counts from the last call.
     drop(several);
     shardwise_torch::take_peak_bytes();
     drop(megabytes(30));
     assert_eq!(shardwise_torch::take_peak_bytes() >> 20, 30);
     assert_eq!(shardwise_torch::take_peak_bytes(), 0);
 
-    // Zeros are zero although what was freed was not, and take no memory until they are written.
+    // Zeros are zero although the freed memory was not, and take no memory until they are written.
     drop(megabytes(64));
     let before = resident_megabytes();
     let zeros = Block::zeros(Dtype::F32, 64 << 18).unwrap().into_tensor().unwrap();

@@ -1,5 +1,5 @@
-//! The promises of the border to libtorch: exact gradients, closures freed once, memory taken and put back, failures that
-//! arrive as errors. Valgrind runs this file as well (`cargo xtask show foundation/leaks`).
+//! The interface to libtorch: exact gradients, closures freed once, memory taken and put back, failures returned as errors.
+//! Valgrind runs this file too (`cargo xtask show foundation/leaks`).
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
@@ -43,7 +43,7 @@ fn square(x: &Tensor, drops: &Arc<AtomicUsize>) -> Tensor {
 }
 
 #[test]
-fn the_version_is_the_one_we_are_made_for() {
+fn the_libtorch_version_is_the_supported_one() {
     assert_eq!(libtorch_version(), "2.13.0");
 }
 
@@ -69,7 +69,7 @@ fn a_closure_is_freed_once_without_a_backward_pass() {
 }
 
 #[test]
-fn a_closure_is_freed_at_once_where_nothing_records() {
+fn a_closure_is_freed_at_once_without_autograd() {
     let drops = Arc::new(AtomicUsize::new(0));
     let y = square(&vector(&[3.]), &drops);
     assert_eq!((values(&y), drops.load(Ordering::SeqCst)), (vec![9.], 1));
@@ -184,7 +184,7 @@ fn memory_is_taken_from_under_every_view_and_put_back() {
 }
 
 #[test]
-fn a_block_that_does_not_fit_is_given_back() {
+fn a_block_that_does_not_fit_is_returned() {
     let flat = Tensor::zeros([8], (Kind::Float, Device::Cpu));
     let spare = Block::from_slice(&[1f32; 8]).unwrap();
     let refused = storage::put(&flat, spare).unwrap_err();
@@ -192,7 +192,7 @@ fn a_block_that_does_not_fit_is_given_back() {
 
     drop(storage::take(&flat, "released").unwrap());
     let refused = storage::put(&flat, Block::from_slice(&[1f32; 7]).unwrap()).unwrap_err();
-    assert!(refused.to_string().contains("needs 32 bytes, and the block has 28"), "{refused}");
+    assert!(refused.to_string().contains("needs 32 bytes, but the block has 28"), "{refused}");
     assert_eq!(refused.block.as_slice::<f32>().unwrap(), [1f32; 7]);
 }
 
@@ -247,7 +247,7 @@ fn a_block_becomes_a_tensor_without_a_copy() {
 }
 
 #[test]
-fn elements_are_lent_only_where_nobody_else_sees_them() {
+fn elements_are_accessible_only_without_other_owners() {
     let mut tensor = Tensor::zeros([2, 3], (Kind::Float, Device::Cpu));
     exclusive::<f32>(&mut tensor).unwrap()[4] = 5.;
     assert_eq!(values(&tensor), [0., 0., 0., 0., 5., 0.]);
@@ -268,7 +268,7 @@ fn elements_are_lent_only_where_nobody_else_sees_them() {
 
 #[test]
 fn fused_adamw_is_adamw() {
-    let adamw = optim::AdamW { rate: 0.1, beta1: 0.9, beta2: 0.95, weight_decay: 0.01, epsilon: 1e-8 };
+    let adamw = optim::AdamW { lr: 0.1, beta1: 0.9, beta2: 0.95, weight_decay: 0.01, eps: 1e-8 };
     let start = [0.5f32, -1.5, 2.0, 0.0, 3.25];
     let (mut parameters, mut first, mut second) = (
         vector(&start),
@@ -281,20 +281,20 @@ fn fused_adamw_is_adamw() {
         for (state, &grad) in expected.iter_mut().zip(&grads) {
             let [p, m, v] = state;
             let grad = grad as f64;
-            *p -= adamw.rate * adamw.weight_decay * *p;
+            *p -= adamw.lr * adamw.weight_decay * *p;
             *m = adamw.beta1 * *m + (1. - adamw.beta1) * grad;
             *v = adamw.beta2 * *v + (1. - adamw.beta2) * grad * grad;
             let (m_hat, v_hat) = (*m / (1. - adamw.beta1.powi(step)), *v / (1. - adamw.beta2.powi(step)));
-            *p -= adamw.rate * m_hat / (v_hat.sqrt() + adamw.epsilon);
+            *p -= adamw.lr * m_hat / (v_hat.sqrt() + adamw.eps);
         }
-        let slice = optim::AdamWSlice {
+        let tensors = optim::AdamWTensors {
             parameters: &mut parameters,
             grads: &vector(&grads),
             first_moments: &mut first,
             second_moments: &mut second,
             step: &vector(&[step as f32]),
         };
-        optim::adamw_step(adamw, &mut [slice]).unwrap();
+        optim::adamw_step(adamw, &mut [tensors]).unwrap();
     }
     for (found, expected) in values(&parameters).iter().zip(&expected) {
         assert!((*found as f64 - expected[0]).abs() < 1e-5, "{found} is not {}", expected[0]);
@@ -302,7 +302,7 @@ fn fused_adamw_is_adamw() {
 }
 
 #[test]
-fn memory_of_no_bytes_is_taken_and_put_like_any() {
+fn empty_storages_can_be_taken_and_put() {
     let empty = Tensor::zeros([0], (Kind::Float, Device::Cpu));
     for _ in 0..2 {
         let block = storage::take(&empty, "released").unwrap();
@@ -313,35 +313,35 @@ fn memory_of_no_bytes_is_taken_and_put_like_any() {
 }
 
 #[test]
-fn a_block_that_cannot_be_counted_is_refused() {
+fn a_block_whose_size_overflows_is_refused() {
     assert!(matches!(Block::new(Dtype::I64, (1 << 61) + 1, Device::Cpu), Err(Error::TooLarge { .. })));
     assert!(matches!(Block::new(Dtype::U8, 1, Device::Mps), Err(Error::UnsupportedDevice(Device::Mps))));
 }
 
 #[test]
-fn adamw_refuses_elements_that_are_not_in_a_row() {
-    let adamw = optim::AdamW { rate: 0.1, beta1: 0.9, beta2: 0.95, weight_decay: 0., epsilon: 1e-8 };
-    // What autograd makes of a sum: one element that stands for all.
-    let slice = optim::AdamWSlice {
+fn adamw_refuses_noncontiguous_tensors() {
+    let adamw = optim::AdamW { lr: 0.1, beta1: 0.9, beta2: 0.95, weight_decay: 0., eps: 1e-8 };
+    // The gradient of a sum: one element expanded to all.
+    let tensors = optim::AdamWTensors {
         parameters: &mut vector(&[1., 2.]),
         grads: &vector(&[1.]).expand([2], false),
         first_moments: &mut vector(&[0., 0.]),
         second_moments: &mut vector(&[0., 0.]),
         step: &vector(&[1.]),
     };
-    assert!(matches!(optim::adamw_step(adamw, &mut [slice]), Err(Error::NotContiguous)));
+    assert!(matches!(optim::adamw_step(adamw, &mut [tensors]), Err(Error::NotContiguous)));
 }
 
 #[test]
-fn adamw_refuses_slices_that_do_not_match() {
-    let adamw = optim::AdamW { rate: 0.1, beta1: 0.9, beta2: 0.95, weight_decay: 0., epsilon: 1e-8 };
-    let slice = optim::AdamWSlice {
+fn adamw_refuses_tensors_of_different_lengths() {
+    let adamw = optim::AdamW { lr: 0.1, beta1: 0.9, beta2: 0.95, weight_decay: 0., eps: 1e-8 };
+    let tensors = optim::AdamWTensors {
         parameters: &mut vector(&[1., 2.]),
         grads: &vector(&[1.]),
         first_moments: &mut vector(&[0., 0.]),
         second_moments: &mut vector(&[0., 0.]),
         step: &vector(&[1.]),
     };
-    let error = optim::adamw_step(adamw, &mut [slice]).unwrap_err();
-    assert_eq!(error.to_string(), "gradient elements: 1 given, and 2 expected");
+    let error = optim::adamw_step(adamw, &mut [tensors]).unwrap_err();
+    assert_eq!(error.to_string(), "gradient elements: expected 2, got 1");
 }

@@ -1,16 +1,17 @@
-//! What one rank could not do, none relies on.
+//! Agreement between ranks on whether an operation succeeded everywhere.
 
-use shardwise_comm::{Group, Reduce};
+use shardwise_comm::{Group, ReduceOp};
 
 use crate::Result;
 
-/// How long a message between ranks may be.
+/// The maximum length of an error message sent between ranks.
 const MESSAGE_BYTES: usize = 1 << 10;
 
-/// What this rank has, if all ranks have theirs; or else what the first of those that have not says.
-pub(crate) fn agreed<T>(world: &Group, own: std::result::Result<T, String>) -> Result<std::result::Result<T, String>> {
+/// Returns this rank's value if all ranks succeeded, and otherwise the error of the first rank that failed. All ranks call it
+/// together.
+pub(crate) fn agree<T>(world: &Group, own: std::result::Result<T, String>) -> Result<std::result::Result<T, String>> {
     let key = if own.is_err() { (world.size() - world.rank()) as i64 } else { 0 };
-    let first = world.all_reduce("agreement", Reduce::Max, vec![key]).wait()?[0];
+    let first = world.all_reduce("agreement", ReduceOp::Max, vec![key]).wait()?[0];
     if first == 0 {
         return Ok(own);
     }

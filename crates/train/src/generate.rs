@@ -1,44 +1,44 @@
-//! Text from a model, token by token, on the ranks that train it.
+//! Autoregressive text generation on the ranks that train the model.
 //!
-//! Every unit remembers the positions that it has seen ([`Cache`]), so a token costs one position's work. Units are gathered
-//! and released as in the forward pass, at any stage; at stage 3 a token therefore costs the traffic of a forward pass.
+//! Every unit has a key-value cache ([`Cache`]), so a token costs the work of one position. Units are gathered and released as in
+//! the forward pass of training, so at stage 3 each token costs the traffic of a forward pass.
 //!
-//! All ranks compute the same: the same tokens, the same whole parameters, the same kernels. So they have the same logits to
-//! the last bit, and since chance is a function of the seed and the position, they pick the same token without a word
-//! between them. That holds as long as their machines have the same kind of processor.
+//! All ranks compute the same thing: the same tokens, the same gathered parameters, the same kernels. So their logits are bitwise
+//! identical, and since sampling is a function of the seed and the position, they sample the same token without communication.
+//! This requires the same kind of processor on all hosts.
 
 use std::ops::ControlFlow;
 
 use shardwise_model::Cache;
-use shardwise_model::init::mixed;
+use shardwise_model::init::splitmix64;
 use shardwise_torch::tch::{Kind, TchError, Tensor};
 
 use crate::{Error, Result, Trainer};
 
-/// How a token is picked.
+/// How tokens are sampled.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sampling {
-    /// What logits are divided by; 0 picks the likeliest token, whatever else is said here.
+    /// The divisor of the logits; 0 always samples the most likely token and ignores the other settings.
     pub temperature: f64,
-    /// Pick among so many of the likeliest.
+    /// Sample only among this many of the most likely tokens.
     pub top_k: Option<usize>,
-    /// Pick among the fewest likeliest whose probabilities, after `top_k`, add up to this.
+    /// Sample only among the smallest set of most likely tokens whose probabilities, after `top_k`, add up to this.
     pub top_p: Option<f64>,
-    /// What chance depends on, with the position.
+    /// The seed. Together with the position, it determines each random number.
     pub seed: u64,
 }
 
 impl Sampling {
-    /// The likeliest token, always.
+    /// Always picks the most likely token.
     pub const GREEDY: Sampling = Sampling { temperature: 0., top_k: None, top_p: None, seed: 0 };
 
     fn check(&self) -> Result<()> {
         let refuse = |problem: String| Err(Error::Options(problem));
         if !(self.temperature >= 0. && self.temperature.is_finite()) {
-            return refuse(format!("temperature: {} is not a number from 0", self.temperature));
+            return refuse(format!("temperature: {} is not a number of at least 0", self.temperature));
         }
         if self.top_k == Some(0) {
-            return refuse("top_k: is 0, and a token must be picked; use at least 1".to_string());
+            return refuse("top_k: 0 leaves no token to sample; use at least 1".to_string());
         }
         match self.top_p {
             Some(share) if !(share > 0. && share <= 1.) => {
@@ -48,13 +48,13 @@ impl Sampling {
         }
     }
 
-    /// The token at `position`, by what the model says of each.
-    fn pick(&self, logits: &[f32], position: usize) -> Result<i64> {
+    /// Samples the token at `position`.
+    fn sample(&self, logits: &[f32], position: usize) -> Result<i64> {
         if let Some(token) = logits.iter().position(|logit| !logit.is_finite()) {
             let problem = format!("position {position}: the logit of token {token} is {}", logits[token]);
             return Err(Error::Options(problem));
         }
-        // Of equals the first.
+        // Ties go to the first token.
         let likelier = |a: &usize, b: &usize| logits[*b].total_cmp(&logits[*a]).then(a.cmp(b));
         let mut tokens: Vec<usize> = (0..logits.len()).collect();
         let most = if self.temperature == 0. { 1 } else { self.top_k.unwrap_or(tokens.len()) };
@@ -68,7 +68,7 @@ impl Sampling {
         }
         let largest = f64::from(logits[tokens[0]]);
         let weight = |token: &usize| ((f64::from(logits[*token]) - largest) / self.temperature).exp();
-        // Up to each token, itself included.
+        // Cumulative weights.
         let mut sums: Vec<f64> = tokens.iter().map(weight).collect();
         (1..sums.len()).for_each(|index| sums[index] += sums[index - 1]);
         let among = |share: f64| {
@@ -82,10 +82,10 @@ impl Sampling {
     }
 }
 
-/// Continues `prompt` by `most` tokens, or fewer: until it would continue with one of `stop`, which is not part of the
-/// result; until `each`, which is shown every token, says to break; or until the model has no more positions.
+/// Continues `prompt` by at most `most` tokens, and calls `each` with every one. Stops before a token in `stop`, when `each`
+/// returns `Break`, or when the model has no more positions.
 ///
-/// All ranks call it together, with the same arguments, and with an `each` that says the same on all of them.
+/// All ranks call it together, with the same arguments, and with an `each` that returns the same on all of them.
 pub fn generate(
     trainer: &mut Trainer,
     prompt: &[i64],
@@ -95,13 +95,13 @@ pub fn generate(
     each: &mut dyn FnMut(i64) -> ControlFlow<()>,
 ) -> Result<Vec<i64>> {
     sampling.check()?;
-    let most = room(prompt.len(), trainer.model.positions())?.map_or(most, |room| most.min(room));
+    let most = room(prompt.len(), trainer.model.max_positions())?.map_or(most, |room| most.min(room));
     let mut caches: Vec<Cache> = trainer.shards.iter().map(|_| Cache::new()).collect();
     let mut generated = Vec::new();
     let mut new = prompt.to_vec();
     while generated.len() < most {
         let logits = trainer.extend(&new, &mut caches)?;
-        let token = sampling.pick(&logits, prompt.len() + generated.len())?;
+        let token = sampling.sample(&logits, prompt.len() + generated.len())?;
         if stop.contains(&token) {
             break;
         }
@@ -114,26 +114,26 @@ pub fn generate(
     Ok(generated)
 }
 
-/// How many tokens may follow a prompt. The last one needs no position: nothing is computed from it.
+/// The number of tokens that the model can append to a prompt. The last one needs no position, because nothing is computed from it.
 fn room(prompt: usize, positions: Option<usize>) -> Result<Option<usize>> {
     if prompt == 0 {
         return Err(Error::Options(
-            "the prompt has no tokens; it needs at least one, such as that of a beginning".into(),
+            "the prompt has no tokens; it needs at least one, such as a beginning-of-text token".into(),
         ));
     }
     match positions {
         Some(positions) if prompt > positions => Err(Error::Options(format!(
-            "the prompt has {prompt} tokens, and the model has {positions} positions; shorten the prompt"
+            "the prompt has {prompt} tokens, but the model has only {positions} positions; shorten the prompt"
         ))),
         positions => Ok(positions.map(|positions| positions - prompt + 1)),
     }
 }
 
 impl Trainer {
-    /// What the model says of every token of the vocabulary after new tokens, in f32.
+    /// Runs new tokens through the model, and returns the logits for the next token in f32.
     fn extend(&mut self, new: &[i64], caches: &mut [Cache]) -> Result<Vec<f32>> {
         let tokens = Tensor::from_slice(new).view([1, -1]).to_device(self.options.device);
-        let logits = self.pass(|trainer, index, input| {
+        let logits = self.forward_no_grad(|trainer, index, input| {
             let unit = &trainer.model.units()[index];
             let parameters = trainer.shards[index].parameters();
             unit.extend(parameters, trainer.tied(index), input, &tokens, &mut caches[index])
@@ -144,9 +144,9 @@ impl Trainer {
     }
 }
 
-/// A number from 0 to 1, without 1.
+/// A pseudo-random number in [0, 1), determined by the seed and the position.
 fn uniform(seed: u64, position: usize) -> f64 {
-    (mixed(mixed(seed) ^ position as u64) >> 11) as f64 / (1u64 << 53) as f64
+    (splitmix64(splitmix64(seed) ^ position as u64) >> 11) as f64 / (1u64 << 53) as f64
 }
 
 #[cfg(test)]
@@ -158,10 +158,10 @@ mod tests {
         [0.1f32, 0.4, 0.3, 0.2].iter().map(|share| share.ln()).collect()
     }
 
-    /// How often each token is picked, of ten thousand times.
+    /// How often each token is sampled in ten thousand draws.
     fn counts(sampling: &Sampling) -> [i32; 4] {
         let mut counts = [0; 4];
-        (0..10_000).for_each(|position| counts[sampling.pick(&logits(), position).unwrap() as usize] += 1);
+        (0..10_000).for_each(|position| counts[sampling.sample(&logits(), position).unwrap() as usize] += 1);
         counts
     }
 
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn tokens_are_picked_as_often_as_they_are_likely() {
+    fn tokens_are_sampled_as_often_as_they_are_likely() {
         let plain = Sampling { temperature: 1., top_k: None, top_p: None, seed: 7 };
         assert_near(counts(&plain), [1000, 4000, 3000, 2000]);
         assert_near(counts(&Sampling { top_k: Some(2), ..plain }), [0, 5714, 4286, 0]);
@@ -179,26 +179,26 @@ mod tests {
         assert_near(counts(&Sampling { top_p: Some(0.65), ..plain }), [0, 5714, 4286, 0]);
         assert_near(counts(&Sampling { top_p: Some(0.75), ..plain }), [0, 4444, 3333, 2222]);
         assert_near(counts(&Sampling { top_p: Some(1e-9), ..plain }), [0, 10_000, 0, 0]);
-        // Of the two that are left, the likelier one is enough.
+        // Of the two tokens that top_k leaves, the likelier one alone reaches top_p.
         assert_near(counts(&Sampling { top_k: Some(2), top_p: Some(0.57), ..plain }), [0, 10_000, 0, 0]);
-        // Squares of the probabilities.
+        // Proportional to the squares of the probabilities.
         assert_near(counts(&Sampling { temperature: 0.5, ..plain }), [333, 5333, 3000, 1333]);
         assert_near(counts(&Sampling::GREEDY), [0, 10_000, 0, 0]);
     }
 
     #[test]
-    fn of_equals_the_first_is_likelier() {
-        assert_eq!(Sampling::GREEDY.pick(&[1., 2., 0., 2.], 0).unwrap(), 1);
+    fn ties_go_to_the_first_token() {
+        assert_eq!(Sampling::GREEDY.sample(&[1., 2., 0., 2.], 0).unwrap(), 1);
     }
 
     #[test]
-    fn what_cannot_be_sampled_is_explained() {
+    fn invalid_settings_are_explained() {
         let message = |sampling: Sampling| sampling.check().unwrap_err().to_string();
         let plain = Sampling { temperature: 1., ..Sampling::GREEDY };
-        assert_eq!(message(Sampling { temperature: -1., ..plain }), "temperature: -1 is not a number from 0");
-        assert!(message(Sampling { top_k: Some(0), ..plain }).contains("top_k: is 0"));
+        assert_eq!(message(Sampling { temperature: -1., ..plain }), "temperature: -1 is not a number of at least 0");
+        assert!(message(Sampling { top_k: Some(0), ..plain }).contains("top_k: 0 leaves no token"));
         assert_eq!(message(Sampling { top_p: Some(1.5), ..plain }), "top_p: 1.5 is not above 0 and at most 1");
-        let error = plain.pick(&[0., f32::NAN], 3).unwrap_err();
+        let error = plain.sample(&[0., f32::NAN], 3).unwrap_err();
         assert_eq!(error.to_string(), "position 3: the logit of token 1 is NaN");
     }
 }

@@ -1,27 +1,27 @@
-//! The training step: where a model meets its shards.
+//! The training step, and the training loop around it.
 //!
-//! [`Trainer::step`] is the algorithm on a page. It walks the units of a model forward and backward and calls `gather`,
-//! `forward`, `release`, `backward`, `reduce` and `update` by name. [`run()`] is the loop around it that a [`Recipe`] describes;
-//! [`Trainer::train`] is the one for a user's own [`Source`].
+//! [`Trainer::step`] is the algorithm on two screens: it walks the units of a model forward and backward, gathers and releases
+//! their parameters, reduces their gradients and runs the optimizer. [`run()`] is the training loop of a [`Recipe`];
+//! [`Trainer::train`] is the one for your own [`Source`].
 //!
 //! ```
 //! use std::sync::Arc;
 //!
 //! use shardwise_model::{Batch, Llama};
 //! use shardwise_torch::tch::Tensor;
-//! use shardwise_train::{Options, Ranks, Schedule, Trainer, start};
+//! use shardwise_train::{Options, Ranks, Schedule, Trainer, init};
 //! use shardwise_zero::{AdamW, Optimizer, Sharding};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let ranks = Ranks::sharded(Arc::new(shardwise_comm::single::group()));
 //! let options = Options::new(Sharding::stage(3)?, Optimizer::AdamW(AdamW::default()), Schedule::constant(1e-3));
 //! let model = Llama::new(32, 16, 1, 2, 40).model()?;
-//! let mut trainer = Trainer::new(model, ranks, options, &mut start::from_seed(1))?;
+//! let mut trainer = Trainer::new(model, ranks, options, &mut init::from_seed(1))?;
 //!
 //! let tokens = Tensor::from_slice(&[3i64, 1, 4, 1, 5, 9, 2, 6]).view([1, 8]);
 //! let batch = Batch::new(tokens.narrow(1, 0, 7), tokens.narrow(1, 1, 7));
 //! let first = trainer.step(&[batch])?;
-//! println!("loss {:.3} of {} tokens, gradients of norm {:.3}", first.loss, first.tokens, first.gradient_norm);
+//! println!("loss {:.3}, {} tokens, gradient norm {:.3}", first.loss, first.tokens, first.grad_norm);
 //! assert_eq!(first.tokens, 7);
 //! # Ok(())
 //! # }
@@ -29,218 +29,220 @@
 
 #![forbid(unsafe_code)]
 
+mod advice;
 mod agreement;
-mod changes;
 pub mod data;
-mod diary;
-mod fault;
-pub mod fit;
+mod expected_traffic;
+mod fault_injection;
 mod generate;
-mod guard;
 mod host;
-mod memory;
+mod inference;
+pub mod init;
+mod loss_scale;
+mod lr_range_test;
+pub mod memory_estimate;
 mod meter;
+mod nonfinite;
 mod options;
-mod outliers;
-mod peak;
-mod plot;
+mod out_of_memory;
+mod peak_flops;
 mod position;
 mod profile;
 pub mod recipe;
 mod resume;
+mod rollback;
 mod run;
-mod sabotage;
-mod saving;
-mod scale;
+mod run_log;
+mod saver;
 mod schedule;
 mod snapshot;
 mod source;
+mod spike_detector;
 mod spot_check;
-pub mod start;
 mod state;
 mod step;
-mod theory;
 mod trace;
-mod trained;
 
-pub use fault::{Fault, OnNotFinite};
+pub use fault_injection::{FaultInjection, FaultKind};
 pub use generate::{Sampling, generate};
-pub use guard::{Far, OnOutlier, Outlier, Share};
-pub use memory::Shortage;
-pub use options::{Accumulation, Options, Ranks, Recomputation};
-pub use outliers::PassedOver;
-pub use position::{Phase, Place, Position};
-pub use profile::{Change, Profiled, Profiling, profile};
+pub use inference::{EvaluationMetrics, GenerationRequest, evaluate, generate_text};
+pub use loss_scale::{DynamicScale, LossScale};
+pub use nonfinite::{NonFiniteValue, OnNonFinite};
+pub use options::{ActivationCheckpointing, Options, Ranks};
+pub use out_of_memory::OutOfMemoryReport;
+pub use position::{Phase, Position, PositionTracker};
+pub use profile::{ProfileOptions, ProfileReport, Recommendation, profile};
 pub use recipe::Recipe;
-pub use run::{Ended, Line, run};
-pub use sabotage::{Deed, Sabotage};
-pub use saving::{Asked, save};
-pub use scale::{DynamicScale, LossScale};
-pub use schedule::{Kind, Pace, Schedule};
-pub use source::{Portion, Source, SourceError};
-pub use spot_check::{Finding, MicroBatchesOf};
+pub use rollback::SkippedBatch;
+pub use run::{RunOutcome, StepLine, run};
+pub use saver::{Requests, save};
+pub use schedule::{Kind, LrAndMomentum, Schedule};
+pub use source::{BatchSize, Source, SourceError};
+pub use spike_detector::{GradientShare, OnSpike, Spike, SpikedMetric};
+pub use spot_check::{RankBatches, SpotCheckFailure};
 pub use state::Progress;
 pub use step::{Evaluation, Report, Trainer};
-pub use trace::{PlannedTrace, Traced, TracedSteps};
-pub use trained::{Figures, Wanted, evaluate, write_text};
+pub use trace::{PlannedTrace, StepRange, WrittenTrace};
 
-/// The result of a step.
+/// The result type of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// What can go wrong in a step.
+/// An error in training.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// In the model's maths.
+    /// A forward pass failed.
     #[error("unit {unit}: {error}")]
     Model {
-        /// The unit at fault.
+        /// The unit whose forward pass failed.
         unit: String,
-        /// What went wrong.
+        /// The model's error.
         error: shardwise_model::Error,
     },
-    /// In the backward pass.
+    /// A backward pass failed.
     #[error("the backward pass of unit {unit}: {error}")]
     Backward {
-        /// The unit at fault.
+        /// The unit whose backward pass failed.
         unit: String,
-        /// What went wrong.
+        /// libtorch's error.
         error: shardwise_torch::Error,
     },
-    /// In the sharded state.
+    /// An operation on sharded state failed.
     #[error(transparent)]
     Zero(#[from] shardwise_zero::Error),
-    /// Between ranks.
+    /// Communication failed.
     #[error(transparent)]
     Comm(#[from] shardwise_comm::Error),
-    /// Ranks with different numbers of micro-batches, or with none.
+    /// Ranks have different numbers of micro-batches, or none.
     #[error(
-        "step {step}: rank {rank} has {theirs} micro-batches and this rank {ours}; all ranks need as many, and at least one"
+        "step {step}: rank {rank} has {theirs} micro-batches, but this rank has {ours}; every rank needs the same number, at least one"
     )]
     MicroBatches {
-        /// The step.
+        /// The step that was not started.
         step: u64,
-        /// A rank that differs, by its place in the group.
+        /// The first rank that differs.
         rank: usize,
-        /// How many it has.
+        /// Its number of micro-batches.
         theirs: i64,
-        /// How many this one has.
+        /// This rank's number of micro-batches.
         ours: i64,
     },
-    /// A batch in which nothing counts.
-    #[error("step {step}: no rank has a token that counts; every target is ignored")]
-    NothingToLearn {
-        /// The step.
+    /// Every target of the batch is [`shardwise_model::IGNORED`].
+    #[error("step {step}: every target is ignored on all ranks, so there is no loss to train on")]
+    AllTargetsIgnored {
+        /// The step whose batch has no targets.
         step: u64,
     },
-    /// Options that contradict each other.
+    /// The options are invalid or contradict each other.
     #[error("{0}")]
     Options(String),
-    /// A recipe that cannot be followed.
+    /// A recipe is invalid.
     #[error("{place}: {problem}")]
     Recipe {
-        /// The file and line, or the argument, at fault.
+        /// The file and line, or the argument.
         place: String,
-        /// What is wrong, and what to do.
+        /// What is wrong, and how to fix it.
         problem: String,
     },
-    /// A recipe with several faults, a line for each.
+    /// A recipe has several errors, one per line.
     #[error("{0}")]
     Recipes(String),
-    /// Tokens that cannot be read.
+    /// The data cannot be read.
     #[error("{}: {problem}", path.display())]
     Data {
-        /// The file.
+        /// The file that cannot be read.
         path: std::path::PathBuf,
         /// What is wrong.
         problem: String,
     },
-    /// Text, tokens or conversations that cannot be used.
+    /// Text, tokens or conversations are invalid.
     #[error(transparent)]
     Text(#[from] shardwise_data::Error),
-    /// Samples that a user's own source does not have.
-    #[error("step {step}: its samples could not be read: {error}")]
+    /// A user's [`Source`] failed.
+    #[error("step {step}: cannot read its samples: {error}")]
     Source {
-        /// The step.
+        /// The step whose samples were requested.
         step: u64,
-        /// What the source says.
+        /// The source's error.
         error: SourceError,
     },
-    /// A checkpoint that cannot be gone on from, or a place for them that cannot be used.
+    /// A checkpoint cannot be resumed from, or the checkpoint folder cannot be used.
     #[error("{0}")]
     Checkpoint(String),
-    /// Memory that there was not: who asked for it, and what would fit.
+    /// Memory ran out.
     #[error("{0}")]
-    OutOfMemory(Box<Shortage>),
-    /// A trainer that was interrupted in the middle of a step or a pass.
+    OutOfMemory(Box<OutOfMemoryReport>),
+    /// An earlier call failed halfway through a step or a pass.
     #[error(
-        "an earlier call failed halfway ({error}), so this trainer can no longer be used; make a new one from the newest checkpoint"
+        "this trainer can no longer be used, because an earlier call failed halfway ({error}); create a new one from the \
+         newest checkpoint"
     )]
     Broken {
-        /// The error of that call.
+        /// The message of that call's error.
         error: String,
     },
-    /// Nothing to train.
-    #[error("every parameter is frozen, so there is nothing to train; leave some out of 'frozen'")]
+    /// Every parameter is frozen.
+    #[error("every parameter is frozen, so there is nothing to train; remove some from model.frozen")]
     AllFrozen,
-    /// Numbers that are not finite. The parameters are as they were before the step.
+    /// The loss or a gradient is not finite. The parameters are unchanged.
     #[error("step {step}: {fault}; nothing was updated")]
-    NotFinite {
-        /// The step.
+    NonFinite {
+        /// The step with that value.
         step: u64,
-        /// What was first at fault.
-        fault: Fault,
+        /// The first value that is not finite.
+        fault: NonFiniteValue,
     },
-    /// Numbers that are far outside what they usually are. The parameters are as they were before the step.
-    #[error("step {step}: {outlier}; nothing was updated")]
-    Outlier {
-        /// The step.
+    /// The loss or the gradient norm spikes. The parameters are unchanged.
+    #[error("step {step}: {spike}; nothing was updated")]
+    Spike {
+        /// The step that spiked.
         step: u64,
-        /// What is far out.
-        outlier: Box<Outlier>,
+        /// The metrics that spiked, with hints at the cause.
+        spike: Box<Spike>,
     },
-    /// The same, too often for going back to be a remedy.
+    /// There were too many spikes for another rollback to help.
     #[error(
-        "step {step}: {outlier}; nothing was updated, and the run stops, since it has passed over {} for the like: so often it \
-         is not the samples, but perhaps the learning rate, or a rank that computes wrongly (supervision.spot_check_every)",
+        "step {step}: {spike}; nothing was updated, and the run stops: it already skipped {} after a spike. This many are \
+         rarely the data's fault: lower the learning rate, or look for a rank that computes wrongly \
+         (supervision.spot_check_every)",
         steps(before)
     )]
-    Outliers {
-        /// The step.
+    RepeatedSpikes {
+        /// The step that spiked.
         step: u64,
-        /// What is far out.
-        outlier: Box<Outlier>,
-        /// Which steps were passed over not long before.
+        /// The metrics that spiked, with hints at the cause.
+        spike: Box<Spike>,
+        /// The steps whose batches were skipped shortly before.
         before: Vec<u64>,
     },
-    /// Ranks that compute different gradients from the same samples. The parameters are as they were before the step.
-    #[error("spot check at step {step}: {finding}; nothing was updated")]
+    /// Ranks compute different gradients from the same samples. The parameters are unchanged.
+    #[error("spot check at step {step}: {failure}; nothing was updated")]
     SpotCheck {
-        /// The step.
+        /// The step that was checked.
         step: u64,
-        /// Who computes what differently.
-        finding: Box<Finding>,
+        /// The ranks and the unit that differ.
+        failure: Box<SpotCheckFailure>,
     },
-    /// Numbers that are not finite, however small the loss scale.
-    #[error("step {step}: {fault}, also with a loss scale of {scale}; f16 will not do here, bf16 or f32 may")]
+    /// Values are not finite even at the smallest loss scale.
+    #[error("step {step}: {fault}, even with a loss scale of {scale}; f16 cannot train this model; use bf16 or f32")]
     ScaleTooSmall {
-        /// The step.
+        /// The step that overflowed.
         step: u64,
-        /// The scale that would be next.
+        /// The scale that the step was tried with, which is the smallest allowed.
         scale: f64,
-        /// What was first at fault.
-        fault: Fault,
+        /// The first value that is not finite.
+        fault: NonFiniteValue,
     },
 }
 
 impl Error {
-    /// Whether every rank has the same to say.
-    pub fn is_everyones(&self) -> bool {
+    /// Whether every rank returns this same error.
+    pub fn is_same_on_all_ranks(&self) -> bool {
         match self {
             Error::Options(_) | Error::Recipe { .. } | Error::Recipes(_) => true,
             Error::AllFrozen | Error::Checkpoint(_) => true,
-            Error::NotFinite { .. } | Error::ScaleTooSmall { .. } | Error::NothingToLearn { .. } => true,
-            Error::Outlier { .. } | Error::Outliers { .. } | Error::SpotCheck { .. } => true,
+            Error::NonFinite { .. } | Error::ScaleTooSmall { .. } | Error::AllTargetsIgnored { .. } => true,
+            Error::Spike { .. } | Error::RepeatedSpikes { .. } | Error::SpotCheck { .. } => true,
             Error::Model { .. } | Error::Backward { .. } | Error::Zero(_) | Error::Comm(_) => false,
             Error::MicroBatches { .. } | Error::Data { .. } | Error::Text(_) => false,
             Error::Source { .. } => false,
@@ -248,32 +250,32 @@ impl Error {
         }
     }
 
-    /// Whether a trainer whose call returned this is as it was before that call.
-    fn leaves_trainer_as_it_was(&self) -> bool {
+    /// Whether the call that returned this error left the trainer unchanged.
+    fn leaves_trainer_unchanged(&self) -> bool {
         match self {
-            // Found before anything is done.
-            Error::MicroBatches { .. } | Error::NothingToLearn { .. } | Error::Options(_) => true,
-            // Found before anything is updated, with the gradients discarded.
-            Error::NotFinite { .. } | Error::ScaleTooSmall { .. } => true,
-            Error::Outlier { .. } | Error::SpotCheck { .. } => true,
+            // Detected before any work.
+            Error::MicroBatches { .. } | Error::AllTargetsIgnored { .. } | Error::Options(_) => true,
+            // Detected before the update; the gradients have been discarded.
+            Error::NonFinite { .. } | Error::ScaleTooSmall { .. } => true,
+            Error::Spike { .. } | Error::SpotCheck { .. } => true,
             _ => false,
         }
     }
 
-    /// What went wrong between ranks, if that is what it is about.
-    pub fn between_ranks(&self) -> Option<&shardwise_comm::Error> {
+    /// The communication error, if this is one.
+    pub fn comm_error(&self) -> Option<&shardwise_comm::Error> {
         match self {
             Error::Comm(error) | Error::Zero(shardwise_zero::Error::Comm { error, .. }) => Some(error),
             _ => None,
         }
     }
 
-    /// Whether there was no memory left.
+    /// Whether memory ran out.
     pub fn is_out_of_memory(&self) -> bool {
         matches!(self, Error::OutOfMemory(_)) || self.out_of_memory().is_some()
     }
 
-    /// What libtorch says of memory that there was not, if that is what it is about.
+    /// libtorch's out-of-memory error, if this is one.
     pub(crate) fn out_of_memory(&self) -> Option<shardwise_torch::OutOfMemory> {
         match self {
             Error::Model { error: shardwise_model::Error::Torch(error), .. } => error.out_of_memory(),
@@ -283,8 +285,8 @@ impl Error {
         }
     }
 
-    /// What was being done when it went wrong, and to which unit. `phase` is what the rank was at.
-    pub(crate) fn place(&self, phase: Phase) -> String {
+    /// Describes the phase and the unit in which the error occurred. `phase` is the rank's current phase.
+    pub(crate) fn location(&self, phase: Phase) -> String {
         match self {
             Error::Model { unit, .. } => format!("the forward pass of unit {unit}"),
             Error::Backward { unit, .. } => format!("the backward pass of unit {unit}"),

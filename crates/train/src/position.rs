@@ -1,8 +1,8 @@
-//! Where a rank is: its step, and in that the phase and the unit, for whoever watches it.
+//! A rank's position in the run: its step, phase and unit.
 //!
-//! The thread that trains writes it, with a few stores and no lock; another one reads it. While steps are traced, it also writes down
-//! every place with its time. What is to go wrong on purpose ([`Sabotage`]) goes wrong here, for here is every place that has a
-//! name.
+//! The training thread updates it with a few atomic stores; the thread that sends heartbeats reads it. While steps are traced, every
+//! change is also recorded with its time. Injected faults ([`FaultInjection`]) are triggered here, because this is where every phase
+//! and unit is entered.
 
 use std::fmt;
 use std::str::FromStr;
@@ -10,44 +10,44 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::sabotage::Sabotage;
+use crate::fault_injection::FaultInjection;
 
-/// What a rank is doing.
+/// A phase of a run. Most are part of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
-    /// Getting ready: model, data, checkpoint.
+    /// Setup: model, data, checkpoint.
     Start,
     /// Reading the step's tokens.
     Data,
-    /// Waiting for a unit's parameters.
+    /// All-gathering a unit's parameters.
     Gather,
-    /// Computing a unit's output.
+    /// A unit's forward pass.
     Forward,
-    /// Computing it again, for the backward pass.
+    /// Recomputing a unit's activations for its backward pass.
     Recompute,
-    /// Computing a unit's gradients.
+    /// A unit's backward pass.
     Backward,
-    /// Handing gradients to the ranks that own them.
+    /// Reducing a unit's gradients.
     Reduce,
-    /// Updating parameters.
+    /// Updating a unit's parameters.
     Optimizer,
-    /// What the loop does between steps.
+    /// The training loop between steps.
     Between,
-    /// Measuring on text that was held out.
+    /// Evaluation on held-out text.
     Evaluation,
-    /// Looking after checkpoints.
+    /// Saving a checkpoint, or advancing the save in progress.
     Save,
-    /// All files of a checkpoint are written, and its manifest is not.
+    /// All files of a checkpoint are written, but not its manifest.
     SaveBefore,
-    /// The manifest is written under another name.
+    /// The manifest is written under a temporary name.
     SaveInside,
-    /// The manifest has its name.
+    /// The manifest has been renamed into place.
     SaveAfter,
-    /// Through.
+    /// After the last step.
     End,
 }
 
-/// Every phase with its name.
+/// The name of every phase.
 const NAMES: [(Phase, &str); 15] = [
     (Phase::Start, "start"),
     (Phase::Data, "data"),
@@ -79,166 +79,166 @@ impl FromStr for Phase {
         let found = NAMES.iter().find(|(_, name)| *name == text);
         found.map(|(phase, _)| *phase).ok_or_else(|| {
             let names: Vec<&str> = NAMES.iter().map(|(_, name)| *name).collect();
-            format!("there is no phase '{text}'; there are {}", names.join(", "))
+            format!("unknown phase '{text}'; the phases are {}", names.join(", "))
         })
     }
 }
 
-/// Where a rank is.
+/// A rank's position in the run.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Place {
-    /// Its step, from one; zero before the first.
+pub struct Position {
+    /// The current step, counted from 1; 0 before the first.
     pub step: u64,
-    /// The first step that it made.
+    /// The first step of this process.
     pub first_step: u64,
-    /// What it is doing.
+    /// The current phase.
     pub phase: Phase,
-    /// To which unit, if to one.
+    /// The unit that the phase works on, if it works on one.
     pub unit: Option<String>,
-    /// For how long.
+    /// The time since the rank entered this phase and unit.
     pub since: Duration,
 }
 
-/// A rank's place, as it changes.
-pub struct Position {
+/// Tracks a rank's position. The training thread updates it; any thread may read it.
+pub struct PositionTracker {
     began: Instant,
     step: AtomicU64,
     first_step: AtomicU64,
-    /// The phase's number, and above it the unit's, from one.
+    /// The phase in the low bits, and the unit's index plus 1 in the bits above.
     doing: AtomicU32,
     since_us: AtomicU64,
     units: OnceLock<Vec<String>>,
-    sabotage: Vec<Sabotage>,
-    /// Whether places are written down.
+    fault_injections: Vec<FaultInjection>,
+    /// Whether changes are recorded.
     is_traced: AtomicBool,
     marks: Mutex<Marks>,
 }
 
-/// A place that the rank has come to.
+/// The moment at which a rank entered a phase and unit.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Mark {
     pub(crate) at: Instant,
     pub(crate) phase: Phase,
-    /// The unit's number, from one; zero for none.
+    /// The unit's index plus 1; 0 for none.
     pub(crate) unit: u32,
 }
 
-/// Where the rank has been.
+/// The recorded positions of a rank.
 #[derive(Default)]
 pub(crate) struct Marks {
-    /// The thread that trains; each place until the next.
+    /// Positions of the training thread. Each lasts until the next.
     pub(crate) training: Vec<Mark>,
-    /// What happened beside it, from and to.
-    pub(crate) beside: Vec<(Phase, Instant, Instant)>,
-    /// For how many there was no room.
-    pub(crate) forgotten: u64,
+    /// Background work, with its start and end.
+    pub(crate) background: Vec<(Phase, Instant, Instant)>,
+    /// The number of positions that were not recorded because there were too many.
+    pub(crate) dropped: u64,
 }
 
-/// How many places are written down at most, and for how many there is room at once.
+/// The maximum number of recorded positions, and the number allocated up front.
 const MARKS_MAX: usize = 1 << 20;
-const MARKS_AT_ONCE: usize = 1 << 14;
+const MARKS_ALLOCATED: usize = 1 << 14;
 
-/// Room for the phase in `doing`.
+/// The number of bits for the phase in `doing`.
 const PHASE_BITS: u32 = 8;
 
-impl Default for Position {
+impl Default for PositionTracker {
     fn default() -> Self {
-        Position::new(Vec::new())
+        PositionTracker::new(Vec::new())
     }
 }
 
-impl Position {
-    /// Of a rank on which this is to go wrong.
-    pub fn new(sabotage: Vec<Sabotage>) -> Self {
-        Position {
+impl PositionTracker {
+    /// Creates a tracker that triggers these faults.
+    pub fn new(fault_injections: Vec<FaultInjection>) -> Self {
+        PositionTracker {
             began: Instant::now(),
             step: AtomicU64::new(0),
             first_step: AtomicU64::new(0),
             doing: AtomicU32::new(Phase::Start as u32),
             since_us: AtomicU64::new(0),
             units: OnceLock::new(),
-            sabotage,
+            fault_injections,
             is_traced: AtomicBool::new(false),
             marks: Mutex::default(),
         }
     }
 
-    /// Where the rank is now. The parts are read one after the other, so they may be of two moments.
-    pub fn read(&self) -> Place {
+    /// The current position. Its parts are read one by one, so they may come from two different moments.
+    pub fn read(&self) -> Position {
         let doing = self.doing.load(Ordering::Relaxed);
         let (phase, unit) = (doing & ((1 << PHASE_BITS) - 1), (doing >> PHASE_BITS) as usize);
         let unit = unit.checked_sub(1).and_then(|unit| self.units.get()?.get(unit).cloned());
         let since = self.began.elapsed().saturating_sub(Duration::from_micros(self.since_us.load(Ordering::Relaxed)));
         let phase = NAMES.iter().map(|(named, _)| *named).find(|named| *named as u32 == phase).unwrap_or(Phase::Start);
         let [step, first_step] = [&self.step, &self.first_step].map(|step| step.load(Ordering::Relaxed));
-        Place { step, first_step, phase, unit, since }
+        Position { step, first_step, phase, unit, since }
     }
 
-    /// What is to go wrong on this rank.
-    pub fn sabotage(&self) -> &[Sabotage] {
-        &self.sabotage
+    /// The fault injections of this rank.
+    pub fn fault_injections(&self) -> &[FaultInjection] {
+        &self.fault_injections
     }
 
     pub(crate) fn name_units<'a>(&self, names: impl Iterator<Item = &'a str>) {
-        // A second model of the same run has the same units.
+        // After a rollback the new trainer has the same units.
         self.units.get_or_init(|| names.map(str::to_string).collect());
     }
 
-    pub(crate) fn begin_step(&self, step: u64) {
+    pub(crate) fn start_step(&self, step: u64) {
         self.step.store(step, Ordering::Relaxed);
-        // Only the first time.
+        // Only set once.
         let _ = self.first_step.compare_exchange(0, step, Ordering::Relaxed, Ordering::Relaxed);
     }
 
-    /// The rank is now at this.
+    /// Enters a phase.
     pub(crate) fn enter(&self, phase: Phase) {
         self.at(phase, 0);
     }
 
-    /// The rank is now at this, of that unit.
+    /// Enters a phase of a unit.
     pub(crate) fn enter_unit(&self, phase: Phase, unit: usize) {
         self.at(phase, unit as u32 + 1);
     }
 
-    /// This happens beside what the rank is at.
-    pub(crate) fn beside(&self, phase: Phase) {
-        self.strike(&Place { phase, unit: None, ..self.read() });
+    /// Enters a phase on a background thread. This only triggers faults.
+    pub(crate) fn enter_in_background(&self, phase: Phase) {
+        self.trigger_faults(&Position { phase, unit: None, ..self.read() });
     }
 
-    /// Whether a checkpoint's copy is to fail on this rank now.
-    pub(crate) fn copy_fails(&self) -> bool {
-        let place = Place { phase: Phase::Save, unit: None, ..self.read() };
-        self.sabotage.iter().any(|sabotage| sabotage.fails_copy(&place))
+    /// Whether an injected fault makes the copy of a checkpoint fail now.
+    pub(crate) fn should_fail_copy(&self) -> bool {
+        let position = Position { phase: Phase::Save, unit: None, ..self.read() };
+        self.fault_injections.iter().any(|fault| fault.should_fail_copy(&position))
     }
 
-    /// This takes until then beside what the rank is at.
-    pub(crate) fn lasted_beside(&self, phase: Phase, since: Instant) {
+    /// Records background work that started at `since` and ends now.
+    pub(crate) fn record_background(&self, phase: Phase, since: Instant) {
         if self.is_traced.load(Ordering::Relaxed) {
             let mut marks = self.marks();
-            match marks.beside.len() < MARKS_MAX {
-                true => marks.beside.push((phase, since, Instant::now())),
-                false => marks.forgotten += 1,
+            match marks.background.len() < MARKS_MAX {
+                true => marks.background.push((phase, since, Instant::now())),
+                false => marks.dropped += 1,
             }
         }
     }
 
-    /// Writes down every place from now on, this one first.
-    pub(crate) fn begin_trace(&self) {
-        let Place { phase, .. } = self.read();
+    /// Records every position from now on, starting with the current one.
+    pub(crate) fn start_trace(&self) {
+        let Position { phase, .. } = self.read();
         let unit = self.doing.load(Ordering::Relaxed) >> PHASE_BITS;
         let mut marks = self.marks();
-        *marks = Marks { training: Vec::with_capacity(MARKS_AT_ONCE), ..Marks::default() };
+        *marks = Marks { training: Vec::with_capacity(MARKS_ALLOCATED), ..Marks::default() };
         marks.training.push(Mark { at: Instant::now(), phase, unit });
         self.is_traced.store(true, Ordering::Relaxed);
     }
 
-    /// Ends that, and says what was written down.
+    /// Stops recording and returns the recorded positions.
     pub(crate) fn end_trace(&self) -> Marks {
         self.is_traced.store(false, Ordering::Relaxed);
         std::mem::take(&mut *self.marks())
     }
 
-    /// The units' names, in their order.
+    /// The names of the units, in the model's order.
     pub(crate) fn units(&self) -> &[String] {
         self.units.get().map_or(&[], Vec::as_slice)
     }
@@ -246,17 +246,17 @@ impl Position {
     fn at(&self, phase: Phase, unit: u32) {
         let now = self.began.elapsed().as_micros() as u64;
         let before = self.since_us.swap(now, Ordering::Relaxed);
-        if !self.sabotage.is_empty() {
-            // What slows a rank down lengthens the phase that is over.
-            self.sabotage.iter().for_each(|sabotage| sabotage.drag(Duration::from_micros(now - before)));
+        if !self.fault_injections.is_empty() {
+            // An injected slowdown lengthens the phase that ends here.
+            self.fault_injections.iter().for_each(|fault| fault.slow_down(Duration::from_micros(now - before)));
         }
         self.doing.store(phase as u32 | unit << PHASE_BITS, Ordering::Relaxed);
         if self.is_traced.load(Ordering::Relaxed) {
             self.mark(phase, unit);
         }
-        if !self.sabotage.is_empty() {
-            self.strike(&self.read());
-            // What a sabotage takes is not the phase's.
+        if !self.fault_injections.is_empty() {
+            self.trigger_faults(&self.read());
+            // The time that a fault takes is not part of the phase.
             self.since_us.store(self.began.elapsed().as_micros() as u64, Ordering::Relaxed);
         }
     }
@@ -266,7 +266,7 @@ impl Position {
         let mut marks = self.marks();
         match marks.training.len() < MARKS_MAX {
             true => marks.training.push(Mark { at: Instant::now(), phase, unit }),
-            false => marks.forgotten += 1,
+            false => marks.dropped += 1,
         }
     }
 
@@ -274,8 +274,8 @@ impl Position {
         self.marks.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn strike(&self, place: &Place) {
-        self.sabotage.iter().for_each(|sabotage| sabotage.strike(place));
+    fn trigger_faults(&self, position: &Position) {
+        self.fault_injections.iter().for_each(|fault| fault.trigger(position));
     }
 }
 
@@ -284,26 +284,26 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_place_is_read_as_it_was_entered() {
-        let position = Position::default();
+    fn a_position_is_read_as_it_was_entered() {
+        let position = PositionTracker::default();
         assert_eq!(position.read().phase, Phase::Start);
         position.name_units(["embedding", "block.0"].into_iter());
-        position.begin_step(41);
+        position.start_step(41);
         position.enter_unit(Phase::Forward, 1);
-        let place = position.read();
-        assert_eq!((place.step, place.phase, place.unit.as_deref()), (41, Phase::Forward, Some("block.0")));
+        let read = position.read();
+        assert_eq!((read.step, read.phase, read.unit.as_deref()), (41, Phase::Forward, Some("block.0")));
         position.enter(Phase::Save);
         assert_eq!(position.read().unit, None);
         for (phase, name) in NAMES {
             assert_eq!(name.parse(), Ok(phase));
         }
-        position.begin_trace();
+        position.start_trace();
         position.enter_unit(Phase::Backward, 0);
         let marks = position.end_trace();
         position.enter(Phase::End);
-        let places: Vec<(Phase, u32)> = marks.training.iter().map(|mark| (mark.phase, mark.unit)).collect();
-        assert_eq!(places, [(Phase::Save, 0), (Phase::Backward, 1)], "what was entered while it was traced");
+        let recorded: Vec<(Phase, u32)> = marks.training.iter().map(|mark| (mark.phase, mark.unit)).collect();
+        assert_eq!(recorded, [(Phase::Save, 0), (Phase::Backward, 1)], "what was entered while it was traced");
         assert!(marks.training[0].at <= marks.training[1].at && position.end_trace().training.is_empty());
-        assert!("lunch".parse::<Phase>().unwrap_err().contains("there are start, data"));
+        assert!("lunch".parse::<Phase>().unwrap_err().contains("the phases are start, data"));
     }
 }

@@ -1,208 +1,208 @@
-//! A profile: a few steps of a recipe, traced, beside what the machine can do, and the changes that would help most.
+//! Profiles a recipe: traces a few steps, measures the machine, and recommends the changes that would help most.
 //!
-//! A change of the recipe is proposed for what the trace says of it, and then tried: its gain is the time of real steps. What cannot
-//! be tried (faster hosts, a faster disk) has its gain from the trace. Nothing is saved and nothing goes on from here.
+//! The trace suggests changes to the recipe, which are then tried: their gain is measured on real steps. The gain of changes that
+//! cannot be tried (faster hosts, a faster disk) is estimated from the trace. No checkpoint is saved.
 
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
 use serde::Serialize;
-use shardwise_comm::{Group, Reduce};
+use shardwise_comm::{Group, ReduceOp};
 use shardwise_journal::Profile;
 use shardwise_journal::spans::Trace;
 use shardwise_plan::Dtype;
 use shardwise_torch::tch::Device;
 
-use crate::changes::{Candidate, Facts, candidates, estimated_s, standing};
+use crate::advice::{Candidate, Facts, candidates, estimate_saving_s, recommend_outside_recipe};
 use crate::data::Data;
-use crate::fit::limit;
 use crate::host;
+use crate::memory_estimate::memory_limit;
 use crate::meter::resident_bytes;
-use crate::peak::flops_per_s;
-use crate::position::{Phase, Position};
+use crate::peak_flops::measure_peak_flops;
+use crate::position::{Phase, PositionTracker};
 use crate::recipe::Recipe;
-use crate::run::{begun, placed};
-use crate::trace::{PlannedTrace, TracedSteps, Tracer};
-use crate::{Asked, Error, Result, Trainer};
+use crate::run::{init_trainer, place_ranks};
+use crate::trace::{PlannedTrace, StepRange, Tracer};
+use crate::{Error, Requests, Result, Trainer};
 
-/// Steps before the first that counts.
+/// The number of warm-up steps.
 const WARM_UP: u64 = 2;
 
-/// How many changes are tried, and by how many steps.
-const TRIES: usize = 4;
-const STEPS_OF_A_TRY: u64 = 3;
+/// The number of changes that are tried, and the steps of each trial.
+const TRIALS: usize = 4;
+const TRIAL_STEPS: u64 = 3;
 
-/// A step that takes longer is not made just to try something.
-const TRIED_STEP_S_MAX: f64 = 30.;
+/// If a step takes longer, no changes are tried.
+const TRIAL_STEP_S_MAX: f64 = 30.;
 
-/// How many changes are named.
-const NAMED: usize = 3;
+/// The maximum number of recommendations.
+const RECOMMENDED_MAX: usize = 3;
 
-/// What is to be profiled, and how.
+/// The options of a profile.
 #[derive(Clone, Debug)]
-pub struct Profiling {
-    /// How many steps are traced.
+pub struct ProfileOptions {
+    /// The number of steps to trace.
     pub steps: u64,
-    /// Whether changes are tried.
-    pub tries: bool,
-    /// Where the trace is left.
+    /// Whether to try changes to the recipe, and measure their gain.
+    pub try_changes: bool,
+    /// The folder for the trace.
     pub folder: PathBuf,
-    /// The ranks on this host.
+    /// The number of ranks on this host.
     pub ranks_here: usize,
 }
 
-/// What came out.
+/// The result of a profile.
 #[derive(Clone, Debug, Serialize)]
-pub struct Profiled {
-    /// How many ranks.
+pub struct ProfileReport {
+    /// The number of ranks.
     pub ranks: usize,
-    /// On how many hosts.
+    /// The number of hosts.
     pub hosts: usize,
     /// The ZeRO stage.
     pub stage: u8,
     /// The type in which units compute.
     pub precision: String,
-    /// How many parameters.
+    /// The number of parameters.
     pub parameters: u64,
-    /// Tokens of a step, on all ranks.
+    /// The tokens of a step on all ranks.
     pub tokens: u64,
-    /// A step as the loop's clock has it, the mean of the traced ones.
+    /// The mean time of the traced steps.
     pub step_s: f64,
-    /// The least of them and of some that were made last, which changes are compared with: others at work on the machine make steps
-    /// longer, and none shorter.
+    /// The shortest step, which changes are compared with: other work on the machine only makes steps longer.
     pub least_step_s: f64,
-    /// What the trace says.
+    /// Where the time goes, according to the trace.
     pub profile: Profile,
-    /// The model's own arithmetic in a step, on all ranks, without what recomputation makes again.
+    /// The model FLOPs of a step on all ranks, without recomputation.
     pub flops: f64,
-    /// What all ranks together reach in a large matrix product, in the type in which units compute.
+    /// The FLOP/s of all ranks in a large matrix product, in the type in which units compute.
     pub peak_flops_per_s: f64,
-    /// What a rank sends in a second of a large gather, in which all ranks take part.
+    /// The bandwidth of a rank in a large all-gather.
     pub peak_bytes_per_s: f64,
-    /// What the shortest call between all ranks takes.
+    /// The time of the smallest all-reduce.
     pub latency_s: f64,
-    /// The most memory that a rank had.
+    /// The peak memory of any rank.
     pub memory_peak_bytes: usize,
-    /// What it may have, where that is known.
+    /// The memory limit of a rank, if known.
     pub memory_limit_bytes: Option<usize>,
-    /// The trace.
+    /// The trace file.
     pub trace: PathBuf,
-    /// The changes most likely to help, the best first.
-    pub changes: Vec<Change>,
+    /// The changes most likely to help, best first.
+    pub changes: Vec<Recommendation>,
 }
 
-/// A change that would help.
+/// A recommended change.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Change {
-    /// What it is about: `data`, `link`, `micro-batch`, `slow rank`, …
+pub struct Recommendation {
+    /// The bottleneck: `data`, `link`, `micro-batch`, `slow rank`, …
     pub cause: &'static str,
-    /// What to change, as one would write it.
+    /// What to change, as written in a recipe.
     pub change: String,
-    /// Why.
+    /// Why it helps.
     pub why: String,
-    /// What a step takes, or would with as many tokens, after the change.
+    /// The time of a step of the same size after the change.
     pub step_s: f64,
-    /// How many times as fast that is.
+    /// The speedup: 1.2 means 1.2 times as fast.
     pub gain: f64,
-    /// Whether it was tried, and not estimated.
+    /// Whether the speedup was measured; otherwise it is estimated.
     pub tried: bool,
 }
 
-/// Profiles a recipe. All ranks call it together; the first one has the answer.
+/// Profiles a recipe. All ranks call it together; rank 0 gets the report.
 pub fn profile(
     recipe: &Recipe,
     world: &Arc<Group>,
-    position: &Arc<Position>,
-    profiling: &Profiling,
-) -> Result<Option<Profiled>> {
+    position: &Arc<PositionTracker>,
+    options: &ProfileOptions,
+) -> Result<Option<ProfileReport>> {
     let mut recipe = recipe.clone();
     (recipe.checkpoints, recipe.evaluation) = (None, None);
-    recipe.run.steps = recipe.run.steps.max(WARM_UP + profiling.steps);
-    let base = traced(&recipe, world, position, profiling)?;
-    let machine = Machine::measured(&recipe, world)?;
-    let hosts = hosts(world)?;
-    let room = limit(profiling.ranks_here, resident_bytes("VmRSS:") as usize).map(|limit| limit.bytes);
-    // What fits on one rank's host may not on another's.
+    recipe.run.steps = recipe.run.steps.max(WARM_UP + options.steps);
+    let baseline = trace_steps(&recipe, world, position, options)?;
+    let machine = Machine::measure(&recipe, world)?;
+    let hosts = count_hosts(world)?;
+    let room = memory_limit(options.ranks_here, resident_bytes("VmRSS:") as usize).map(|limit| limit.bytes);
+    // The host with the least memory decides.
     let room = room.map_or(i64::MAX, |bytes| bytes as i64);
-    let room = -world.all_reduce("room", Reduce::Max, vec![-room]).wait()?[0] as usize;
+    let room = -world.all_reduce("room", ReduceOp::Max, vec![-room]).wait()?[0] as usize;
     let changes = candidates(&recipe, world.size(), hosts, room)?;
-    let peak = world.all_reduce("memory", Reduce::Max, vec![resident_bytes("VmHWM:") as i64]).wait()?[0] as usize;
-    let tokens = recipe.batch(world.size())?.global * recipe.batch.positions;
-    let mut profiled = base.map(|base| Profiled {
+    let peak = world.all_reduce("memory", ReduceOp::Max, vec![resident_bytes("VmHWM:") as i64]).wait()?[0] as usize;
+    let tokens = recipe.batch(world.size())?.global_batch_size * recipe.batch.seq_len;
+    let mut report = baseline.map(|baseline| ProfileReport {
         ranks: world.size(),
         hosts,
-        stage: recipe.sharding.stage,
+        stage: recipe.zero.stage,
         precision: machine.dtype.to_string(),
-        parameters: base.parameters as u64,
+        parameters: baseline.parameters as u64,
         tokens: tokens as u64,
-        step_s: base.step_s,
-        least_step_s: base.least_step_s,
-        profile: base.profile,
-        flops: base.flops_per_token * tokens as f64,
+        step_s: baseline.step_s,
+        least_step_s: baseline.least_step_s,
+        profile: baseline.profile,
+        flops: baseline.flops_per_token * tokens as f64,
         peak_flops_per_s: machine.flops_per_s,
         peak_bytes_per_s: machine.bytes_per_s,
         latency_s: machine.latency_s,
         memory_peak_bytes: peak,
         memory_limit_bytes: (room < i64::MAX as usize).then_some(room),
-        trace: base.trace,
+        trace: baseline.trace,
         changes: Vec::new(),
     });
-    let facts = profiled.as_ref().map(|profiled| facts(profiled, &recipe, &machine));
+    let facts = report.as_ref().map(|report| gather_facts(report, &recipe, &machine));
     let mut times = Vec::new();
-    for index in chosen(world, &changes, facts.as_ref(), profiling.tries)? {
-        times.push((&changes[index], timed(&changes[index].recipe, world, position)? / changes[index].tokens));
+    for index in choose(world, &changes, facts.as_ref(), options.try_changes)? {
+        times.push((&changes[index], time_steps(&changes[index].recipe, world, position)? / changes[index].tokens));
     }
-    // The machine may be less disturbed, or more, than when it began.
-    let again = if times.is_empty() { f64::INFINITY } else { timed(&recipe, world, position)? };
+    // Measure the baseline again: the machine may have been busier before.
+    let again = if times.is_empty() { f64::INFINITY } else { time_steps(&recipe, world, position)? };
     let facts = facts.map(|facts| Facts { step_s: facts.step_s.min(again), ..facts });
     let mut found = Vec::new();
     if let Some(facts) = &facts {
-        found = standing(facts);
-        found.extend(times.iter().map(|(candidate, step_s)| candidate.as_change(facts, *step_s)));
+        found = recommend_outside_recipe(facts);
+        found.extend(times.iter().map(|(candidate, step_s)| candidate.recommend(facts, *step_s)));
     }
     let least_step_s = facts.map_or(0., |facts| facts.step_s);
-    if let Some(profiled) = &mut profiled {
+    if let Some(report) = &mut report {
         found.retain(|change| change.gain >= if change.tried { 1.03 } else { 1.05 });
         found.sort_by(|a, b| b.gain.total_cmp(&a.gain));
-        found.truncate(NAMED);
-        profiled.least_step_s = least_step_s;
-        profiled.changes = found;
+        found.truncate(RECOMMENDED_MAX);
+        report.least_step_s = least_step_s;
+        report.changes = found;
     }
-    Ok(profiled)
+    Ok(report)
 }
 
-/// Which candidates are tried: those that promise most. The first rank decides.
-fn chosen(world: &Group, all: &[Candidate], facts: Option<&Facts<'_>>, tries: bool) -> Result<Vec<usize>> {
-    let mut places = vec![-1i64; TRIES];
-    if let Some(facts) = facts.filter(|facts| tries && facts.step_s < TRIED_STEP_S_MAX) {
+/// Chooses the most promising candidates for trials. Rank 0 chooses for all ranks.
+fn choose(world: &Group, all: &[Candidate], facts: Option<&Facts<'_>>, try_changes: bool) -> Result<Vec<usize>> {
+    let mut chosen = vec![-1i64; TRIALS];
+    if let Some(facts) = facts.filter(|facts| try_changes && facts.step_s < TRIAL_STEP_S_MAX) {
         let mut promising: Vec<(f64, usize)> =
-            all.iter().enumerate().map(|(index, candidate)| (estimated_s(candidate, facts), index)).collect();
+            all.iter().enumerate().map(|(index, candidate)| (estimate_saving_s(candidate, facts), index)).collect();
         promising.retain(|(saved, _)| *saved > 0.03 * facts.step_s);
         promising.sort_by(|a, b| b.0.total_cmp(&a.0));
-        places.iter_mut().zip(promising).for_each(|(place, (_, index))| *place = index as i64);
+        chosen.iter_mut().zip(promising).for_each(|(slot, (_, index))| *slot = index as i64);
     }
-    let places = world.broadcast("tries", 0, places).wait()?;
-    Ok(places.into_iter().filter_map(|place| usize::try_from(place).ok()).filter(|place| *place < all.len()).collect())
+    let chosen = world.broadcast("trials", 0, chosen).wait()?;
+    Ok(chosen.into_iter().filter_map(|index| usize::try_from(index).ok()).filter(|index| *index < all.len()).collect())
 }
 
-fn facts<'a>(profiled: &'a Profiled, recipe: &Recipe, machine: &Machine) -> Facts<'a> {
-    let batch = recipe.batch(profiled.ranks).map_or((1, 1), |batch| (batch.sequences, batch.micro_batches));
+fn gather_facts<'a>(report: &'a ProfileReport, recipe: &Recipe, machine: &Machine) -> Facts<'a> {
+    let batch =
+        recipe.batch(report.ranks).map_or((1, 1), |batch| (batch.micro_batch_size, batch.gradient_accumulation_steps));
     Facts {
-        profile: &profiled.profile,
-        step_s: profiled.least_step_s,
-        hosts: profiled.hosts,
+        profile: &report.profile,
+        step_s: report.least_step_s,
+        hosts: report.hosts,
         micro_batches: batch.1,
-        micro_batch_tokens: batch.0 * recipe.batch.positions,
-        arithmetic_s: profiled.flops / profiled.peak_flops_per_s.max(1.),
-        other_type: machine.other_flops_per_s / machine.flops_per_s.max(1.),
+        micro_batch_tokens: batch.0 * recipe.batch.seq_len,
+        arithmetic_s: report.flops / report.peak_flops_per_s.max(1.),
+        other_dtype_speedup: machine.other_flops_per_s / machine.flops_per_s.max(1.),
         threads: machine.threads,
         bytes_per_s: machine.bytes_per_s,
     }
 }
 
-/// What the traced steps show, on the first rank.
-struct Base {
+/// The measurements of the unchanged recipe, on rank 0.
+struct Baseline {
     profile: Profile,
     step_s: f64,
     least_step_s: f64,
@@ -211,23 +211,23 @@ struct Base {
     flops_per_token: f64,
 }
 
-/// Makes steps of a recipe and traces them.
-fn traced(
+/// Runs and traces steps of a recipe.
+fn trace_steps(
     recipe: &Recipe,
     world: &Arc<Group>,
-    position: &Arc<Position>,
-    profiling: &Profiling,
-) -> Result<Option<Base>> {
-    let (data, mut trainer) = ready(recipe, world, position)?;
+    position: &Arc<PositionTracker>,
+    options: &ProfileOptions,
+) -> Result<Option<Baseline>> {
+    let (data, mut trainer) = set_up(recipe, world, position)?;
     let planned =
-        PlannedTrace { steps: Some(TracedSteps(WARM_UP + 1..=WARM_UP + profiling.steps)), ..PlannedTrace::default() };
-    let asked = Asked { planned, ..Asked::default() };
-    let mut tracer = Tracer::new(world, position, &asked, profiling.folder.clone());
+        PlannedTrace { steps: Some(StepRange(WARM_UP + 1..=WARM_UP + options.steps)), ..PlannedTrace::default() };
+    let requests = Requests { planned_trace: planned, ..Requests::default() };
+    let mut tracer = Tracer::new(world, position, &requests, options.folder.clone());
     let (mut times, mut trace) = (Vec::new(), None);
-    for step in 1..=WARM_UP + profiling.steps {
+    for step in 1..=WARM_UP + options.steps {
         tracer.before_step(&mut trainer)?;
         let began = Instant::now();
-        one(&data, &mut trainer, world)?;
+        run_step(&data, &mut trainer, world)?;
         if step > WARM_UP {
             times.push(began.elapsed().as_secs_f64());
         }
@@ -238,95 +238,96 @@ fn traced(
         return Ok(None);
     }
     let read = Trace::read(&path).map_err(|error| Error::Options(error.to_string()))?;
-    Ok(Some(Base {
-        profile: Profile::of(&read),
+    Ok(Some(Baseline {
+        profile: Profile::from_trace(&read),
         step_s: times.iter().sum::<f64>() / times.len().max(1) as f64,
-        least_step_s: least(&times),
+        least_step_s: minimum(&times),
         trace: path,
         parameters: trainer.model.elements(),
-        flops_per_token: trainer.model.flops_per_token(recipe.batch.positions),
+        flops_per_token: trainer.model.flops_per_token(recipe.batch.seq_len),
     }))
 }
 
-fn ready(recipe: &Recipe, world: &Arc<Group>, position: &Arc<Position>) -> Result<(Data, Trainer)> {
-    let (ranks, options) = placed(recipe, world.clone())?;
+fn set_up(recipe: &Recipe, world: &Arc<Group>, position: &Arc<PositionTracker>) -> Result<(Data, Trainer)> {
+    let (ranks, options) = place_ranks(recipe, world.clone())?;
     let data = Data::open(recipe, world.size())?;
-    let mut trainer = begun(recipe, recipe.model()?, ranks, options)?;
-    trainer.report_to(position.clone());
+    let mut trainer = init_trainer(recipe, recipe.model()?, ranks, options)?;
+    trainer.set_position_tracker(position.clone());
     Ok((data, trainer))
 }
 
-fn one(data: &Data, trainer: &mut Trainer, world: &Group) -> Result<()> {
+fn run_step(data: &Data, trainer: &mut Trainer, world: &Group) -> Result<()> {
     trainer.position.enter(Phase::Data);
     let own = data.step(trainer.steps + 1, world.rank(), world.size())?;
     trainer.step(&own).map(drop)
 }
 
-/// The least time of a few steps of a recipe, after one that does not count.
-fn timed(recipe: &Recipe, world: &Arc<Group>, position: &Arc<Position>) -> Result<f64> {
-    let (data, mut trainer) = ready(recipe, world, position)?;
+/// The time of the shortest of a few steps, after a warm-up step.
+fn time_steps(recipe: &Recipe, world: &Arc<Group>, position: &Arc<PositionTracker>) -> Result<f64> {
+    let (data, mut trainer) = set_up(recipe, world, position)?;
     let mut times = Vec::new();
-    for step in 0..=STEPS_OF_A_TRY {
+    for step in 0..=TRIAL_STEPS {
         let began = Instant::now();
-        one(&data, &mut trainer, world)?;
+        run_step(&data, &mut trainer, world)?;
         if step > 0 {
             times.push(began.elapsed().as_secs_f64());
         }
     }
-    Ok(least(&times))
+    Ok(minimum(&times))
 }
 
-fn least(times: &[f64]) -> f64 {
+fn minimum(times: &[f64]) -> f64 {
     times.iter().copied().min_by(f64::total_cmp).unwrap_or(0.)
 }
 
-/// On how many hosts the ranks are.
-fn hosts(world: &Group) -> Result<usize> {
-    let own = host::name().bytes().fold(1u64, |hash, byte| shardwise_model::init::mixed(hash ^ u64::from(byte))) as i64;
-    // By the ranks that are the first of their hosts: nothing grows with the world but one gather of a word.
+/// Counts the hosts of all ranks.
+fn count_hosts(world: &Group) -> Result<usize> {
+    let own =
+        host::name().bytes().fold(1u64, |hash, byte| shardwise_model::init::splitmix64(hash ^ u64::from(byte))) as i64;
+    // The only cost that grows with the world size is this all-gather of one word per rank.
     let (_, mut all) = world.all_gather("hosts", vec![own], vec![0i64; world.size()]).wait()?;
     all.sort_unstable();
     all.dedup();
     Ok(all.len())
 }
 
-/// What the machine can do.
+/// The measured performance of the machine.
 struct Machine {
     dtype: Dtype,
-    /// All ranks together, in the type in which units compute.
+    /// The FLOP/s of all ranks together, in the type in which units compute.
     flops_per_s: f64,
-    /// The same in bf16 where that is f32, and in f32 where it is not.
+    /// The FLOP/s in bf16 if that type is f32, and in f32 otherwise.
     other_flops_per_s: f64,
     bytes_per_s: f64,
     latency_s: f64,
-    /// A better number of threads than there are, and how many times as fast a matrix product is with it.
+    /// A better number of threads, and the speedup of a matrix product with it.
     threads: Option<(usize, f64)>,
 }
 
-/// The most that a gather makes whole, and how long it has to take: what a link lets pass at first says nothing of it.
+/// The largest all-gather to measure, and the time after which the result is meaningful: at first, buffers hide the bandwidth of a link.
 const GATHER_BYTES_MAX: usize = 64 << 20;
 const GATHER_S: f64 = 0.5;
 
 impl Machine {
-    fn measured(recipe: &Recipe, world: &Arc<Group>) -> Result<Self> {
-        let (ranks, options) = placed(recipe, world.clone())?;
-        let (dtype, device) = (options.precision.parameters, options.device);
+    fn measure(recipe: &Recipe, world: &Arc<Group>) -> Result<Self> {
+        let (ranks, options) = place_ranks(recipe, world.clone())?;
+        let (dtype, device) = (options.precision.param_dtype, options.device);
         let other = if dtype == Dtype::F32 { Dtype::Bf16 } else { Dtype::F32 };
-        let product = |dtype: Dtype| flops_per_s(world, dtype, device);
+        let product = |dtype: Dtype| measure_peak_flops(world, dtype, device);
         let (reached, other_flops_per_s) = (product(dtype)?, product(other)?);
         Ok(Machine {
             dtype,
             flops_per_s: reached,
             other_flops_per_s,
-            bytes_per_s: gather_rate(&ranks.groups.shard, world, device)?,
-            latency_s: latency(world)?,
-            threads: threads(world, reached, &|| product(dtype))?,
+            bytes_per_s: measure_gather(&ranks.groups.shard, world, device)?,
+            latency_s: measure_latency(world)?,
+            threads: try_threads(world, reached, &|| product(dtype))?,
         })
     }
 }
 
-/// Bytes that a rank sends in a second of gathers that grow until they take long enough to be measured.
-fn gather_rate(group: &Group, world: &Group, device: Device) -> Result<f64> {
+/// Measures the bytes per second that a rank sends in an all-gather, which is enlarged until it takes long enough.
+fn measure_gather(group: &Group, world: &Group, device: Device) -> Result<f64> {
     if group.size() == 1 || device != Device::Cpu {
         return Ok(0.);
     }
@@ -340,7 +341,7 @@ fn gather_rate(group: &Group, world: &Group, device: Device) -> Result<f64> {
         let gathered = group.all_gather("bandwidth", part, whole).wait()?;
         let took = began.elapsed().as_secs_f64();
         drop(gathered);
-        let took = world.all_reduce("gathers", Reduce::Max, vec![(took * 1e9) as i64]).wait()?[0] as f64 / 1e9;
+        let took = world.all_reduce("gathers", ReduceOp::Max, vec![(took * 1e9) as i64]).wait()?[0] as f64 / 1e9;
         if took > GATHER_S || bytes >= GATHER_BYTES_MAX {
             return Ok(bytes as f64 * (group.size() - 1) as f64 / group.size() as f64 / took.max(1e-9));
         }
@@ -348,23 +349,23 @@ fn gather_rate(group: &Group, world: &Group, device: Device) -> Result<f64> {
     }
 }
 
-fn latency(world: &Group) -> Result<f64> {
+fn measure_latency(world: &Group) -> Result<f64> {
     let mut best = f64::INFINITY;
     for _ in 0..10 {
         let began = Instant::now();
-        world.all_reduce("latency", Reduce::Sum, vec![0i64]).wait()?;
+        world.all_reduce("latency", ReduceOp::Sum, vec![0i64]).wait()?;
         best = best.min(began.elapsed().as_secs_f64());
     }
     Ok(best)
 }
 
-/// Whether a matrix product is faster with as many threads as the rank has cores to itself.
-fn threads(world: &Group, now: f64, product: &dyn Fn() -> Result<f64>) -> Result<Option<(usize, f64)>> {
+/// Tries whether matrix products are faster with one thread per core of this rank's fair share.
+fn try_threads(world: &Group, now: f64, product: &dyn Fn() -> Result<f64>) -> Result<Option<(usize, f64)>> {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let fair = (cores / host::ranks_here(world.size()).max(1)).max(1);
     let used = shardwise_torch::tch::get_num_threads();
-    // All ranks try it, or none does.
-    let differs = world.all_reduce("threads", Reduce::Max, vec![i64::from(used != fair as i32)]).wait()?[0] != 0;
+    // Either all ranks try it or none does.
+    let differs = world.all_reduce("threads", ReduceOp::Max, vec![i64::from(used != fair as i32)]).wait()?[0] != 0;
     if !differs {
         return Ok(None);
     }

@@ -1,4 +1,4 @@
-//! Going on: from the newest checkpoint that all ranks can read.
+//! Resuming from the newest checkpoint that all ranks can read.
 
 use std::sync::Arc;
 
@@ -6,104 +6,106 @@ use serde_json::Value;
 use shardwise_checkpoint::{Checkpoint, Store};
 use shardwise_comm::Group;
 
-use crate::agreement::agreed;
+use crate::agreement::agree;
 use crate::recipe::Recipe;
 use crate::{Error, Options, Ranks, Result, Trainer};
 
-/// A trainer from the newest checkpoint, if there is any. One that is damaged is named, and the one before it is used; one of
-/// another model or another order of data (`order` is this run's) is refused, because to begin anew would be a surprise.
-pub(crate) fn resumed(
+/// Resumes from the newest checkpoint, if there is one. Logs a damaged checkpoint and tries the one before it. Fails if the
+/// checkpoint has a different model, or a data order other than `order`: silently starting over would be a surprise.
+pub(crate) fn resume_newest(
     recipe: &Recipe,
     order: &Value,
     store: &Arc<Store>,
     ranks: &Ranks,
     options: &Options,
-    say: &mut dyn FnMut(&str),
+    log: &mut dyn FnMut(&str),
 ) -> Result<Option<Trainer>> {
-    let found = open_newest(store, &ranks.world, say, &mut |checkpoint| {
+    let found = open_newest(store, &ranks.world, log, &mut |checkpoint| {
         check_order(checkpoint, order)?;
-        let model = recipe.model().map_err(Why::of)?;
-        Trainer::resumed(model, ranks.clone(), options.clone(), checkpoint).map_err(Why::of)
+        let model = recipe.model().map_err(Rejection::from_error)?;
+        Trainer::resume(model, ranks.clone(), options.clone(), checkpoint).map_err(Rejection::from_error)
     })?;
     let Some((checkpoint, trainer)) = found else { return Ok(None) };
-    say(&format!("goes on after step {}, from {}", checkpoint.manifest().step, checkpoint.name()));
+    log(&format!("resuming after step {}, from {}", checkpoint.manifest().step, checkpoint.name()));
     Ok(Some(trainer))
 }
 
-/// The newest checkpoint that all ranks can read, if there is any checkpoint, with what `read` makes of it. One that is
-/// damaged is named, and the one before it is used.
+/// Opens the newest checkpoint that all ranks can read, if there is any checkpoint, and returns it with the result of `read`.
+/// Logs a damaged checkpoint and tries the one before it.
 pub(crate) fn open_newest<T>(
     store: &Arc<Store>,
     world: &Group,
-    say: &mut dyn FnMut(&str),
-    read: &mut dyn FnMut(&Checkpoint) -> std::result::Result<T, Why>,
+    log: &mut dyn FnMut(&str),
+    read: &mut dyn FnMut(&Checkpoint) -> std::result::Result<T, Rejection>,
 ) -> Result<Option<(Checkpoint, T)>> {
     let steps = steps(store, world)?;
     for &step in &steps {
-        let opened = Checkpoint::open(store, step).map_err(|error| Why::of_checkpoint(&error));
+        let opened = Checkpoint::open(store, step).map_err(|error| Rejection::from_checkpoint_error(&error));
         let found = opened.and_then(|checkpoint| read(&checkpoint).map(|found| (checkpoint, found)));
-        let refused = found.as_ref().err().filter(|why| !why.is_damage).map(|why| why.text.clone());
-        agreed(world, refused.map_or(Ok(()), Err))?.map_err(Error::Checkpoint)?;
-        match agreed(world, found.map_err(|why| why.text))? {
+        let refused =
+            found.as_ref().err().filter(|rejection| !rejection.is_damage).map(|rejection| rejection.text.clone());
+        agree(world, refused.map_or(Ok(()), Err))?.map_err(Error::Checkpoint)?;
+        match agree(world, found.map_err(|rejection| rejection.text))? {
             Ok(found) => return Ok(Some(found)),
-            Err(text) => say(&format!("the checkpoint of step {step} is damaged and not used: {text}")),
+            Err(text) => log(&format!("the checkpoint of step {step} is damaged and not used: {text}")),
         }
     }
     match steps.is_empty() {
         true => Ok(None),
         false => Err(Error::Checkpoint(format!(
-            "none of the {} checkpoints in {} can be read; to begin anew, give checkpoints.folder another place",
+            "none of the {} checkpoints in {} can be read; to start over, set another checkpoints.folder",
             steps.len(),
             store.display(""),
         ))),
     }
 }
 
-/// Why a checkpoint is not used.
-pub(crate) struct Why {
+/// The reason not to use a checkpoint.
+pub(crate) struct Rejection {
     is_damage: bool,
     text: String,
 }
 
-impl Why {
-    /// Of a trainer that cannot be made from a checkpoint.
-    pub(crate) fn of(error: Error) -> Self {
+impl Rejection {
+    /// Why a trainer could not be created from a checkpoint.
+    pub(crate) fn from_error(error: Error) -> Self {
         let inner = match &error {
-            Error::Zero(shardwise_zero::Error::Start { error, .. }) => {
+            Error::Zero(shardwise_zero::Error::Init { error, .. }) => {
                 error.downcast_ref::<shardwise_checkpoint::Error>()
             }
             _ => None,
         };
-        inner.map_or_else(|| Why::refused(error.to_string()), Why::of_checkpoint)
+        inner.map_or_else(|| Rejection::mismatch(error.to_string()), Rejection::from_checkpoint_error)
     }
 
-    fn of_checkpoint(error: &shardwise_checkpoint::Error) -> Self {
-        Why { is_damage: error.is_damage(), text: error.to_string() }
+    fn from_checkpoint_error(error: &shardwise_checkpoint::Error) -> Self {
+        Rejection { is_damage: error.is_damage(), text: error.to_string() }
     }
 
-    /// There is nothing wrong with the checkpoint itself.
-    fn refused(text: String) -> Self {
-        Why { is_damage: false, text }
+    /// The checkpoint is intact, but does not match this run.
+    fn mismatch(text: String) -> Self {
+        Rejection { is_damage: false, text }
     }
 }
 
-/// Refuses a checkpoint that was trained on data in another order than `ours`.
-fn check_order(checkpoint: &Checkpoint, ours: &Value) -> std::result::Result<(), Why> {
+/// Fails if the checkpoint was trained on data in a different order than `ours`.
+fn check_order(checkpoint: &Checkpoint, ours: &Value) -> std::result::Result<(), Rejection> {
     let theirs = &checkpoint.manifest().training["data"];
-    // An imported checkpoint has not been trained on anything.
+    // An imported checkpoint has no data order.
     if !theirs.is_null() && theirs != ours {
         let there = |key: &str| theirs[key].to_string();
         let same = ["seed", "sequences", "positions"].iter().all(|key| theirs[*key] == ours[*key]);
         if same {
-            return Err(Why::refused(format!(
-                "{} was trained on other data, and here its order would be another: give checkpoints.folder another place to \
-                 begin anew, with start.weights for what was learned",
+            return Err(Rejection::mismatch(format!(
+                "{} was trained on different data, so the run cannot be resumed; to start a new run from its weights, set \
+                 init.weights and another checkpoints.folder",
                 checkpoint.name()
             )));
         }
-        return Err(Why::refused(format!(
-            "{} was trained with data.seed {}, {} sequences a step and {} positions; here they are {}, {} (batch.sequences × \
-             batch.micro_batches × ranks) and {}: make them the same, or give checkpoints.folder another place to begin anew",
+        return Err(Rejection::mismatch(format!(
+            "{} was trained with data.seed {}, {} sequences per step and batch.seq_len {}; this recipe has {}, {} \
+             (batch.micro_batch_size × batch.gradient_accumulation_steps × ranks) and {}: use the same values, or set another \
+             checkpoints.folder to start over",
             checkpoint.name(),
             there("seed"),
             there("sequences"),
@@ -116,10 +118,10 @@ fn check_order(checkpoint: &Checkpoint, ours: &Value) -> std::result::Result<(),
     Ok(())
 }
 
-/// The steps that have a manifest, the newest first, as the first rank sees them.
+/// The steps that have a manifest, newest first, as seen by rank 0.
 fn steps(store: &Store, world: &Group) -> Result<Vec<u64>> {
     let own = if world.rank() == 0 { store.steps() } else { Ok(Vec::new()) };
-    let steps = agreed(world, own.map_err(|error| error.to_string()))?.map_err(Error::Checkpoint)?;
+    let steps = agree(world, own.map_err(|error| error.to_string()))?.map_err(Error::Checkpoint)?;
     let count = world.broadcast("number of checkpoints", 0, vec![steps.len() as i64]).wait()?[0];
     let mut steps: Vec<i64> = steps.into_iter().map(|step| step as i64).collect();
     steps.resize(count as usize, 0);

@@ -1,4 +1,4 @@
-//! A run: the loop around the step, and what it says.
+//! The training loop of a recipe: data, steps, evaluation, checkpoints, rollbacks, traces and log.
 
 use std::fmt;
 use std::io::Write;
@@ -6,68 +6,68 @@ use std::sync::Arc;
 
 use serde_json::Value;
 use shardwise_checkpoint::hugging_face::Weights;
-use shardwise_checkpoint::{Store, folder_of};
+use shardwise_checkpoint::{Store, step_folder};
 use shardwise_comm::Group;
-use shardwise_journal::{Entry, Start, Step, What};
+use shardwise_journal::{Entry, EntryKind, Evaluation, JOURNAL_VERSION, Start, Step};
 use shardwise_model::Model;
-use shardwise_model::init::mixed;
+use shardwise_model::init::splitmix64;
 use shardwise_torch::tch::Device;
 
-use crate::agreement::agreed;
-use crate::data::{Data, HeldOut};
-use crate::diary::Diary;
-use crate::fit::{Need, gib, limit};
+use crate::agreement::agree;
+use crate::data::{Data, EvaluationSet};
+use crate::expected_traffic::ExpectedTraffic;
 use crate::host::ranks_here;
-use crate::memory::explained;
-use crate::meter::{Counted, Look, Meter, Scale, resident_bytes};
-use crate::outliers::gone_back;
-use crate::peak::flops_per_s;
-use crate::plot::Range;
-use crate::position::{Phase, Position};
-use crate::recipe::{DeviceRecipe, OutlierRecipe, Recipe, ScheduleKind};
-use crate::resume::resumed;
-use crate::saving::{Next, Saver, about};
-use crate::start::{from_seed, from_weights};
-use crate::theory::Theory;
-use crate::trace::{Traced, Tracer};
-use crate::trained::figures;
-use crate::{Asked, Deed, Error, Figures, Options, Outlier, Ranks, Report, Result, Trainer};
+use crate::inference::evaluate_set;
+use crate::init::{from_seed, from_weights};
+use crate::lr_range_test::LrRangeTest;
+use crate::memory_estimate::{MemoryEstimate, format_bytes, memory_limit};
+use crate::meter::{Meter, StepMetrics, Survey, Workload, resident_bytes};
+use crate::out_of_memory::explain_out_of_memory;
+use crate::peak_flops::measure_peak_flops;
+use crate::position::{Phase, PositionTracker};
+use crate::recipe::{DeviceRecipe, Recipe, ScheduleKind, SpikeRecipe};
+use crate::resume::resume_newest;
+use crate::rollback::roll_back;
+use crate::run_log::RunLog;
+use crate::saver::{Next, Saver, run_info};
+use crate::trace::{Tracer, WrittenTrace};
+use crate::{Error, EvaluationMetrics, FaultKind, Options, Ranks, Report, Requests, Result, Spike, Trainer};
 
-/// What is printed for a step.
+/// The line that is printed for a step.
 #[derive(Clone, Debug)]
-pub struct Line {
-    /// What the journal says of it.
+pub struct StepLine {
+    /// The journal entry of the step.
     pub step: Step,
-    /// Of how many steps.
+    /// The number of steps of the run.
     pub steps: u64,
-    /// Tokens that all ranks together trained on, per second, since the line before.
+    /// Tokens per second on all ranks together, since the previous line.
     pub tokens_per_s: f64,
-    /// The part of the peak that went into the model's own arithmetic, since the line before; 0 where the peak is not known.
-    pub utilisation: f64,
+    /// Model FLOPs utilization since the previous line; 0 if the peak is not known.
+    pub mfu: f64,
 }
 
-impl fmt::Display for Line {
+impl fmt::Display for StepLine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Step { step, loss, gradient_norm, rate, .. } = self.step;
+        let Step { step, loss, grad_norm, lr, .. } = self.step;
         write!(
             f,
-            "step {step:>width$}/{}  loss {loss:.6}  norm {gradient_norm:.3}  rate {rate:.2e}  {:.0} tokens/s  ",
+            "step {step:>width$}/{}  loss {loss:.6}  grad norm {grad_norm:.3}  lr {lr:.2e}  {:.0} tokens/s  ",
             self.steps,
             self.tokens_per_s,
             width = self.steps.to_string().len(),
         )?;
-        match 100. * self.utilisation {
-            // No machine is faster than its peak: this one's was measured while it was busy.
+        match 100. * self.mfu {
+            // Above 100%, the peak was measured while the machine was busy.
             percent if percent > 100. => (),
-            percent if percent >= 9.95 => write!(f, "{percent:.0}% of peak  ")?,
-            percent if percent > 0. => write!(f, "{percent:.1}% of peak  ")?,
+            percent if percent >= 9.95 => write!(f, "{percent:.0}% MFU  ")?,
+            percent if percent > 0. => write!(f, "{percent:.1}% MFU  ")?,
             _ => (),
         }
         write!(
             f,
             "memory {} (peak {})  sent {:.1} MB",
-            gib(self.step.memory_bytes as usize),
-            gib(self.step.memory_peak_bytes as usize),
+            format_bytes(self.step.memory_bytes as usize),
+            format_bytes(self.step.memory_peak_bytes as usize),
             self.step.sent_bytes as f64 / 1e6,
         )?;
         if self.step.loss_scale != 1. {
@@ -79,388 +79,393 @@ impl fmt::Display for Line {
         if let Some(fault) = &self.step.skipped {
             write!(f, "\n  skipped: {fault}")?;
         }
-        if let Some(outlier) = &self.step.outlier {
-            write!(f, "\n  far outside: {outlier}")?;
+        if let Some(spike) = &self.step.spike {
+            write!(f, "\n  spike: {spike}")?;
         }
         Ok(())
     }
 }
 
-/// How a run has ended.
+/// How a run ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Ended {
-    /// There is nothing left to do.
+pub enum RunOutcome {
+    /// All steps are done.
     Finished,
-    /// It was asked to, has saved, and can go on from there.
-    Asked,
+    /// The run saved a checkpoint and stopped on request; it can be resumed.
+    Stopped,
 }
 
-/// Runs a recipe, does what it is asked for meanwhile, and says in `position` where it is. The first rank prints to `out`, writes
-/// the run's journal, and hands every entry of it to `told`.
+/// Trains a recipe, serves `requests`, and reports its progress to `position`. Rank 0 prints to `out`, writes the run's journal,
+/// and passes every entry to `on_entry`.
 pub fn run(
     recipe: &Recipe,
     world: &Arc<Group>,
-    asked: &Asked,
-    position: &Arc<Position>,
-    told: &mut dyn FnMut(&Entry),
+    requests: &Requests,
+    position: &Arc<PositionTracker>,
+    on_entry: &mut dyn FnMut(&Entry),
     out: &mut dyn Write,
-) -> Result<Ended> {
-    let diary = Diary::open(&recipe.folder(), world, told, out);
-    let (mut session, mut trainer) = Session::begin(recipe, world, asked, position, diary)?;
-    let mut ended = Ended::Finished;
+) -> Result<RunOutcome> {
+    let log = RunLog::open(&recipe.folder(), world, on_entry, out);
+    let (mut session, mut trainer) = Session::start(recipe, world, requests, position, log)?;
+    let mut outcome = RunOutcome::Finished;
     while trainer.steps < recipe.run.steps {
         match session.step(&mut trainer) {
             Ok(()) => (),
-            // A range test ends where numbers do: that is what it is for.
-            Err(Error::NotFinite { step, fault }) if session.is_range_test() => {
-                session.diary.note(step, &format!("step {step}: {fault}; the test ends here"));
+            // An LR range test ends where the loss diverges: that is its purpose.
+            Err(Error::NonFinite { step, fault }) if session.is_range_test() => {
+                session.log.note(step, &format!("step {step}: {fault}; the LR range test ends here"));
                 break;
             }
-            Err(Error::Outlier { step, outlier }) if session.goes_back_to.is_some() => {
-                trainer = session.gone_back(trainer, step, outlier)?;
+            Err(Error::Spike { step, spike }) if session.rollback_store.is_some() => {
+                trainer = session.roll_back(trainer, step, spike)?;
                 continue;
             }
-            Err(error) => return Err(session.given_up(error)?),
+            Err(error) => return Err(session.finish_save(error)?),
         }
         session.evaluate(&mut trainer)?;
-        if session.save(&mut trainer)? == Next::End {
-            session.diary.note(trainer.steps, &format!("ends after step {}, as it was asked to", trainer.steps));
-            ended = if trainer.steps == recipe.run.steps { Ended::Finished } else { Ended::Asked };
+        if session.save(&mut trainer)? == Next::Stop {
+            session.log.note(trainer.steps, &format!("stopped after step {}, as requested", trainer.steps));
+            outcome = if trainer.steps == recipe.run.steps { RunOutcome::Finished } else { RunOutcome::Stopped };
             break;
         }
         session.trace(&trainer)?;
     }
     session.end()?;
-    Ok(ended)
+    Ok(outcome)
 }
 
-/// A run under way: all that it has beside its trainer.
+/// The state of a run, except for its trainer, which a rollback replaces.
 struct Session<'a> {
     recipe: &'a Recipe,
-    position: &'a Arc<Position>,
+    position: &'a Arc<PositionTracker>,
     data: Data,
-    /// What the order of the data depends on.
+    /// Everything that the order of the samples depends on.
     order: Value,
-    held_out: Option<HeldOut>,
+    evaluation_set: Option<EvaluationSet>,
     saver: Option<Saver>,
-    /// Where checkpoints are, if the run goes back to them when a step is far out.
-    goes_back_to: Option<Arc<Store>>,
+    /// The checkpoint store, if the run rolls back after a spike.
+    rollback_store: Option<Arc<Store>>,
     first_step: u64,
-    range: Range,
+    range: LrRangeTest,
     meter: Meter<'a>,
     tracer: Tracer,
-    diary: Diary<'a>,
+    log: RunLog<'a>,
 }
 
 impl<'a> Session<'a> {
-    /// Gets ready: opens what is read and written, and makes the trainer, from a checkpoint where there is one.
-    fn begin(
+    /// Opens the data and the checkpoint store, and creates the trainer, from a checkpoint if there is one.
+    fn start(
         recipe: &'a Recipe,
         world: &'a Arc<Group>,
-        asked: &Asked,
-        position: &'a Arc<Position>,
-        mut diary: Diary<'a>,
+        requests: &Requests,
+        position: &'a Arc<PositionTracker>,
+        mut log: RunLog<'a>,
     ) -> Result<(Self, Trainer)> {
-        let (ranks, options) = placed(recipe, world.clone())?;
+        let (ranks, options) = place_ranks(recipe, world.clone())?;
         let data = Data::open(recipe, world.size())?;
         let model = recipe.model()?;
-        diary.say(&heading(recipe, &options, model.elements(), &ranks)?);
-        data.heading().iter().for_each(|heading| diary.say(heading));
+        log.print(&describe_run(recipe, &options, model.elements(), &ranks)?);
+        data.summary().iter().for_each(|summary| log.print(summary));
         let folder = recipe.folder().display().to_string();
-        diary.say(&format!("journal in {folder}; `shardwise watch {folder}` shows it"));
-        let held_out = recipe.evaluation.as_ref().map(|held_out| HeldOut::of(recipe, held_out)).transpose()?;
+        log.print(&format!("journal in {folder}; `shardwise watch {folder}` shows it"));
+        let evaluation = recipe.evaluation.as_ref();
+        let evaluation_set = evaluation.map(|evaluation| EvaluationSet::of(recipe, evaluation)).transpose()?;
         let order = data.order(world.size());
-        same_everywhere(world, &format!("{order}{:?}", held_out.as_ref().map(HeldOut::about)))?;
-        let scale = scale(recipe, &model, &options, world)?;
-        let store = recipe.checkpoints.as_ref().map(|checkpoints| opened(&checkpoints.folder, world)).transpose()?;
+        check_same_on_all_ranks(world, &format!("{order}{:?}", evaluation_set.as_ref().map(EvaluationSet::identity)))?;
+        let workload = measure_workload(recipe, &model, &options, world)?;
+        let store =
+            recipe.checkpoints.as_ref().map(|checkpoints| open_store(&checkpoints.folder, world)).transpose()?;
         let mut notes = Vec::new();
         let found = match &store {
-            Some(store) => resumed(recipe, &order, store, &ranks, &options, &mut |text| {
-                diary.say(&text);
+            Some(store) => resume_newest(recipe, &order, store, &ranks, &options, &mut |text| {
+                log.print(&text);
                 notes.push(text.to_string());
             })?,
             None => None,
         };
         let resumed_from = store.as_ref().zip(found.as_ref());
-        let resumed_from = resumed_from.map(|(store, trainer)| store.display(&folder_of(trainer.steps)));
+        let resumed_from = resumed_from.map(|(store, trainer)| store.display(&step_folder(trainer.steps)));
         let mut trainer = match found {
             Some(trainer) => trainer,
-            None => begun(recipe, model, ranks, options.clone())?,
+            None => init_trainer(recipe, model, ranks, options.clone())?,
         };
-        trainer.report_to(position.clone());
+        trainer.set_position_tracker(position.clone());
         let first_step = trainer.steps + 1;
-        plan_sabotage(&mut trainer, position, first_step)?;
+        prepare_fault_injections(&mut trainer, position, first_step)?;
         let is_done = first_step > recipe.run.steps;
-        // A run that was through before stays as it was written down.
+        // A run that was already finished adds nothing to its journal.
         if !is_done {
-            diary.enter(|| What::Start(Box::new(start(recipe, &trainer, &scale, resumed_from))));
-            notes.into_iter().for_each(|text| diary.enter(|| What::Note { step: first_step - 1, text }));
+            log.record(|| EntryKind::Start(Box::new(journal_start(recipe, &trainer, &workload, resumed_from))));
+            notes.into_iter().for_each(|text| log.record(|| EntryKind::Note { step: first_step - 1, text }));
         }
         let saver = store.clone().zip(recipe.checkpoints.clone()).map(|(store, checkpoints)| {
-            let about = about(recipe, order.clone());
-            Saver::new(store, world.clone(), checkpoints, about, asked.clone(), first_step - 1, position.clone())
+            let about = run_info(recipe, order.clone());
+            Saver::new(store, world.clone(), checkpoints, about, requests.clone(), first_step - 1, position.clone())
         });
         if is_done {
-            diary.say(&format!("there is nothing left to do: run.steps is {}", recipe.run.steps));
+            log.print(&format!("there is nothing left to do: run.steps is {}", recipe.run.steps));
         }
-        if let Some(why) = asked.planned.why_not(first_step, recipe.run.steps) {
-            diary.say(&why);
+        if let Some(why) = requests.planned_trace.explain_if_unreachable(first_step, recipe.run.steps) {
+            log.print(&why);
         }
-        let theory = Theory::of(&trainer, recipe.batch(world.size())?.micro_batches);
+        let expected_traffic = ExpectedTraffic::of(&trainer, recipe.batch(world.size())?.gradient_accumulation_steps);
         let session = Session {
             recipe,
             position,
             data,
             order,
-            held_out,
+            evaluation_set,
             saver,
-            goes_back_to: store.filter(|_| recipe.supervision.on_outlier == OutlierRecipe::GoBack),
+            rollback_store: store.filter(|_| recipe.supervision.on_spike == SpikeRecipe::Rollback),
             first_step,
-            range: Range::default(),
-            meter: Meter::new(world, scale, theory),
-            tracer: Tracer::new(world, position, asked, recipe.folder()),
-            diary,
+            range: LrRangeTest::default(),
+            meter: Meter::new(world, workload, expected_traffic),
+            tracer: Tracer::new(world, position, requests, recipe.folder()),
+            log,
         };
         Ok((session, trainer))
     }
 
-    /// The next step, and what there is to say of it; or why it is passed over.
+    /// Runs the next step and logs it, or skips its batch.
     fn step(&mut self, trainer: &mut Trainer) -> Result<()> {
         let steps = self.recipe.run.steps;
         self.tracer.before_step(trainer)?;
-        if let Some(passed_over) = trainer.pass_over() {
+        if let Some(skipped) = trainer.skip_batch() {
             let step = trainer.steps;
-            self.diary.note(step, &format!("step {step}/{steps}  {passed_over}"));
+            self.log.note(step, &format!("step {step}/{steps}  {skipped}"));
             return Ok(());
         }
-        self.meter.begin_step();
-        let report = self.tried(trainer)?;
-        self.range.add(report.rate, report.loss);
-        let is_due = report.step % self.recipe.run.print_every == 0 || report.step == steps;
-        let is_printed = is_due || report.skipped.is_some() || report.outlier.is_some();
-        let counted = self.meter.end_step(trainer, &report, is_printed, steps)?;
-        self.tell(counted);
+        self.meter.start_step();
+        let report = self.run_step(trainer)?;
+        self.range.add(report.lr, report.loss);
+        let is_due = report.step % self.recipe.run.log_every == 0 || report.step == steps;
+        let is_printed = is_due || report.skipped.is_some() || report.spike.is_some();
+        let metrics = self.meter.end_step(trainer, &report, is_printed, steps)?;
+        self.log_step(metrics);
         if !report.without_gradient.is_empty() {
-            self.diary.note(report.step, &no_gradient(&report.without_gradient));
+            self.log.note(report.step, &describe_missing_gradients(&report.without_gradient));
         }
         Ok(())
     }
 
-    /// The next step, checked where that is due. What is far out in it comes with what the step read.
-    fn tried(&mut self, trainer: &mut Trainer) -> Result<Report> {
+    /// Runs the next step, with a spot check if one is due, and adds the step's samples to a spike.
+    fn run_step(&mut self, trainer: &mut Trainer) -> Result<Report> {
         let (recipe, data) = (self.recipe, &self.data);
         let (step, world) = (trainer.steps + 1, trainer.ranks.world.clone());
-        let of_rank = |rank: usize| data.step(step, rank, world.size());
+        let rank_batches = |rank: usize| data.step(step, rank, world.size());
         trainer.position.enter(Phase::Data);
-        let own = self.meter.loading(|| of_rank(world.rank()))?;
+        let own = self.meter.time_loading(|| rank_batches(world.rank()))?;
         let is_checked = recipe.supervision.spot_check_every.is_some_and(|every| step.is_multiple_of(every));
-        let mut taken = if is_checked { trainer.step_checked(&own, &of_rank) } else { trainer.step(&own) };
-        match &mut taken {
-            // A range test is there to see the loss rise.
-            Ok(report) if recipe.schedule.kind == ScheduleKind::RangeTest => report.outlier = None,
-            Ok(Report { outlier: Some(outlier), .. }) => outlier.samples = Some(data.samples(step, world.size())),
-            Err(Error::Outlier { outlier, .. }) => outlier.samples = Some(data.samples(step, world.size())),
+        let mut report =
+            if is_checked { trainer.step_with_spot_check(&own, &rank_batches) } else { trainer.step(&own) };
+        match &mut report {
+            // In an LR range test the loss is supposed to rise.
+            Ok(report) if recipe.schedule.kind == ScheduleKind::LrRangeTest => report.spike = None,
+            Ok(Report { spike: Some(spike), .. }) => spike.samples = Some(data.samples(step, world.size())),
+            Err(Error::Spike { spike, .. }) => spike.samples = Some(data.samples(step, world.size())),
             _ => (),
         }
-        taken.map_err(|error| explained(recipe, trainer, error))
+        report.map_err(|error| explain_out_of_memory(recipe, trainer, error))
     }
 
-    /// Says and writes down what was counted in a step.
-    fn tell(&mut self, counted: Counted) {
-        let Counted { step, pace, look } = counted;
+    /// Prints a step's line, if one is due, and records its metrics.
+    fn log_step(&mut self, metrics: StepMetrics) {
+        let StepMetrics { step, throughput, survey } = metrics;
         let number = step.step;
-        let skipped = step.skipped.as_ref().map(|fault| format!("step {number} is skipped: {fault}"));
-        let outlier = step.outlier.as_ref().map(|outlier| format!("step {number} is far outside: {outlier}"));
-        if let Some([tokens_per_s, utilisation]) = pace {
+        let skipped = step.skipped.as_ref().map(|fault| format!("step {number} was skipped: {fault}"));
+        let spike = step.spike.as_ref().map(|spike| format!("spike at step {number}: {spike}"));
+        if let Some([tokens_per_s, mfu]) = throughput {
             let steps = self.recipe.run.steps;
-            self.diary.say(&Line { step: step.clone(), steps, tokens_per_s, utilisation });
+            self.log.print(&StepLine { step: step.clone(), steps, tokens_per_s, mfu });
         }
-        self.diary.enter(|| What::Step(step));
-        for text in skipped.into_iter().chain(outlier) {
-            self.diary.enter(|| What::Note { step: number, text });
+        self.log.record(|| EntryKind::Step(step));
+        for text in skipped.into_iter().chain(spike) {
+            self.log.record(|| EntryKind::Note { step: number, text });
         }
-        if let Some(Look { memory, traffic }) = look {
-            self.diary.enter(|| What::Memory { step: number, ranks: memory });
-            self.diary.enter(|| What::Traffic(traffic));
+        if let Some(Survey { memory, traffic }) = survey {
+            self.log.record(|| EntryKind::Memory { step: number, ranks: memory });
+            self.log.record(|| EntryKind::Traffic(traffic));
         }
     }
 
-    /// Measures the model on text that was held out, where that is due.
+    /// Evaluates the model on the held-out corpus, if that is due.
     fn evaluate(&mut self, trainer: &mut Trainer) -> Result<()> {
         let (step, steps) = (trainer.steps, self.recipe.run.steps);
-        let Some(held_out) = self.held_out.as_ref().filter(|held_out| held_out.is_due(step, steps)) else {
+        let Some(evaluation_set) = self.evaluation_set.as_ref().filter(|set| set.is_due(step, steps)) else {
             return Ok(());
         };
         self.position.enter(Phase::Evaluation);
-        let sequences = self.recipe.batch(trainer.ranks.world.size())?.sequences;
-        let figures = self.meter.apart(|| figures(trainer, held_out, sequences))?;
-        self.diary.say(&format!("held out after step {step}: {figures}"));
-        let Figures { loss, tokens, bits_per_byte } = figures;
-        self.diary.enter(|| What::HeldOut(shardwise_journal::HeldOut { step, loss, tokens, bits_per_byte }));
+        let micro_batch_size = self.recipe.batch(trainer.ranks.world.size())?.micro_batch_size;
+        let metrics = self.meter.exclude(|| evaluate_set(trainer, evaluation_set, micro_batch_size))?;
+        self.log.print(&format!("evaluation after step {step}: {metrics}"));
+        let EvaluationMetrics { loss, tokens, bits_per_byte } = metrics;
+        self.log.record(|| EntryKind::Evaluation(Evaluation { step, loss, tokens, bits_per_byte }));
         Ok(())
     }
 
-    /// Looks after checkpoints.
+    /// Saves a checkpoint, if one is due, and advances the save in progress.
     fn save(&mut self, trainer: &mut Trainer) -> Result<Next> {
-        let Some(saver) = &mut self.saver else { return Ok(Next::GoOn) };
-        let (last, diary) = (trainer.steps == self.recipe.run.steps, &mut self.diary);
-        let next = saver.after_step(trainer, last, &mut |news| diary.news(news));
-        next.map_err(|error| explained(self.recipe, trainer, error))
+        let Some(saver) = &mut self.saver else { return Ok(Next::Continue) };
+        let (last, log) = (trainer.steps == self.recipe.run.steps, &mut self.log);
+        let next = saver.after_step(trainer, last, &mut |event| log.record_save(event));
+        next.map_err(|error| explain_out_of_memory(self.recipe, trainer, error))
     }
 
-    /// Writes a trace whose last step this was.
+    /// Ends and writes the trace, if this was its last step.
     fn trace(&mut self, trainer: &Trainer) -> Result<()> {
         if let Some(traced) = self.tracer.after_step(trainer, trainer.steps == self.recipe.run.steps)? {
-            self.diary.say(&traced);
-            let Traced { first_step, steps, path } = traced;
+            self.log.print(&traced);
+            let WrittenTrace { first_step, steps, path } = traced;
             if let Ok(path) = path {
-                self.diary.enter(|| What::Trace { first_step, steps, path: path.display().to_string() });
+                self.log.record(|| EntryKind::Trace { first_step, steps, path: path.display().to_string() });
             }
         }
         Ok(())
     }
 
-    /// The trainer of the newest checkpoint, in place of one whose step was far out.
-    fn gone_back(&mut self, trainer: Trainer, step: u64, outlier: Box<Outlier>) -> Result<Trainer> {
-        let Session { recipe, order, saver, goes_back_to, diary, .. } = self;
-        saver.iter_mut().try_for_each(|saver| saver.finish(&mut |news| diary.news(news)))?;
-        let store = goes_back_to.as_ref().expect("the run goes back where it has somewhere to go back to");
-        let say = &mut |text: &str| diary.note(step, text);
-        let mut trainer = gone_back(recipe, order, store, trainer, (step, outlier), say)?;
-        trainer.report_to(self.position.clone());
-        saver.iter_mut().for_each(|saver| saver.gone_back(trainer.steps));
-        self.meter.gone_back();
+    /// Replaces a trainer whose step spiked with one from the newest checkpoint.
+    fn roll_back(&mut self, trainer: Trainer, step: u64, spike: Box<Spike>) -> Result<Trainer> {
+        let Session { recipe, order, saver, rollback_store, log, .. } = self;
+        saver.iter_mut().try_for_each(|saver| saver.finish(&mut |event| log.record_save(event)))?;
+        let store = rollback_store.as_ref().expect("the caller has checked that there is a store");
+        let note = &mut |text: &str| log.note(step, text);
+        let mut trainer = roll_back(recipe, order, store, trainer, (step, spike), note)?;
+        trainer.set_position_tracker(self.position.clone());
+        saver.iter_mut().for_each(|saver| saver.roll_back(trainer.steps));
+        self.meter.roll_back();
         Ok(trainer)
     }
 
-    /// Finishes what was to be saved before an error that every rank has: it is still worth having.
-    fn given_up(&mut self, error: Error) -> Result<Error> {
-        let (saver, diary) = (&mut self.saver, &mut self.diary);
-        if let Some(saver) = saver.as_mut().filter(|_| error.is_everyones()) {
-            saver.finish(&mut |news| diary.news(news))?;
+    /// Finishes the save in progress before the run ends with an error that all ranks share.
+    fn finish_save(&mut self, error: Error) -> Result<Error> {
+        let (saver, log) = (&mut self.saver, &mut self.log);
+        if let Some(saver) = saver.as_mut().filter(|_| error.is_same_on_all_ranks()) {
+            saver.finish(&mut |event| log.record_save(event))?;
         }
         Ok(error)
     }
 
     fn is_range_test(&self) -> bool {
-        self.recipe.schedule.kind == ScheduleKind::RangeTest
+        self.recipe.schedule.kind == ScheduleKind::LrRangeTest
     }
 
-    /// What there is to say when no step is left.
+    /// Ends the run: prints its summary, and plots an LR range test.
     fn end(mut self) -> Result<()> {
         self.position.enter(Phase::End);
         if self.first_step <= self.recipe.run.steps {
-            self.diary.say(&format!("data took {:.3}% of the time", 100. * self.meter.share_of_loading()?));
+            self.log.print(&format!("data loading took {:.3}% of the time", 100. * self.meter.share_of_loading()?));
         }
-        if let Some(why) = self.saver.take().and_then(Saver::given_up) {
-            return Err(Error::Checkpoint(format!("the last checkpoint is not saved: {why}")));
+        if let Some(why) = self.saver.take().and_then(Saver::into_failure) {
+            return Err(Error::Checkpoint(format!("the last checkpoint was not saved: {why}")));
         }
-        if self.is_range_test() && self.diary.is_first() {
-            self.diary.say(&self.range.verdict());
+        if self.is_range_test() && self.log.is_first() {
+            self.log.print(&self.range.verdict());
             if let Some(path) = &self.recipe.schedule.plot {
                 let fail = |problem: Box<dyn std::error::Error>| Error::Data {
                     path: path.clone(),
                     problem: problem.to_string(),
                 };
                 self.range.plot(path).map_err(fail)?;
-                self.diary.say(&format!("plot: {}", path.display()));
+                self.log.print(&format!("plot: {}", path.display()));
             }
         }
         Ok(())
     }
 }
 
-/// How many parameters a note names.
+/// The maximum number of parameters that a note names.
 const NAMED_MAX: usize = 8;
 
-/// The note about parameters that the backward pass does not reach.
-fn no_gradient(parameters: &[String]) -> String {
+/// The note about trainable parameters that the backward pass does not reach.
+fn describe_missing_gradients(parameters: &[String]) -> String {
     let (named, rest) = parameters.split_at(parameters.len().min(NAMED_MAX));
     let more = if rest.is_empty() { String::new() } else { format!(" and {} more", rest.len()) };
     format!(
-        "no gradient reaches {}{more}: the loss does not depend on them, and only weight decay changes them; freeze them with \
-         model.frozen if that is intended",
+        "no gradient reaches {}{more}: the loss does not depend on them, and only weight decay changes them; if that is \
+         intended, freeze them with model.frozen",
         named.join(", "),
     )
 }
 
-/// Sees to what is to go wrong on purpose, where the trainer has a part in it.
-fn plan_sabotage(trainer: &mut Trainer, position: &Position, first_step: u64) -> Result<()> {
-    if let Some(unknown) = position.sabotage().iter().find(|sabotage| !sabotage.is_possible(trainer)) {
+/// Checks the units named by fault injections, and schedules bit flips.
+fn prepare_fault_injections(trainer: &mut Trainer, position: &PositionTracker, first_step: u64) -> Result<()> {
+    if let Some(unknown) = position.fault_injections().iter().find(|fault| !fault.names_known_unit(trainer)) {
         return Err(Error::Options(format!("--fault '{unknown}': the model has no such unit")));
     }
-    for flip in position.sabotage().iter().filter(|sabotage| sabotage.deed == Deed::FlipBit) {
+    for flip in position.fault_injections().iter().filter(|fault| fault.kind == FaultKind::FlipBit) {
         let unit = flip.unit.as_deref().unwrap_or_default();
         trainer.flip_bit(if flip.relative { first_step + flip.step } else { flip.step }, unit)?;
     }
     Ok(())
 }
 
-/// How much a step is, beside what the ranks can do. All ranks call it together, before they hold a model.
-fn scale(recipe: &Recipe, model: &Model, options: &Options, world: &Group) -> Result<Scale> {
-    let positions = recipe.batch.positions;
-    Ok(Scale {
-        tokens_per_step: (recipe.batch(world.size())?.global * positions) as u64,
+/// The size of a step, and the measured peak of the ranks. All ranks call it together, before they create their trainers.
+fn measure_workload(recipe: &Recipe, model: &Model, options: &Options, world: &Group) -> Result<Workload> {
+    let positions = recipe.batch.seq_len;
+    Ok(Workload {
+        tokens_per_step: (recipe.batch(world.size())?.global_batch_size * positions) as u64,
         flops_per_token: model.flops_per_token(positions),
-        peak_flops_per_s: flops_per_s(world, options.precision.parameters, options.device)?,
-        dtype: options.precision.parameters,
+        peak_flops_per_s: measure_peak_flops(world, options.precision.param_dtype, options.device)?,
+        dtype: options.precision.param_dtype,
         device: options.device,
     })
 }
 
-/// Where an attempt begins.
-fn start(recipe: &Recipe, trainer: &Trainer, scale: &Scale, resumed_from: Option<String>) -> Start {
+/// The first journal entry of an attempt.
+fn journal_start(recipe: &Recipe, trainer: &Trainer, workload: &Workload, resumed_from: Option<String>) -> Start {
     let ranks = trainer.ranks.world.size();
     let ranks_per_host = ranks_here(ranks);
     Start {
+        journal_version: JOURNAL_VERSION,
         name: recipe.name(),
         recipe: recipe.text.clone(),
         version: env!("CARGO_PKG_VERSION").to_string(),
         ranks,
         ranks_per_host,
-        stage: recipe.sharding.stage,
-        replicas: trainer.ranks.groups.replicate.size(),
-        precision: trainer.options.precision.parameters.to_string(),
+        zero_stage: recipe.zero.stage,
+        replicate: trainer.ranks.groups.replicate.size(),
+        param_dtype: trainer.options.precision.param_dtype.to_string(),
         parameters: trainer.model.elements() as u64,
-        tokens_per_step: scale.tokens_per_step,
+        tokens_per_step: workload.tokens_per_step,
         first_step: trainer.steps + 1,
         steps: recipe.run.steps,
         resumed_from,
-        memory_limit_bytes: limit(ranks_per_host, resident_bytes("VmRSS:") as usize).map(|limit| limit.bytes as u64),
-        memory_estimate_bytes: Need::of(recipe, ranks).unwrap_or_default().total() as u64,
-        flops_per_token: scale.flops_per_token,
-        peak_flops_per_s: scale.peak_flops_per_s,
+        memory_limit_bytes: memory_limit(ranks_per_host, resident_bytes("VmRSS:") as usize)
+            .map(|limit| limit.bytes as u64),
+        memory_estimate_bytes: MemoryEstimate::of(recipe, ranks).unwrap_or_default().total() as u64,
+        flops_per_token: workload.flops_per_token,
+        peak_flops_per_s: workload.peak_flops_per_s,
     }
 }
 
-/// Files are each host's own: where they differ, ranks would train on something else than they say.
-pub(crate) fn same_everywhere(world: &Group, about: &str) -> Result<()> {
-    let own = about.bytes().fold(0u64, |hash, byte| mixed(hash ^ u64::from(byte))) as i64;
+/// Fails if `about` differs between ranks, because their hosts have different files: some would train on other data than the run reports.
+pub(crate) fn check_same_on_all_ranks(world: &Group, about: &str) -> Result<()> {
+    let own = about.bytes().fold(0u64, |hash, byte| splitmix64(hash ^ u64::from(byte))) as i64;
     let first = world.broadcast("data", 0, vec![own]).wait()?[0];
-    let differs = "its corpora or checkpoints are not those of rank 0: give all hosts the same files".to_string();
-    agreed(world, if own == first { Ok(()) } else { Err(differs) })?.map_err(Error::Options)
+    let differs = "its corpora or checkpoints differ from those of rank 0; all hosts need the same files".to_string();
+    agree(world, if own == first { Ok(()) } else { Err(differs) })?.map_err(Error::Options)
 }
 
-/// The place for checkpoints, which every rank can reach or none uses.
-pub(crate) fn opened(folder: &str, world: &Group) -> Result<Arc<Store>> {
+/// Opens the checkpoint store. Fails on all ranks if any rank cannot reach it.
+pub(crate) fn open_store(folder: &str, world: &Group) -> Result<Arc<Store>> {
     let store = Store::create(folder).map(Arc::new).map_err(|error| error.to_string());
-    agreed(world, store)?.map_err(Error::Checkpoint)
+    agree(world, store)?.map_err(Error::Checkpoint)
 }
 
-/// A trainer whose parameters begin as the recipe says.
-pub(crate) fn begun(recipe: &Recipe, model: Model, ranks: Ranks, options: Options) -> Result<Trainer> {
+/// Creates a trainer at step 0, initialized from a seed or from weights as the recipe says.
+pub(crate) fn init_trainer(recipe: &Recipe, model: Model, ranks: Ranks, options: Options) -> Result<Trainer> {
     let Some(address) = recipe.weights() else {
-        return Trainer::new(model, ranks, options, &mut from_seed(recipe.start.seed.unwrap_or(1)));
+        return Trainer::new(model, ranks, options, &mut from_seed(recipe.init.seed.unwrap_or(1)));
     };
     let weights = Weights::open(address).map_err(|error| error.to_string());
-    let weights = agreed(&ranks.world, weights)?.map_err(Error::Checkpoint)?;
+    let weights = agree(&ranks.world, weights)?.map_err(Error::Checkpoint)?;
     Trainer::new(model, ranks, options, &mut from_weights(&weights))
 }
 
-/// The groups, and the options with the device of this rank.
-pub(crate) fn placed(recipe: &Recipe, world: Arc<Group>) -> Result<(Ranks, Options)> {
+/// Creates the groups of ranks, and the options with this rank's device.
+pub(crate) fn place_ranks(recipe: &Recipe, world: Arc<Group>) -> Result<(Ranks, Options)> {
     match recipe.run.device {
-        DeviceRecipe::Cpu => Ok((Ranks::hybrid(world, recipe.sharding.replicas)?, recipe.options(Device::Cpu)?)),
+        DeviceRecipe::Cpu => Ok((Ranks::hybrid(world, recipe.parallel.replicate)?, recipe.options(Device::Cpu)?)),
         DeviceRecipe::Cuda => on_gpu(recipe, world),
     }
 }
@@ -469,7 +474,7 @@ pub(crate) fn placed(recipe: &Recipe, world: Arc<Group>) -> Result<(Ranks, Optio
 fn on_gpu(recipe: &Recipe, world: Arc<Group>) -> Result<(Ranks, Options)> {
     let local = ["OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"];
     let device = local.iter().find_map(|name| std::env::var(name).ok()?.parse().ok()).unwrap_or(0);
-    let ranks = Ranks::on_gpu(world, recipe.sharding.replicas, device)?;
+    let ranks = Ranks::on_gpu(world, recipe.parallel.replicate, device)?;
     Ok((ranks, recipe.options(Device::Cuda(device))?))
 }
 
@@ -478,18 +483,19 @@ fn on_gpu(_: &Recipe, _: Arc<Group>) -> Result<(Ranks, Options)> {
     Err(Error::Options(crate::recipe::NO_CUDA.to_string()))
 }
 
-/// What is about to happen, with the type of everything that is reduced.
-fn heading(recipe: &Recipe, options: &Options, elements: usize, ranks: &Ranks) -> Result<String> {
-    let tokens = recipe.batch(ranks.world.size())?.global * recipe.batch.positions;
+/// The first lines that a run prints: its size, and all data types.
+fn describe_run(recipe: &Recipe, options: &Options, elements: usize, ranks: &Ranks) -> Result<String> {
+    let tokens = recipe.batch(ranks.world.size())?.global_batch_size * recipe.batch.seq_len;
     Ok(format!(
-        "{:.1} million parameters, stage {} on {} ranks ({} × {}), {tokens} tokens a step\n\
-         parameters in {}; gradients kept and reduced in {}, summed in f32; loss and norm in f64; masters and optimizer in f32",
+        "{:.1} million parameters, stage {} on {} ranks ({} × {}), {tokens} tokens per step\n\
+         parameters in {}; gradients stored and sent in {}, summed in f32; loss and grad norm in f64; master weights and \
+         optimizer state in f32",
         elements as f64 / 1e6,
-        recipe.sharding.stage,
+        recipe.zero.stage,
         ranks.world.size(),
         ranks.groups.replicate.size(),
         ranks.groups.shard.size(),
-        options.precision.parameters,
-        options.precision.gradients,
+        options.precision.param_dtype,
+        options.precision.reduce_dtype,
     ))
 }

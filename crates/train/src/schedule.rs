@@ -1,111 +1,110 @@
-//! How the learning rate, and with it the momentum, moves over the steps of a run.
+//! The learning rate schedule of a run, which may also set the momentum.
 
 use std::f64::consts::PI;
 
-/// A schedule: the rate of each step, which are counted from one.
+/// A learning rate schedule. Steps are counted from one.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Schedule {
-    /// The rate that the kinds below refer to: the highest, but for a range test.
-    pub rate: f64,
-    /// Steps over which it rises from zero to that; the first step has one part of that many. Not with `OneCycle` and
-    /// `RangeTest`, which rise in their own way.
+    /// The peak learning rate.
+    pub lr: f64,
+    /// The number of steps over which the learning rate rises linearly from zero to its peak. Ignored by `OneCycle` and
+    /// `LrRangeTest`, which have their own warm-up.
     pub warmup_steps: u64,
-    /// How many steps the run has.
+    /// The number of steps of the run.
     pub steps: u64,
-    /// What comes after the warm-up.
+    /// The shape of the schedule after the warm-up.
     pub kind: Kind,
 }
 
-/// What a rate does after its warm-up.
+/// The shape of a schedule after the warm-up.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Kind {
-    /// It stays.
+    /// Stay at the peak.
     Constant,
-    /// It falls along a line, to this part of the rate at the last step.
+    /// Fall linearly.
     Linear {
-        /// The part.
-        end: f64,
+        /// The last learning rate divided by the peak.
+        min_lr_ratio: f64,
     },
-    /// It falls along half a cosine, to this part of the rate at the last step.
+    /// Fall along half a cosine.
     Cosine {
-        /// The part.
-        end: f64,
+        /// The last learning rate divided by the peak.
+        min_lr_ratio: f64,
     },
-    /// It stays, and falls along a line over the last steps, to this part of the rate at the last.
-    StableDecay {
-        /// Over how many steps it falls.
+    /// Warmup-stable-decay: stay at the peak, then fall linearly over the last steps.
+    Wsd {
+        /// The number of steps over which the learning rate falls.
         decay_steps: u64,
-        /// The part.
-        end: f64,
+        /// The last learning rate divided by the peak.
+        min_lr_ratio: f64,
     },
-    /// It rises from a part of the rate along half a cosine, and falls along another to a smaller part, while the momentum falls
-    /// and rises.
+    /// Rise to the peak along half a cosine and fall along another, while the momentum falls and rises.
     OneCycle {
-        /// The part of all steps over which it rises.
-        rising: f64,
-        /// The part of the rate with which it begins.
-        start: f64,
-        /// The part of the rate with which it ends.
-        end: f64,
-        /// The momentum at the lowest and at the highest rate.
+        /// The fraction of all steps over which the learning rate rises.
+        pct_start: f64,
+        /// The first learning rate divided by the peak.
+        start_lr_ratio: f64,
+        /// The last learning rate divided by the peak.
+        min_lr_ratio: f64,
+        /// The momentum at the lowest and at the highest learning rate.
         momentum: [f64; 2],
     },
-    /// It rises geometrically from this to the rate, to find out which rates a model can bear.
-    RangeTest {
-        /// The first rate.
-        from: f64,
+    /// Rise exponentially to the peak, to find out at which learning rate training diverges.
+    LrRangeTest {
+        /// The first learning rate.
+        start_lr: f64,
     },
 }
 
-/// The rate of a step and, where the schedule moves it, the momentum.
+/// The learning rate of a step and, where the schedule sets it, the momentum.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Pace {
+pub struct LrAndMomentum {
     /// The learning rate.
-    pub rate: f64,
+    pub lr: f64,
     /// The momentum, or AdamW's and LAMB's first beta.
     pub momentum: Option<f64>,
 }
 
 impl Schedule {
-    /// One rate for all steps.
-    pub fn constant(rate: f64) -> Self {
-        Schedule { rate, warmup_steps: 0, steps: 1, kind: Kind::Constant }
+    /// A constant learning rate.
+    pub fn constant(lr: f64) -> Self {
+        Schedule { lr, warmup_steps: 0, steps: 1, kind: Kind::Constant }
     }
 
-    /// The pace of a step, from one. After the last step, the last step's.
-    pub fn at(&self, step: u64) -> Pace {
+    /// The learning rate and momentum of a step, counted from one. Steps after the last one get those of the last.
+    pub fn at(&self, step: u64) -> LrAndMomentum {
         let step = step.clamp(1, self.steps.max(1));
-        let own_rise = matches!(self.kind, Kind::OneCycle { .. } | Kind::RangeTest { .. });
+        let own_rise = matches!(self.kind, Kind::OneCycle { .. } | Kind::LrRangeTest { .. });
         if step <= self.warmup_steps && !own_rise {
-            return Pace { rate: self.rate * step as f64 / self.warmup_steps as f64, momentum: None };
+            return LrAndMomentum { lr: self.lr * step as f64 / self.warmup_steps as f64, momentum: None };
         }
-        let steady = |factor: f64| Pace { rate: self.rate * factor, momentum: None };
+        let steady = |factor: f64| LrAndMomentum { lr: self.lr * factor, momentum: None };
         match self.kind {
             Kind::Constant => steady(1.),
-            Kind::Linear { end } => steady(line(1., end, self.after(step, self.warmup_steps))),
-            Kind::Cosine { end } => steady(half_cosine(1., end, self.after(step, self.warmup_steps))),
-            Kind::StableDecay { decay_steps, end } => {
+            Kind::Linear { min_lr_ratio } => steady(line(1., min_lr_ratio, self.after(step, self.warmup_steps))),
+            Kind::Cosine { min_lr_ratio } => steady(half_cosine(1., min_lr_ratio, self.after(step, self.warmup_steps))),
+            Kind::Wsd { decay_steps, min_lr_ratio } => {
                 let stable = self.steps.saturating_sub(decay_steps).max(self.warmup_steps);
-                steady(line(1., end, self.after(step, stable)))
+                steady(line(1., min_lr_ratio, self.after(step, stable)))
             }
-            Kind::OneCycle { rising, start, end, momentum: [at_lowest, at_highest] } => {
+            Kind::OneCycle { pct_start, start_lr_ratio, min_lr_ratio, momentum: [at_lowest, at_highest] } => {
                 let passed = self.after(step, 1);
-                let (rate, momentum) = if passed < rising {
-                    let part = passed / rising;
-                    (half_cosine(start, 1., part), half_cosine(at_lowest, at_highest, part))
+                let (factor, momentum) = if passed < pct_start {
+                    let part = passed / pct_start;
+                    (half_cosine(start_lr_ratio, 1., part), half_cosine(at_lowest, at_highest, part))
                 } else {
-                    let part = (passed - rising) / (1. - rising).max(f64::MIN_POSITIVE);
-                    (half_cosine(1., end, part), half_cosine(at_highest, at_lowest, part))
+                    let part = (passed - pct_start) / (1. - pct_start).max(f64::MIN_POSITIVE);
+                    (half_cosine(1., min_lr_ratio, part), half_cosine(at_highest, at_lowest, part))
                 };
-                Pace { rate: self.rate * rate, momentum: Some(momentum) }
+                LrAndMomentum { lr: self.lr * factor, momentum: Some(momentum) }
             }
-            Kind::RangeTest { from } => {
-                Pace { rate: from * (self.rate / from).powf(self.after(step, 1)), momentum: None }
+            Kind::LrRangeTest { start_lr } => {
+                LrAndMomentum { lr: start_lr * (self.lr / start_lr).powf(self.after(step, 1)), momentum: None }
             }
         }
     }
 
-    /// Which part of the steps after `before` has passed: 0 there, 1 at the last.
+    /// The fraction of the steps after `before` that has passed: 0 at `before`, 1 at the last step.
     fn after(&self, step: u64, before: u64) -> f64 {
         let all = self.steps.saturating_sub(before);
         if all == 0 { 0. } else { step.saturating_sub(before) as f64 / all as f64 }
@@ -125,32 +124,32 @@ mod tests {
     use super::*;
 
     fn rates(warmup_steps: u64, kind: Kind) -> Vec<f64> {
-        let schedule = Schedule { rate: 2., warmup_steps, steps: 10, kind };
-        (1..=11).map(|step| (schedule.at(step).rate * 1e6).round() / 1e6).collect()
+        let schedule = Schedule { lr: 2., warmup_steps, steps: 10, kind };
+        (1..=11).map(|step| (schedule.at(step).lr * 1e6).round() / 1e6).collect()
     }
 
     #[test]
-    fn rates_are_those_of_the_formulas() {
+    fn learning_rates_are_those_of_the_formulas() {
         assert_eq!(rates(0, Kind::Constant), [2.; 11]);
         assert_eq!(rates(4, Kind::Constant)[..5], [0.5, 1., 1.5, 2., 2.]);
-        assert_eq!(rates(2, Kind::Linear { end: 0. }), [1., 2., 1.75, 1.5, 1.25, 1., 0.75, 0.5, 0.25, 0., 0.]);
-        let cosine = rates(2, Kind::Cosine { end: 0.1 });
+        assert_eq!(rates(2, Kind::Linear { min_lr_ratio: 0. }), [1., 2., 1.75, 1.5, 1.25, 1., 0.75, 0.5, 0.25, 0., 0.]);
+        let cosine = rates(2, Kind::Cosine { min_lr_ratio: 0.1 });
         assert_eq!((cosine[1], cosine[5], cosine[9]), (2., 1.1, 0.2));
         assert_eq!(
-            rates(1, Kind::StableDecay { decay_steps: 4, end: 0.5 }),
+            rates(1, Kind::Wsd { decay_steps: 4, min_lr_ratio: 0.5 }),
             [2., 2., 2., 2., 2., 2., 1.75, 1.5, 1.25, 1., 1.]
         );
-        let range = rates(0, Kind::RangeTest { from: 2e-3 });
+        let range = rates(0, Kind::LrRangeTest { start_lr: 2e-3 });
         assert_eq!((range[0], range[3], range[9]), (2e-3, 0.02, 2.));
     }
 
     #[test]
-    fn one_cycle_moves_rate_and_momentum_against_each_other() {
-        let kind = Kind::OneCycle { rising: 0.5, start: 0.1, end: 0.01, momentum: [0.95, 0.85] };
-        let schedule = Schedule { rate: 1., warmup_steps: 0, steps: 101, kind };
+    fn one_cycle_moves_lr_and_momentum_against_each_other() {
+        let kind = Kind::OneCycle { pct_start: 0.5, start_lr_ratio: 0.1, min_lr_ratio: 0.01, momentum: [0.95, 0.85] };
+        let schedule = Schedule { lr: 1., warmup_steps: 0, steps: 101, kind };
         let at = |step| {
-            let Pace { rate, momentum } = schedule.at(step);
-            (rate, momentum.expect("1-cycle moves the momentum"))
+            let LrAndMomentum { lr, momentum } = schedule.at(step);
+            (lr, momentum.expect("one-cycle sets the momentum"))
         };
         let near = |(a, b): (f64, f64), (c, d): (f64, f64)| (a - c).abs() < 1e-9 && (b - d).abs() < 1e-9;
         assert!(near(at(1), (0.1, 0.95)), "{:?}", at(1));

@@ -1,15 +1,15 @@
-//! What a rank writes for a checkpoint, while training goes on.
+//! A rank's part of a checkpoint, which is written while training continues.
 //!
-//! A snapshot is a list of pieces, each a range of a file. Most are still in the trainer's own tensors, and are written straight
-//! from there, in the order in which training will need the tensors again. What has not been written when it does is copied first,
-//! into a buffer of limited size; where that is full, training waits. It copies from the end, where the writer comes last, so that
-//! nothing is copied that is about to be written. A save that training waits for copies nothing.
+//! A snapshot is a list of pieces, each a range of a file. Most pieces are ranges of the trainer's own tensors, and are written
+//! straight from there, in the order in which training will need the tensors again. If training needs a tensor before it is written,
+//! training first copies it into a buffer of limited size; if the buffer is full, training waits. Training copies from the end of
+//! the list and the writer starts at the front, so nothing is copied that is about to be written. A blocking save copies nothing.
 //!
 //! # Note: who may touch a saved tensor
-//! While a thread writes a snapshot, it reads tensors that belong to the trainer. So the thread that trains neither writes to them
-//! nor lends their memory before they are released: from then on nobody reads them on behalf of the save. Slices that are lent to
-//! the network in every pass are released when training goes on after a snapshot ([`Trainer::release_lent`]). Everything else is
-//! released before the next update ([`Trainer::release_saved`]), which cannot be made without the proof of it, a [`Released`].
+//! While a thread writes a snapshot, it reads tensors that belong to the trainer. Until a tensor is released, the training thread
+//! may neither write to it nor lend its memory to a collective; after that, the save no longer reads it. Shards that every pass
+//! lends to collectives are released when training continues after the snapshot ([`Trainer::release_lent`]). All others are
+//! released before the next update ([`Trainer::release_saved`]), which requires a [`Released`] as proof.
 
 use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -17,50 +17,50 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use shardwise_checkpoint::UPLOAD_BYTES;
-use shardwise_comm::Reduce;
+use shardwise_comm::ReduceOp;
 use shardwise_torch::tch::{Device, Tensor};
 use shardwise_torch::{Block, storage};
 
 use crate::{Result, Trainer};
 
-/// What this rank writes of a checkpoint.
+/// The files of a checkpoint that this rank writes.
 pub(crate) struct Snapshot {
     pub(crate) files: Vec<OwnFile>,
     buffer_bytes: usize,
     state: Mutex<State>,
-    /// A piece has changed its state.
+    /// Signaled when a piece changes its state.
     changed: Condvar,
 }
 
 /// A file that this rank writes.
 pub(crate) struct OwnFile {
-    /// The unit's place in the model.
+    /// The index of the unit in the model.
     pub(crate) unit: usize,
-    /// The file's place among the unit's.
+    /// The index of the file among the unit's files.
     pub(crate) file: usize,
     pub(crate) name: String,
-    /// The pieces of each part that is written at once, by their places in the snapshot.
+    /// For each part, the indices of its pieces in the snapshot. A part is written in one call.
     parts: Vec<Vec<usize>>,
 }
 
-/// The contents of a part of a file.
+/// The contents of a range of a file.
 pub(crate) enum Content {
-    /// In memory of its own: a header, or another rank's slice.
+    /// A header, or another rank's shard.
     Bytes(Bytes),
-    /// A tensor of the trainer's, of one dimension.
+    /// A one-dimensional tensor of the trainer.
     Tensor {
         tensor: Tensor,
-        /// Whether its memory is lent to the network when the unit is gathered. Others stay as they are until the next update.
+        /// Whether its memory is lent to a collective when the unit is gathered. Other tensors are not touched until the next update.
         is_lent: bool,
     },
 }
 
-/// Which tensors training is about to touch.
+/// The tensors that training is about to touch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Held {
-    /// Those that are lent to the network in every pass.
+enum TensorSet {
+    /// Those lent to collectives in every pass.
     Lent,
-    /// All that are updated.
+    /// All that the optimizer updates.
     All,
 }
 
@@ -69,29 +69,29 @@ pub(crate) struct Released(());
 
 struct State {
     pieces: Vec<Piece>,
-    /// How much of the buffer is taken.
+    /// The bytes of the buffer that are in use.
     buffered_bytes: usize,
-    /// Whether a thread is writing it, or will be.
+    /// Whether a thread writes the snapshot, or will.
     is_being_written: bool,
-    /// Whether something may have been released, so that it cannot be written a second time.
+    /// Whether pieces may have been released, so that the snapshot cannot be written again.
     is_stale: bool,
-    /// For how long an update stood still until tensors were released.
-    stood: Duration,
-    /// For how long training waited because the buffer was full.
+    /// How long updates stalled until their tensors were released.
+    stalled: Duration,
+    /// How long training waited because the buffer was full.
     waited: Duration,
 }
 
-/// Where the bytes of a piece are.
+/// The bytes of a piece, and where they are.
 enum Piece {
-    /// In memory of its own from the start.
+    /// Not in a tensor of the trainer.
     Here(Bytes),
-    /// In the trainer's tensor, and not written yet.
+    /// In the trainer's tensor, not yet written.
     Waiting(Source),
-    /// One thread is copying it out of the tensor.
+    /// A thread is copying it from the tensor.
     Busy,
     /// Written, and still in the tensor.
     Written(Source),
-    /// In the buffer.
+    /// Copied into the buffer.
     Copied(Bytes),
     /// Released: the tensor may have changed.
     Gone,
@@ -105,10 +105,10 @@ struct Source {
 }
 
 impl Piece {
-    /// Whether training has to wait for it, or copy it.
-    fn is_held(&self, which: Held) -> bool {
+    /// Whether training has to wait for it or copy it before touching its tensor.
+    fn is_held(&self, which: TensorSet) -> bool {
         match self {
-            Piece::Waiting(source) | Piece::Written(source) => which == Held::All || source.is_lent,
+            Piece::Waiting(source) | Piece::Written(source) => which == TensorSet::All || source.is_lent,
             Piece::Busy => true,
             Piece::Here(_) | Piece::Copied(_) | Piece::Gone => false,
         }
@@ -116,7 +116,7 @@ impl Piece {
 }
 
 impl Source {
-    /// A copy in memory of the host.
+    /// Copies the range into host memory.
     fn copy(&self) -> std::result::Result<Bytes, String> {
         let size = self.tensor.kind().elt_size_in_bytes();
         // A part may end inside an element.
@@ -127,7 +127,7 @@ impl Source {
     }
 }
 
-/// A snapshot in the making.
+/// Builds a snapshot.
 #[derive(Default)]
 pub(crate) struct Builder {
     files: Vec<OwnFile>,
@@ -135,7 +135,7 @@ pub(crate) struct Builder {
 }
 
 impl Builder {
-    /// Adds a file. They are written in the order in which they are added, so those whose tensors are updated first come first.
+    /// Adds a file. Files are written in this order, so those whose tensors are updated first must be added first.
     pub(crate) fn add(&mut self, unit: usize, file: usize, name: String, contents: Vec<Content>) {
         let mut parts = vec![Vec::new()];
         let mut room = UPLOAD_BYTES as usize;
@@ -147,7 +147,7 @@ impl Builder {
                     room = UPLOAD_BYTES as usize;
                 }
                 let to = len.min(from + room);
-                parts.last_mut().expect("there is always one").push(self.pieces.len());
+                parts.last_mut().expect("parts starts with one").push(self.pieces.len());
                 self.pieces.push(content.piece(from..to));
                 room -= to - from;
                 from = to;
@@ -156,14 +156,14 @@ impl Builder {
         self.files.push(OwnFile { unit, file, name, parts });
     }
 
-    /// The snapshot, of which as many bytes may be copied at a time. Whoever writes it holds a [`Writing`].
+    /// Returns the snapshot. Its buffer holds at most `buffer_bytes`. Its writer holds a [`WriterGuard`].
     pub(crate) fn finish(self, buffer_bytes: usize) -> Snapshot {
         let state = State {
             pieces: self.pieces,
             buffered_bytes: 0,
             is_being_written: false,
             is_stale: false,
-            stood: Duration::ZERO,
+            stalled: Duration::ZERO,
             waited: Duration::ZERO,
         };
         Snapshot { files: self.files, buffer_bytes, state: Mutex::new(state), changed: Condvar::new() }
@@ -188,13 +188,13 @@ impl Content {
     }
 }
 
-/// A thread that writes a snapshot, or is about to. When it goes, however it ends, training need not wait for it.
-pub(crate) struct Writing(Arc<Snapshot>);
+/// Held by a thread that writes a snapshot, or is about to. Once it is dropped, training no longer waits for the thread.
+pub(crate) struct WriterGuard(Arc<Snapshot>);
 
-impl Writing {
+impl WriterGuard {
     pub(crate) fn new(snapshot: &Arc<Snapshot>) -> Self {
         snapshot.lock().is_being_written = true;
-        Writing(snapshot.clone())
+        WriterGuard(snapshot.clone())
     }
 
     pub(crate) fn snapshot(&self) -> &Snapshot {
@@ -202,7 +202,7 @@ impl Writing {
     }
 }
 
-impl Drop for Writing {
+impl Drop for WriterGuard {
     fn drop(&mut self) {
         self.0.lock().is_being_written = false;
         self.0.changed.notify_all();
@@ -210,27 +210,27 @@ impl Drop for Writing {
 }
 
 impl Trainer {
-    /// Lets the next pass lend its slices to the network while a save goes on. All ranks call it together.
+    /// Releases the shards that the next pass lends to collectives. All ranks call it together.
     pub(crate) fn release_lent(&self) -> Result<()> {
-        self.release_held(Held::Lent)
+        self.release_held(TensorSet::Lent)
     }
 
-    /// Lets the next update overwrite what a save may not have written yet. All ranks call it together.
+    /// Releases everything that the next update overwrites. All ranks call it together.
     pub(crate) fn release_saved(&mut self) -> Result<Released> {
-        self.release_held(Held::All)?;
+        self.release_held(TensorSet::All)?;
         self.snapshot = None;
         Ok(Released(()))
     }
 
-    fn release_held(&self, which: Held) -> Result<()> {
+    fn release_held(&self, which: TensorSet) -> Result<()> {
         let Some(snapshot) = &self.snapshot else { return Ok(()) };
         let (snapshot, began) = (snapshot.upgrade(), Instant::now());
         let mut waits_since = None;
-        // A disk may be slower on one rank than on another, by longer than they wait for each other in one call.
+        // Disks may differ in speed by more than the timeout of a single call.
         loop {
             let is_held = snapshot.as_ref().is_some_and(|snapshot| !snapshot.release(which));
             let any =
-                self.ranks.world.all_reduce("checkpoint's buffer", Reduce::Max, vec![i64::from(is_held)]).wait()?;
+                self.ranks.world.all_reduce("checkpoint's buffer", ReduceOp::Max, vec![i64::from(is_held)]).wait()?;
             if any[0] == 0 {
                 break;
             }
@@ -238,8 +238,8 @@ impl Trainer {
         }
         if let Some(snapshot) = snapshot {
             let mut state = snapshot.lock();
-            if which == Held::All {
-                state.stood += began.elapsed();
+            if which == TensorSet::All {
+                state.stalled += began.elapsed();
             }
             state.waited += waits_since.map_or(Duration::ZERO, |since| since.elapsed());
         }
@@ -247,11 +247,11 @@ impl Trainer {
     }
 }
 
-/// How long one call of [`Snapshot::release`] waits.
+/// The maximum wait of one call of [`Snapshot::release`].
 const WAIT: Duration = Duration::from_millis(20);
 
 impl Snapshot {
-    /// The parts of a file, one after the other. Each is copied out of its tensors as it comes.
+    /// The parts of a file. The iterator copies each from its tensors.
     pub(crate) fn parts(
         &self,
         file: usize,
@@ -259,20 +259,20 @@ impl Snapshot {
         self.files[file].parts.iter().map(move |pieces| pieces.iter().map(|&piece| self.take(piece)).collect())
     }
 
-    /// Whether it can be written from the start.
+    /// Whether the snapshot can still be written from the start.
     pub(crate) fn is_complete(&self) -> bool {
         !self.lock().is_stale
     }
 
-    /// For how long an update stood still until tensors were released, and for how long training waited because the buffer was full.
-    pub(crate) fn stood_still(&self) -> (Duration, Duration) {
+    /// How long updates stalled until tensors were released, and how long training waited because the buffer was full.
+    pub(crate) fn stalls(&self) -> (Duration, Duration) {
         let state = self.lock();
-        (state.stood, state.waited)
+        (state.stalled, state.waited)
     }
 
-    /// Sees to it that tensors are not read any more: what of them is not written yet is copied, while there is room. If there is
-    /// none, it waits for a moment, and returns false if that was not long enough.
-    fn release(&self, which: Held) -> bool {
+    /// Releases tensors: copies what is not written yet, while there is room in the buffer. Otherwise waits for a moment, and
+    /// returns false if that was not long enough.
+    fn release(&self, which: TensorSet) -> bool {
         let deadline = Instant::now() + WAIT;
         let mut state = self.lock();
         state.is_stale = true;
@@ -295,7 +295,7 @@ impl Snapshot {
                         }
                         false => None,
                     };
-                    // Memory that there is not is as good as a buffer that is full.
+                    // Running out of memory is treated like a full buffer.
                     if let Some(copied) = copied {
                         state.buffered_bytes += bytes;
                         state.pieces[index] = Piece::Copied(copied);
@@ -320,7 +320,7 @@ impl Snapshot {
         true
     }
 
-    /// The bytes of a piece, to be written.
+    /// Returns the bytes of a piece for writing.
     fn take(&self, index: usize) -> std::result::Result<Bytes, String> {
         let mut state = self.lock();
         loop {
@@ -347,7 +347,7 @@ impl Snapshot {
                 Piece::Busy => state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
                 Piece::Gone => {
                     state.pieces[index] = Piece::Gone;
-                    return Err("training has gone on, and what was to be written is no longer there".to_string());
+                    return Err("training continued and has overwritten this part of the snapshot".to_string());
                 }
             }
         }
@@ -358,13 +358,13 @@ impl Snapshot {
     }
 }
 
-/// A tensor's elements in memory of the host, which libtorch's allocator keeps for the next copy.
+/// Copies a tensor's elements into host memory. The memory comes from libtorch's allocator, which keeps it for the next copy.
 pub(crate) fn copy(tensor: &Tensor) -> std::result::Result<Block, String> {
     let copy = tensor.f_to_device_(Device::Cpu, tensor.kind(), false, true).map_err(|error| first_line(&error))?;
     storage::take(&copy, "it has been copied").map_err(|error| first_line(&error))
 }
 
-/// What libtorch says of an error. What follows is its stack.
+/// The first line of a libtorch error; the rest is its stack trace.
 pub(crate) fn first_line(error: &dyn std::error::Error) -> String {
     error.to_string().lines().next().unwrap_or_default().to_string()
 }
@@ -388,10 +388,10 @@ mod tests {
 
     use super::*;
 
-    /// Elements of a tensor that takes up a little more than three parts.
+    /// The number of f32 elements that take a little more than three parts.
     const ELEMENTS: usize = (3 * UPLOAD_BYTES as usize) / 4 + 5;
 
-    /// A file of a short header and two tensors, the first of which is lent; and what is in it.
+    /// A file with a short header and two tensors, of which the first is lent; also returns the expected contents.
     fn example(buffer_bytes: usize) -> (Arc<Snapshot>, [Tensor; 2], Vec<u8>) {
         let numbers = || Tensor::arange(ELEMENTS as i64, (Kind::Float, Device::Cpu));
         let tensors = [numbers(), numbers() + 0.5];
@@ -414,18 +414,18 @@ mod tests {
     }
 
     #[test]
-    fn what_training_overwrites_is_copied_first() {
+    fn training_copies_what_it_overwrites() {
         let (snapshot, [lent, other], expected) = example(usize::MAX);
-        let writing = Writing::new(&snapshot);
-        let mut parts = writing.snapshot().parts(0);
+        let writer_guard = WriterGuard::new(&snapshot);
+        let mut parts = writer_guard.snapshot().parts(0);
         assert_eq!(parts.len(), 7);
         let mut written: Vec<u8> = parts.next().unwrap().unwrap().concat();
         assert_eq!(written.len(), UPLOAD_BYTES as usize);
         assert!(snapshot.is_complete());
-        assert!(snapshot.release(Held::Lent));
+        assert!(snapshot.release(TensorSet::Lent));
         overwrite(&lent);
         written.extend(parts.next().unwrap().unwrap().concat());
-        assert!(snapshot.release(Held::All));
+        assert!(snapshot.release(TensorSet::All));
         overwrite(&other);
         written.extend(joined(parts));
         assert!(written == expected, "other bytes");
@@ -433,26 +433,26 @@ mod tests {
     }
 
     #[test]
-    fn a_save_that_training_waits_for_can_be_written_again() {
+    fn a_blocking_save_can_be_written_again() {
         let (snapshot, _, expected) = example(0);
         for _ in 0..2 {
-            let writing = Writing::new(&snapshot);
-            assert!(joined(writing.snapshot().parts(0)) == expected, "other bytes");
+            let writer_guard = WriterGuard::new(&snapshot);
+            assert!(joined(writer_guard.snapshot().parts(0)) == expected, "other bytes");
         }
         assert!(snapshot.is_complete());
         assert_eq!(snapshot.lock().buffered_bytes, 0, "nothing is copied");
-        assert!(snapshot.release(Held::All));
+        assert!(snapshot.release(TensorSet::All));
         assert!(snapshot.parts(0).any(|part| part.is_err()), "it may have been overwritten");
     }
 
     #[test]
-    fn training_waits_where_the_buffer_is_full() {
+    fn training_waits_while_the_buffer_is_full() {
         let buffer_bytes = 2 * UPLOAD_BYTES as usize;
         let (snapshot, tensors, expected) = example(buffer_bytes);
-        let writing = Writing::new(&snapshot);
-        assert!(!snapshot.release(Held::All), "there is room for two of seven parts");
-        let writer = std::thread::spawn(move || joined(writing.snapshot().parts(0)));
-        while !snapshot.release(Held::All) {
+        let writer_guard = WriterGuard::new(&snapshot);
+        assert!(!snapshot.release(TensorSet::All), "there is room for two of seven parts");
+        let writer = std::thread::spawn(move || joined(writer_guard.snapshot().parts(0)));
+        while !snapshot.release(TensorSet::All) {
             assert!(snapshot.lock().buffered_bytes <= buffer_bytes);
         }
         tensors.iter().for_each(overwrite);
@@ -460,11 +460,11 @@ mod tests {
     }
 
     #[test]
-    fn nobody_waits_for_a_writer_that_is_gone() {
+    fn training_does_not_wait_for_a_writer_that_is_gone() {
         let (snapshot, ..) = example(0);
-        let writing = Writing::new(&snapshot);
-        assert!(!snapshot.release(Held::All));
-        drop(writing);
-        assert!(snapshot.release(Held::All));
+        let writer_guard = WriterGuard::new(&snapshot);
+        assert!(!snapshot.release(TensorSet::All));
+        drop(writer_guard);
+        assert!(snapshot.release(TensorSet::All));
     }
 }

@@ -1,12 +1,12 @@
-//! Spot checks: a step whose gradients are computed by two ranks each, and compared.
+//! Spot checks for silent data corruption: in a checked step, two ranks compute the same gradients, which are then compared.
 //!
-//! A processor that computes wrongly says nothing, and a sum over all ranks hides whose part was wrong. So in such a step every
-//! rank computes the gradients of another's micro-batches once more, which are thrown away but for a fingerprint of each unit's.
-//! Where the two differ, a third rank computes them as well, and the odd one out is named before anything is updated.
+//! A faulty processor reports no error, and a sum over all ranks hides whose contribution was wrong. So in a checked step every
+//! rank also computes the gradients of another rank's micro-batches, and keeps only a fingerprint of each unit's. If the two
+//! fingerprints differ, a third rank computes the gradients as well, and the error names the odd one out before the update.
 //!
-//! It finds what differs between ranks, and no fault that they share. It relies on ranks that compute alike: the same libraries on
-//! the same kind of processor with as many threads give the same bits. Where they do not, three opinions are three different
-//! ones, and that is what is said.
+//! This finds differences between ranks, not faults that all ranks share. It needs ranks whose results are bitwise identical: the
+//! same libraries on the same kind of processor with the same number of threads. Otherwise all three fingerprints differ, and the
+//! error says so.
 
 use std::fmt;
 
@@ -15,35 +15,35 @@ use shardwise_torch::tch::{Kind, Tensor};
 use shardwise_zero::ShardedUnit;
 
 use crate::host;
-use crate::step::Then;
+use crate::step::Grads;
 use crate::{Error, Report, Result, Trainer};
 
-/// The micro-batches that a rank of the world has in this step.
-pub type MicroBatchesOf<'a> = dyn Fn(usize) -> Result<Vec<Batch>> + 'a;
+/// Returns any rank's micro-batches of the current step.
+pub type RankBatches<'a> = dyn Fn(usize) -> Result<Vec<Batch>> + 'a;
 
-/// What a spot check found.
+/// A failed spot check: the ranks whose gradients differ although they should be identical.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Finding {
+pub struct SpotCheckFailure {
     /// The first unit, in the order of the backward pass, whose gradients differ.
     pub unit: String,
-    /// The ranks that computed them from the same samples, each once.
+    /// The ranks that computed them from the same samples.
     pub ranks: Vec<usize>,
-    /// The one of them that was wrong, if that can be told.
+    /// The rank among them that was wrong, if that can be determined.
     pub wrong: Option<usize>,
-    /// Where it is; or else where they all are, in their order.
+    /// The wrong rank's host, or else the hosts of all `ranks`.
     pub hosts: Vec<String>,
 }
 
-impl fmt::Display for Finding {
+impl fmt::Display for SpotCheckFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Finding { unit, ranks, wrong, hosts } = self;
-        let hosts = if hosts.len() == 1 { format!("host {}", hosts[0]) } else { format!("hosts {}", listed(hosts)) };
+        let SpotCheckFailure { unit, ranks, wrong, hosts } = self;
+        let hosts = if hosts.len() == 1 { format!("host {}", hosts[0]) } else { format!("hosts {}", join_list(hosts)) };
         let Some(wrong) = wrong else {
             return write!(
                 f,
-                "ranks {} compute different gradients of unit {unit} from the same samples: the arithmetic of one of them is not \
-                 to be trusted, or they do not compute alike, with other processors, libraries or numbers of threads ({hosts})",
-                listed(ranks),
+                "ranks {} compute different gradients of unit {unit} from the same samples: either one of them computes wrongly, \
+                 or they have different processors, libraries or numbers of threads ({hosts})",
+                join_list(ranks),
             );
         };
         write!(f, "rank {wrong}'s gradients of unit {unit} differ from what ")?;
@@ -51,13 +51,13 @@ impl fmt::Display for Finding {
         match &others[..] {
             [] => write!(f, "it computes")?,
             [other] => write!(f, "rank {other} computes")?,
-            others => write!(f, "ranks {} compute", listed(others))?,
+            others => write!(f, "ranks {} compute", join_list(others))?,
         }
-        write!(f, " from the same samples: its arithmetic is not to be trusted ({hosts})")
+        write!(f, " from the same samples: its hardware may be faulty ({hosts})")
     }
 }
 
-fn listed<T: fmt::Display>(parts: &[T]) -> String {
+fn join_list<T: fmt::Display>(parts: &[T]) -> String {
     let parts: Vec<String> = parts.iter().map(T::to_string).collect();
     match &parts[..] {
         [most @ .., last] if !most.is_empty() => format!("{} and {last}", most.join(", ")),
@@ -65,82 +65,87 @@ fn listed<T: fmt::Display>(parts: &[T]) -> String {
     }
 }
 
-/// A number for each unit's gradients: the sum of their bits as integers, over all tensors and micro-batches, so that the order
-/// does not matter. A unit's are those that its backward pass has made, of whichever unit's parameters.
+/// One number per unit: the sum of the bit patterns of its gradients as integers, over all tensors and micro-batches, so that the
+/// order does not matter. A unit's gradients are those that its backward pass computes, including that of a tied parameter.
 type Fingerprints = Vec<i64>;
 
-/// What a trainer notes of its own gradients in a step that is checked; and a fault to try that with.
+/// The fingerprints of a checked step, and an injected fault to test the check with.
 #[derive(Default)]
-pub(crate) struct Spot {
+pub(crate) struct SpotCheck {
     own: Option<Fingerprints>,
-    flipped: Option<Flipped>,
+    bit_flip: Option<BitFlip>,
 }
 
-/// A bit that is to be wrong.
-struct Flipped {
+struct BitFlip {
     step: u64,
     unit: usize,
 }
 
 impl Trainer {
-    /// One step, in which every rank computes another one's gradients as well. `of_rank` has the micro-batches of any rank in
-    /// this step; its own are `micro_batches`.
-    pub fn step_checked(&mut self, micro_batches: &[Batch], of_rank: &MicroBatchesOf<'_>) -> Result<Report> {
+    /// Trains one step in which every rank also computes another rank's gradients. `rank_batches` returns any rank's
+    /// micro-batches of this step; `micro_batches` are this rank's.
+    pub fn step_with_spot_check(&mut self, micro_batches: &[Batch], rank_batches: &RankBatches<'_>) -> Result<Report> {
         self.spot.own = Some(vec![0; self.shards.len()]);
-        let report = self.stepped(micro_batches, Some(of_rank));
+        let report = self.step_with(micro_batches, Some(rank_batches));
         self.spot.own = None;
         report
     }
 
-    /// Makes this rank compute a bit of a unit's gradients wrongly in a step, once: for trying spot checks.
+    /// Injects a fault: flips one bit of a unit's gradients in this step, to test spot checks.
     pub fn flip_bit(&mut self, step: u64, unit: &str) -> Result<()> {
-        let place = self.shards.iter().position(|shard| shard.name() == unit);
-        let unit = place.ok_or_else(|| Error::Options(format!("there is no unit {unit} to flip a bit in")))?;
-        self.spot.flipped = Some(Flipped { step, unit });
+        let index = self.shards.iter().position(|shard| shard.name() == unit);
+        let unit = index.ok_or_else(|| Error::Options(format!("the model has no unit {unit} to flip a bit in")))?;
+        self.spot.bit_flip = Some(BitFlip { step, unit });
         Ok(())
     }
 
-    /// Looks at a gradient that a unit's backward pass has made, before it is added to the others.
-    pub(crate) fn see(&mut self, unit: usize, grad: &Tensor) -> Result<()> {
+    /// Fingerprints a gradient in a checked step, after injecting a bit flip if one is due.
+    pub(crate) fn observe_gradient(&mut self, unit: usize, grad: &Tensor) -> Result<()> {
         let step = self.steps;
-        if self.spot.flipped.take_if(|flipped| (flipped.step, flipped.unit) == (step, unit)).is_some() {
+        if self.spot.bit_flip.take_if(|bit_flip| (bit_flip.step, bit_flip.unit) == (step, unit)).is_some() {
             flip(grad).map_err(|error| self.failed(unit, error))?;
         }
         let Some(own) = &mut self.spot.own else { return Ok(()) };
         match fingerprint(grad) {
-            Ok(print) => own[unit] = own[unit].wrapping_add(print),
+            Ok(fingerprint) => own[unit] = own[unit].wrapping_add(fingerprint),
             Err(error) => return Err(self.failed(unit, error)),
         }
         Ok(())
     }
 
-    /// Compares this step's gradients with what other ranks compute. Where they differ, it is an error, and they are not used.
-    pub(crate) fn spot_check(&mut self, of_rank: &MicroBatchesOf<'_>, weight: &Tensor) -> Result<()> {
-        let own = self.spot.own.take().expect("a step that is checked notes its own fingerprints");
+    /// Compares this step's gradients with what other ranks compute. If they differ, discards them and fails.
+    pub(crate) fn spot_check(&mut self, rank_batches: &RankBatches<'_>, weight: &Tensor) -> Result<()> {
+        let own = self.spot.own.take().expect("a checked step records its fingerprints");
         let (rank, ranks) = (self.ranks.world.rank(), self.ranks.world.size());
-        let second = self.opinion(1, of_rank, weight)?;
+        let second = self.exchange_fingerprints(1, rank_batches, weight)?;
         let differs = (0..own.len()).rev().find(|&unit| own[unit] != second[unit]);
-        if self.first_of_all(differs)?.is_none() {
+        if self.first_on_any_rank(differs)?.is_none() {
             return Ok(());
         }
-        // Two ranks have nobody else to ask: each computes both once more, and who contradicts itself was wrong.
+        // With two ranks there is no third: each computes both again, and the one that contradicts itself is wrong.
         let mut opinions = vec![(rank, own), ((rank + 1) % ranks, second)];
         for shift in 2..if ranks == 2 { 4 } else { 3 } {
-            opinions.push(((rank + shift) % ranks, self.opinion(shift, of_rank, weight)?));
+            opinions.push(((rank + shift) % ranks, self.exchange_fingerprints(shift, rank_batches, weight)?));
         }
         self.shards.iter_mut().for_each(ShardedUnit::discard_gradients);
         let verdict = differs.map(|unit| {
-            let of_unit: Vec<(usize, i64)> = opinions.iter().map(|(by, prints)| (*by, prints[unit])).collect();
-            (unit, wrong(&of_unit))
+            let of_unit: Vec<(usize, i64)> = opinions.iter().map(|(by, all)| (*by, all[unit])).collect();
+            (unit, find_wrong_rank(&of_unit))
         });
-        Err(Error::SpotCheck { step: self.steps, finding: Box::new(self.agreed_finding(verdict)?) })
+        Err(Error::SpotCheck { step: self.steps, failure: Box::new(self.agree_on_failure(verdict)?) })
     }
 
-    /// What the rank `shift` places further on computes of this rank's micro-batches. All ranks call it together.
-    fn opinion(&mut self, shift: usize, of_rank: &MicroBatchesOf<'_>, weight: &Tensor) -> Result<Fingerprints> {
+    /// Computes the fingerprints of the rank that is `shift` before this one, and receives this rank's fingerprints from the rank
+    /// that is `shift` after it. All ranks call it together.
+    fn exchange_fingerprints(
+        &mut self,
+        shift: usize,
+        rank_batches: &RankBatches<'_>,
+        weight: &Tensor,
+    ) -> Result<Fingerprints> {
         let (rank, ranks) = (self.ranks.world.rank(), self.ranks.world.size());
         let (whose, by) = ((rank + shift * (ranks - 1)) % ranks, (rank + shift) % ranks);
-        let computed = self.computed(&of_rank(whose)?, weight)?;
+        let computed = self.compute_fingerprints(&rank_batches(whose)?, weight)?;
         if whose == rank {
             return Ok(computed);
         }
@@ -151,33 +156,34 @@ impl Trainer {
         Ok(received)
     }
 
-    /// The fingerprints of what micro-batches would teach: the passes of a step, with nothing added up and nothing reduced.
-    fn computed(&mut self, micro_batches: &[Batch], weight: &Tensor) -> Result<Fingerprints> {
+    /// Fingerprints the gradients of micro-batches: a step's forward and backward passes, without accumulation and reduction.
+    fn compute_fingerprints(&mut self, micro_batches: &[Batch], weight: &Tensor) -> Result<Fingerprints> {
         self.spot.own = Some(vec![0; self.shards.len()]);
         for batch in micro_batches {
             let batch = batch.to_device(self.options.device);
-            let passed = self.forward(&batch)?;
-            self.backward(&batch, passed, weight, Then::Forget)?;
+            let passes = self.forward(&batch)?;
+            self.backward(&batch, passes, weight, Grads::Discard)?;
         }
         Ok(self.spot.own.take().unwrap_or_default())
     }
 
-    /// Of all ranks' verdicts on their own samples, each a unit and a rank, one that names a rank, if there is such a one.
-    fn agreed_finding(&self, verdict: Option<(usize, Option<usize>)>) -> Result<Finding> {
+    /// Chooses one verdict for all ranks, preferably one that names a rank. A verdict is a unit and a rank; each rank may have
+    /// one on its own samples.
+    fn agree_on_failure(&self, verdict: Option<(usize, Option<usize>)>) -> Result<SpotCheckFailure> {
         let world = &self.ranks.world;
         let vague = verdict.map(|(_, wrong)| usize::from(wrong.is_none()));
-        let (_, first) = self.first_of_all(vague)?.expect("some rank's gradients differ, so it has a verdict");
+        let (_, first) = self.first_on_any_rank(vague)?.expect("some rank's gradients differ, so it has a verdict");
         let (unit, wrong) = verdict.unwrap_or((0, None));
-        let said = vec![unit as i64, wrong.map_or(-1, |rank| rank as i64)];
-        let said = world.broadcast("spot check's verdict", first, said).wait()?;
-        let (unit, wrong) = (said[0] as usize, usize::try_from(said[1]).ok());
+        let verdict = vec![unit as i64, wrong.map_or(-1, |rank| rank as i64)];
+        let verdict = world.broadcast("spot check's verdict", first, verdict).wait()?;
+        let (unit, wrong) = (verdict[0] as usize, usize::try_from(verdict[1]).ok());
         let ranks: Vec<usize> = (0..world.size().min(3)).map(|shift| (first + shift) % world.size()).collect();
         let hosts = wrong.map_or(ranks.clone(), |wrong| vec![wrong]);
         let hosts = hosts.into_iter().map(|rank| self.host_of(rank)).collect::<Result<_>>()?;
-        Ok(Finding { unit: self.shards[unit].name().to_string(), ranks, wrong, hosts })
+        Ok(SpotCheckFailure { unit: self.shards[unit].name().to_string(), ranks, wrong, hosts })
     }
 
-    /// The name of a rank's host, as all ranks learn it from that one.
+    /// The name of a rank's host, which that rank broadcasts. All ranks call it together.
     fn host_of(&self, rank: usize) -> Result<String> {
         let mut name = host::name().into_bytes();
         name.resize(HOST_BYTES, 0);
@@ -190,12 +196,12 @@ impl Trainer {
     }
 }
 
-/// As long as a host's name can be.
+/// The maximum length of a host name.
 const HOST_BYTES: usize = 64;
 
-/// Who was wrong, if opinions on the same thing, each with the rank whose it is, show it: a rank that contradicts itself; or one
-/// that contradicts two others, which agree.
-fn wrong(opinions: &[(usize, i64)]) -> Option<usize> {
+/// Finds the wrong rank from `(rank, fingerprint)` pairs for the same gradients: the only one that contradicts itself, or the
+/// only one that differs from others that agree.
+fn find_wrong_rank(opinions: &[(usize, i64)]) -> Option<usize> {
     let mut ranks: Vec<usize> = opinions.iter().map(|(rank, _)| *rank).collect();
     ranks.sort_unstable();
     ranks.dedup();
@@ -211,7 +217,7 @@ fn wrong(opinions: &[(usize, i64)]) -> Option<usize> {
         .or_else(|| only(ranks.iter().copied().filter(odd_one_out).collect()))
 }
 
-/// A tensor's elements as integers of their size.
+/// A tensor's elements, reinterpreted as integers of the same size.
 fn bits(tensor: &Tensor) -> shardwise_torch::Result<Tensor> {
     let kind = match tensor.f_kind()? {
         Kind::Float => Kind::Int,
@@ -244,46 +250,50 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_odd_one_out_is_found() {
-        assert_eq!(wrong(&[(2, 5), (3, 7), (0, 7)]), Some(2));
-        assert_eq!(wrong(&[(2, 7), (3, 5), (0, 7)]), Some(3));
-        assert_eq!(wrong(&[(2, 5), (3, 7), (0, 6)]), None);
-        // Two ranks, each twice.
-        assert_eq!(wrong(&[(0, 5), (1, 7), (0, 7), (1, 7)]), Some(0));
-        assert_eq!(wrong(&[(0, 7), (1, 5), (0, 7), (1, 7)]), Some(1));
-        assert_eq!(wrong(&[(0, 5), (1, 7), (0, 5), (1, 7)]), None);
-        assert_eq!(wrong(&[(0, 5), (1, 7), (0, 6), (1, 8)]), None);
-        assert_eq!(wrong(&[(0, 5), (0, 7), (0, 7)]), Some(0));
+    fn the_wrong_rank_is_found() {
+        assert_eq!(find_wrong_rank(&[(2, 5), (3, 7), (0, 7)]), Some(2));
+        assert_eq!(find_wrong_rank(&[(2, 7), (3, 5), (0, 7)]), Some(3));
+        assert_eq!(find_wrong_rank(&[(2, 5), (3, 7), (0, 6)]), None);
+        // Two ranks, each computing twice.
+        assert_eq!(find_wrong_rank(&[(0, 5), (1, 7), (0, 7), (1, 7)]), Some(0));
+        assert_eq!(find_wrong_rank(&[(0, 7), (1, 5), (0, 7), (1, 7)]), Some(1));
+        assert_eq!(find_wrong_rank(&[(0, 5), (1, 7), (0, 5), (1, 7)]), None);
+        assert_eq!(find_wrong_rank(&[(0, 5), (1, 7), (0, 6), (1, 8)]), None);
+        assert_eq!(find_wrong_rank(&[(0, 5), (0, 7), (0, 7)]), Some(0));
     }
 
     #[test]
-    fn a_finding_says_who_where_and_what() {
+    fn a_failure_names_ranks_unit_and_host() {
         let hosts = |names: &[&str]| names.iter().map(|name| name.to_string()).collect::<Vec<_>>();
-        let finding =
-            Finding { unit: "block.3".to_string(), ranks: vec![2, 3, 0], wrong: Some(2), hosts: hosts(&["n7"]) };
+        let failure = SpotCheckFailure {
+            unit: "block.3".to_string(),
+            ranks: vec![2, 3, 0],
+            wrong: Some(2),
+            hosts: hosts(&["n7"]),
+        };
         assert_eq!(
-            finding.to_string(),
-            "rank 2's gradients of unit block.3 differ from what ranks 3 and 0 compute from the same samples: its arithmetic is \
-             not to be trusted (host n7)"
+            failure.to_string(),
+            "rank 2's gradients of unit block.3 differ from what ranks 3 and 0 compute from the same samples: its hardware may \
+             be faulty (host n7)"
         );
-        let alone = Finding { ranks: vec![0], wrong: Some(0), ..finding.clone() };
+        let alone = SpotCheckFailure { ranks: vec![0], wrong: Some(0), ..failure.clone() };
         assert!(alone.to_string().starts_with("rank 0's gradients of unit block.3 differ from what it computes from"));
-        let two = Finding { ranks: vec![0, 1], wrong: Some(1), ..finding.clone() };
+        let two = SpotCheckFailure { ranks: vec![0, 1], wrong: Some(1), ..failure.clone() };
         assert!(two.to_string().contains("differ from what rank 0 computes from the same"), "{two}");
-        let vague = Finding { wrong: None, hosts: hosts(&["n7", "n8", "n1"]), ..finding };
-        let said = vague.to_string();
-        assert!(said.starts_with("ranks 2, 3 and 0 compute different gradients of unit block.3"), "{said}");
-        assert!(said.ends_with("(hosts n7, n8 and n1)"), "{said}");
+        let vague = SpotCheckFailure { wrong: None, hosts: hosts(&["n7", "n8", "n1"]), ..failure };
+        let text = vague.to_string();
+        assert!(text.starts_with("ranks 2, 3 and 0 compute different gradients of unit block.3"), "{text}");
+        assert!(text.ends_with("(hosts n7, n8 and n1)"), "{text}");
     }
 
     #[test]
     fn fingerprints_do_not_depend_on_the_order_and_see_one_bit() {
         for kind in [Kind::Float, Kind::BFloat16, Kind::Half] {
             let numbers = (Tensor::arange(12, (Kind::Float, Device::Cpu)).view([3, 4]) - 5.5).to_kind(kind);
-            let print = fingerprint(&numbers).unwrap();
-            assert_eq!(fingerprint(&numbers.tr().flip([1])).unwrap(), print);
+            let before = fingerprint(&numbers).unwrap();
+            assert_eq!(fingerprint(&numbers.tr().flip([1])).unwrap(), before);
             flip(&numbers).unwrap();
-            assert_ne!(fingerprint(&numbers).unwrap(), print);
+            assert_ne!(fingerprint(&numbers).unwrap(), before);
             assert_eq!((&numbers + 5.5).argmin(None, false).int64_value(&[]), 0, "a small fault");
         }
     }

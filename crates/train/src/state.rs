@@ -1,59 +1,59 @@
-//! What of a trainer a checkpoint has, and how a trainer begins with it.
+//! Saving a trainer to a checkpoint, and restoring one.
 
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
-use shardwise_checkpoint::{Band, Checkpoint, FILE_BYTES, SaveId, UnitLayout, UnitReader};
+use shardwise_checkpoint::{Checkpoint, FILE_BYTES, FlatBuffer, SaveId, UnitLayout, UnitReader};
 use shardwise_comm::{Group, Pending};
 use shardwise_model::{Model, Parameter, Unit};
 use shardwise_plan::Dtype;
 use shardwise_torch::Block;
 use shardwise_torch::tch::Device;
-use shardwise_zero::{Saved, StartError};
+use shardwise_zero::{CheckpointTensor, InitError};
 
-use crate::agreement::agreed;
-use crate::outliers::PassedOver;
+use crate::agreement::agree;
+use crate::rollback::SkippedBatch;
 use crate::snapshot::{Builder, Content, Snapshot, copy, first_line, into_bytes};
 use crate::{Error, Options, Ranks, Result, Trainer};
 
-/// What training needs to go on, beside tensors.
+/// Everything that is needed to resume training, except tensors. Checkpoints store it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Progress {
-    /// Steps so far.
+    /// The number of steps so far.
     pub step: u64,
-    /// How many of them updated anything.
+    /// The number of updates so far.
     pub updates: u32,
-    /// How many were skipped.
+    /// The number of steps so far whose update was skipped.
     pub skipped: u64,
-    /// What the loss is multiplied by for the backward pass, where that moves.
+    /// The loss scale, if it is dynamic.
     pub loss_scale: Option<f64>,
-    /// Since when it has gone well.
+    /// The number of steps without overflow since the loss scale last changed.
     pub good_steps: u32,
-    /// How many more overflows it takes for the loss scale to be halved, where that is not one.
+    /// The number of overflows until the loss scale is halved, if the hysteresis is more than 1.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hysteresis_left: Option<u32>,
-    /// Steps that are not taken again, past and to come.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub passed_over: Vec<PassedOver>,
+    /// The batches to skip after a rollback, including those already skipped.
+    #[serde(default, rename = "passed_over", skip_serializing_if = "Vec::is_empty")]
+    pub skipped_batches: Vec<SkippedBatch>,
 }
 
-/// How a model is laid out in a checkpoint that `owners` ranks write.
+/// The layout of a model in a checkpoint written by `owners` ranks.
 pub(crate) fn layouts(model: &Model, options: &Options, owners: usize) -> Vec<UnitLayout> {
-    let unit = |(turn, unit): (usize, &Unit)| UnitLayout {
+    let unit = |(index, unit): (usize, &Unit)| UnitLayout {
         name: unit.name().to_string(),
-        bands: bands(unit.parameters(), options),
+        buffers: buffers(unit.parameters(), options),
         owners,
-        turn,
+        index,
         file_bytes: FILE_BYTES,
     };
     model.units().iter().enumerate().map(unit).collect()
 }
 
-/// The buffers of a unit, in the order of [`shardwise_zero::ShardedUnit::saved`].
-fn bands(parameters: &[Parameter], options: &Options) -> Vec<Band> {
-    let band = |dtype, trainable: bool, name: &dyn Fn(&Parameter) -> String| Band {
+/// The flat buffers of a unit in a checkpoint, in the order of [`shardwise_zero::ShardedUnit::checkpoint_tensors`].
+fn buffers(parameters: &[Parameter], options: &Options) -> Vec<FlatBuffer> {
+    let buffer = |dtype, trainable: bool, name: &dyn Fn(&Parameter) -> String| FlatBuffer {
         dtype,
         tensors: parameters
             .iter()
@@ -61,10 +61,10 @@ fn bands(parameters: &[Parameter], options: &Options) -> Vec<Band> {
             .map(|parameter| shardwise_checkpoint::Tensor { name: name(parameter), shape: shape(parameter) })
             .collect(),
     };
-    let masters = band(Dtype::F32, true, &|parameter| parameter.name.clone());
+    let masters = buffer(Dtype::F32, true, &|parameter| parameter.name.clone());
     let states = options.optimizer.state_names().iter();
-    let states = states.map(|state| band(Dtype::F32, true, &|parameter| state_name(parameter, state)));
-    let frozen = band(options.precision.parameters, false, &|parameter| parameter.name.clone());
+    let states = states.map(|state| buffer(Dtype::F32, true, &|parameter| state_name(parameter, state)));
+    let frozen = buffer(options.precision.param_dtype, false, &|parameter| parameter.name.clone());
     std::iter::once(masters).chain(states).chain([frozen]).collect()
 }
 
@@ -77,16 +77,16 @@ pub(crate) fn shape(parameter: &Parameter) -> Vec<u64> {
 }
 
 impl Trainer {
-    /// Where it stands.
+    /// The trainer's progress, as checkpoints store it.
     pub fn progress(&self) -> Progress {
         Progress {
             step: self.steps,
-            updates: self.shards[self.first_trained].updates(),
+            updates: self.shards[self.first_trainable].updates(),
             skipped: self.skipped,
-            loss_scale: self.scale.moving(),
-            good_steps: self.scale.good_steps(),
-            hysteresis_left: self.scale.hysteresis_left(),
-            passed_over: self.passed_over.clone(),
+            loss_scale: self.loss_scaler.dynamic_value(),
+            good_steps: self.loss_scaler.good_steps(),
+            hysteresis_left: self.loss_scaler.hysteresis_left(),
+            skipped_batches: self.skipped_batches.clone(),
         }
     }
 
@@ -94,16 +94,16 @@ impl Trainer {
         layouts(&self.model, &self.options, self.ranks.groups.shard.size())
     }
 
-    /// What this rank is to write, its own slices, which stay where they are, and those that others send it. Replicas have the same,
-    /// and take turns. While it is written, `buffer_bytes` of it may be copied. Where a rank has no memory for what it sends and
-    /// receives, no rank has a snapshot, and all of them know why.
+    /// Takes a snapshot of what this rank writes: its own shards, which stay in place, and those that other ranks send it. Replicas hold
+    /// the same shards, so they divide the units among themselves. At most `buffer_bytes` of copies exist at a time while the snapshot is
+    /// written. If a rank has no memory for what it sends and receives, no rank gets a snapshot, and all get that rank's error.
     pub(crate) fn snapshot(
         &mut self,
         layouts: &[UnitLayout],
         save: SaveId,
         buffer_bytes: usize,
     ) -> Result<std::result::Result<Arc<Snapshot>, String>> {
-        self.unbroken(|trainer| trainer.take_snapshot(layouts, save, buffer_bytes))
+        self.unless_broken(|trainer| trainer.take_snapshot(layouts, save, buffer_bytes))
     }
 
     fn take_snapshot(
@@ -114,18 +114,19 @@ impl Trainer {
     ) -> Result<std::result::Result<Arc<Snapshot>, String>> {
         let Ranks { world, groups } = &self.ranks;
         let (replicas, replica) = (groups.replicate.size(), groups.replicate.rank());
-        let mut fails = self.position.copy_fails();
+        let mut fails = self.position.should_fail_copy();
         let mut builder = Builder::default();
         for (unit, (layout, shard)) in layouts.iter().zip(&mut self.shards).enumerate() {
-            shard.settle()?;
+            shard.wait_for_update()?;
             let prepared = match unit % replicas == replica {
-                _ if std::mem::take(&mut fails) => Err("the copy was told to fail".to_string()),
-                true => prepare(layout, save, &shard.saved(), groups.shard.rank()),
+                _ if std::mem::take(&mut fails) => Err("the copy failed by fault injection".to_string()),
+                true => prepare(layout, save, &shard.checkpoint_tensors(), groups.shard.rank()),
                 false => Ok(Vec::new()),
             };
-            // Unit by unit, so that what is copied for other ranks is a unit's at most. Nobody waits for what a rank could not copy.
+            // Unit by unit, so that at most one unit is copied for other ranks at a time. The agreement ensures that no rank
+            // waits for a copy that failed.
             let prepared = prepared.map_err(|error| format!("unit {}: {error}", layout.name));
-            let prepared = match agreed(world, prepared)? {
+            let prepared = match agree(world, prepared)? {
                 Ok(prepared) => prepared,
                 Err(error) => return Ok(Err(error)),
             };
@@ -138,8 +139,8 @@ impl Trainer {
         Ok(Ok(snapshot))
     }
 
-    /// A trainer whose parameters are a checkpoint's, and which has not trained yet.
-    pub fn loaded(model: Model, ranks: Ranks, options: Options, checkpoint: &Checkpoint) -> Result<Self> {
+    /// Creates a trainer at step 0 with the parameters of a checkpoint.
+    pub fn load_weights(model: Model, ranks: Ranks, options: Options, checkpoint: &Checkpoint) -> Result<Self> {
         let mut readers = Readers { checkpoint, open: None };
         let owned = |unit: &Unit| {
             let of = |parameter: &Parameter| (parameter.name.clone(), unit.name().to_string());
@@ -151,17 +152,17 @@ impl Trainer {
         })
     }
 
-    /// A trainer that goes on from a checkpoint, of any number of ranks and any stage.
-    pub fn resumed(model: Model, ranks: Ranks, options: Options, checkpoint: &Checkpoint) -> Result<Self> {
+    /// Resumes training from a checkpoint, which may come from any number of ranks and any stage.
+    pub fn resume(model: Model, ranks: Ranks, options: Options, checkpoint: &Checkpoint) -> Result<Self> {
         let progress: Progress = serde_json::from_value(checkpoint.manifest().training["progress"].clone())
             .map_err(|error| Error::Checkpoint(format!("{}: its progress: {error}", checkpoint.name())))?;
         let units: Vec<(String, Vec<Parameter>)> =
             model.units().iter().map(|unit| (unit.name().to_string(), unit.parameters().to_vec())).collect();
         let optimizer = options.optimizer.clone();
-        let mut trainer = Trainer::loaded(model, ranks, options, checkpoint)?;
+        let mut trainer = Trainer::load_weights(model, ranks, options, checkpoint)?;
         let mut readers = Readers { checkpoint, open: None };
         let states = optimizer.state_names();
-        // Before the first update they are what they begin with, and an imported checkpoint has none.
+        // Before the first update optimizer states have their initial values, and an imported checkpoint does not contain them.
         let shards = trainer.shards.iter_mut().zip(&units).filter(|_| progress.updates > 0);
         for (shard, (unit, parameters)) in shards {
             shard.resume(progress.updates, &mut |parameter, state, range, elements| {
@@ -171,13 +172,13 @@ impl Trainer {
         }
         trainer.steps = progress.step;
         trainer.skipped = progress.skipped;
-        trainer.passed_over = progress.passed_over;
-        trainer.scale.resume(progress.loss_scale, progress.good_steps, progress.hysteresis_left);
+        trainer.skipped_batches = progress.skipped_batches;
+        trainer.loss_scaler.resume(progress.loss_scale, progress.good_steps, progress.hysteresis_left);
         Ok(trainer)
     }
 }
 
-/// The unit of a checkpoint that is being read: parameters are asked for unit by unit.
+/// The reader of the current unit. Parameters are requested unit by unit.
 struct Readers<'a> {
     checkpoint: &'a Checkpoint,
     open: Option<(String, UnitReader)>,
@@ -191,53 +192,53 @@ impl Readers<'_> {
         tensor: &str,
         range: Range<usize>,
         elements: &mut [f32],
-    ) -> std::result::Result<(), StartError> {
+    ) -> std::result::Result<(), InitError> {
         if self.open.as_ref().is_none_or(|(name, _)| name != unit) {
             self.open = Some((unit.to_string(), self.checkpoint.unit(unit)?));
         }
-        let (_, reader) = self.open.as_mut().expect("it has just been opened");
+        let (_, reader) = self.open.as_mut().expect("opened above");
         Ok(reader.read_f32(tensor, &shape(parameter), range.start as u64..range.end as u64, elements)?)
     }
 }
 
-/// A file before ranks exchange their parts of it, with all the memory that this takes.
+/// A file before the ranks exchange its parts. All memory for the exchange is allocated.
 enum Prepared {
-    /// Another rank writes it, and is sent these parts.
+    /// Another rank writes the file; it receives these parts.
     Sent { writer: usize, parts: Vec<Block> },
-    /// This rank writes it.
+    /// This rank writes the file.
     Written { file: usize, name: String, parts: Vec<Part> },
 }
 
 /// A part of a file that this rank writes.
 enum Part {
-    Here(Content),
-    /// Its owner sends it, and there is room for it.
-    Coming {
+    Local(Content),
+    /// The owner will send it; `memory` is allocated for it.
+    Remote {
         owner: usize,
-        room: Block,
+        memory: Block,
     },
 }
 
-/// The same while it is on its way.
-enum Arriving {
-    Here(Content),
-    Coming(Pending<Block>),
+/// A part while it is being received.
+enum PendingPart {
+    Local(Content),
+    Remote(Pending<Block>),
 }
 
-impl Arriving {
+impl PendingPart {
     fn wait(self) -> Result<Content> {
         match self {
-            Arriving::Here(content) => Ok(content),
-            Arriving::Coming(pending) => Ok(Content::Bytes(into_bytes(pending.wait()?))),
+            PendingPart::Local(content) => Ok(content),
+            PendingPart::Remote(pending) => Ok(Content::Bytes(into_bytes(pending.wait()?))),
         }
     }
 }
 
-/// Copies what of a unit other ranks write and `me`, one of its owners, has `saved`, and gets the memory for what they send.
+/// Copies the parts of `saved` (the shards of owner `me`) that other ranks write, and allocates memory for the parts that they send.
 fn prepare(
     layout: &UnitLayout,
     save: SaveId,
-    saved: &[Saved],
+    saved: &[CheckpointTensor],
     me: usize,
 ) -> std::result::Result<Vec<Prepared>, String> {
     let mut prepared = Vec::new();
@@ -245,19 +246,20 @@ fn prepare(
         let segments = plan.segments.iter().filter(|segment| segment.bytes > 0);
         if plan.writer != me {
             let own = segments.filter(|segment| segment.owner == me);
-            let parts = own.map(|segment| copy(&saved[segment.band].tensor)).collect::<std::result::Result<_, _>>()?;
+            let parts =
+                own.map(|segment| copy(&saved[segment.buffer].tensor)).collect::<std::result::Result<_, _>>()?;
             prepared.push(Prepared::Sent { writer: plan.writer, parts });
             continue;
         }
-        let mut parts = vec![Part::Here(Content::Bytes(plan.header.into()))];
+        let mut parts = vec![Part::Local(Content::Bytes(plan.header.into()))];
         for segment in segments {
-            let Saved { tensor, stays } = &saved[segment.band];
+            let CheckpointTensor { tensor, is_stable } = &saved[segment.buffer];
             parts.push(match segment.owner == me {
-                true => Part::Here(Content::Tensor { tensor: tensor.shallow_clone(), is_lent: !stays }),
+                true => Part::Local(Content::Tensor { tensor: tensor.shallow_clone(), is_lent: !is_stable }),
                 false => {
                     let len = (segment.range.end - segment.range.start) as usize;
-                    let room = Block::new(layout.bands[segment.band].dtype, len, Device::Cpu);
-                    Part::Coming { owner: segment.owner, room: room.map_err(|error| first_line(&error))? }
+                    let memory = Block::new(layout.buffers[segment.buffer].dtype, len, Device::Cpu);
+                    Part::Remote { owner: segment.owner, memory: memory.map_err(|error| first_line(&error))? }
                 }
             });
         }
@@ -266,10 +268,10 @@ fn prepare(
     Ok(prepared)
 }
 
-/// A file that this rank writes: its place among the unit's, its name, and what is in it.
+/// A file that this rank writes: its index among the unit's files, its name and its contents.
 type Written = (usize, String, Vec<Content>);
 
-/// Sends and receives the parts of a unit's files; those that this rank writes.
+/// Sends and receives the parts of a unit's files. Returns the files that this rank writes.
 fn exchange(prepared: Vec<Prepared>, world: &Group, world_rank: impl Fn(usize) -> usize) -> Result<Vec<Written>> {
     let label = "checkpoint";
     let (mut sent, mut written) = (Vec::new(), Vec::new());
@@ -279,17 +281,19 @@ fn exchange(prepared: Vec<Prepared>, world: &Group, world_rank: impl Fn(usize) -
                 sent.extend(parts.into_iter().map(|part| world.send(label, world_rank(writer), part)));
             }
             Prepared::Written { file, name, parts } => {
-                let begin = |part: Part| match part {
-                    Part::Here(content) => Arriving::Here(content),
-                    Part::Coming { owner, room } => Arriving::Coming(world.receive(label, world_rank(owner), room)),
+                let receive = |part: Part| match part {
+                    Part::Local(content) => PendingPart::Local(content),
+                    Part::Remote { owner, memory } => {
+                        PendingPart::Remote(world.receive(label, world_rank(owner), memory))
+                    }
                 };
-                written.push((file, name, parts.into_iter().map(begin).collect::<Vec<_>>()));
+                written.push((file, name, parts.into_iter().map(receive).collect::<Vec<_>>()));
             }
         }
     }
     let mut own_files = Vec::new();
     for (file, name, parts) in written {
-        own_files.push((file, name, parts.into_iter().map(Arriving::wait).collect::<Result<_>>()?));
+        own_files.push((file, name, parts.into_iter().map(PendingPart::wait).collect::<Result<_>>()?));
     }
     for pending in sent {
         pending.wait()?;

@@ -1,9 +1,9 @@
-//! Traces: what every rank did in a few steps, on one clock, in one file.
+//! Traces of a few steps on all ranks, on one clock, in one file.
 //!
-//! While steps are traced, a rank writes down every place that it comes to ([`Position`]) and forgets no call
-//! ([`shardwise_comm::Record::keep`]); nothing else is measured, and nothing at all where no step is traced. Afterwards one rank after
-//! the other makes spans of that and sends them to the first, which writes them to a file. Of thousands of ranks only the first
-//! few are traced, and those that were asked for.
+//! While steps are traced, a rank records every change of its position ([`PositionTracker`]) and keeps a record of all of its
+//! calls ([`shardwise_comm::FlightRecorder::keep_all`]). Nothing else is measured, and tracing costs nothing when it is off.
+//! Afterwards each rank builds spans and sends them to rank 0, which writes them to a file. Of thousands of ranks only the first
+//! few are traced, plus those that were requested.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -17,79 +17,79 @@ use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
-use shardwise_comm::{Call, Entry, Group, Kept, Verb};
-use shardwise_journal::spans::{About, Kind, RankAbout, Span, SpanCall, Thread, TraceWriter, events};
-use shardwise_model::init::mixed;
+use shardwise_comm::{Call, Entry, Group, RecordedCalls, Verb};
+use shardwise_journal::spans::{Kind, Span, SpanCall, Thread, TraceInfo, TraceRank, TraceWriter, events};
+use shardwise_model::init::splitmix64;
 
 use crate::host;
-use crate::position::{Mark, Marks, Phase, Position};
-use crate::{Asked, Ranks, Result, Trainer};
+use crate::position::{Mark, Marks, Phase, PositionTracker};
+use crate::{Ranks, Requests, Result, Trainer};
 
-/// How many ranks are traced without being asked for, and how many at most.
-const RANKS_TRACED: usize = 16;
-const RANKS_TRACED_MAX: usize = 64;
+/// The number of ranks traced by default, and the maximum.
+const RANKS_BY_DEFAULT: usize = 16;
+const RANKS_MAX: usize = 64;
 
-/// The most steps of one trace.
+/// The maximum number of steps in a trace.
 const STEPS_MAX: u64 = 100;
 
-/// How often a rank asks the first one for the time; the quickest answer counts.
+/// How many times a rank asks rank 0 for the time. The answer with the shortest round trip is used.
 const CLOCK_ROUNDS: usize = 16;
 
-/// How much of a rank's spans travels at once.
+/// The size of the messages that carry a rank's spans.
 const PIECE_BYTES: usize = 1 << 20;
 
-/// Steps that are to be traced from the start of a run on.
+/// A trace that was requested at launch.
 #[derive(Clone, Debug, Default)]
 pub struct PlannedTrace {
-    /// Which.
-    pub steps: Option<TracedSteps>,
-    /// Ranks to be traced beside the first.
+    /// The steps to trace.
+    pub steps: Option<StepRange>,
+    /// Ranks to trace in addition to the first ones.
     pub ranks: Vec<usize>,
 }
 
 impl PlannedTrace {
-    /// What there is to say if a run that makes these steps makes none of those.
-    pub(crate) fn why_not(&self, first_step: u64, last_step: u64) -> Option<String> {
-        let TracedSteps(steps) = self.steps.as_ref()?;
+    /// Explains why no step will be traced, if the run will not get to any of the planned ones.
+    pub(crate) fn explain_if_unreachable(&self, first_step: u64, last_step: u64) -> Option<String> {
+        let StepRange(steps) = self.steps.as_ref()?;
         let (first, last) = (steps.start(), steps.end());
         match (*last < first_step, *first > last_step) {
-            (true, _) => Some(format!("steps {first} to {last} are past, and are not traced now")),
-            (false, true) => Some(format!("steps {first} to {last} are not traced: run.steps is {last_step}")),
+            (true, _) => Some(format!("steps {first} to {last} are past and will not be traced")),
+            (false, true) => Some(format!("steps {first} to {last} will not be traced: run.steps is {last_step}")),
             (false, false) => None,
         }
     }
 }
 
-/// The first and the last step: `10..12`, or `10` for one.
+/// A range of steps, both ends included: `10..12`, or `10` for one step.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct TracedSteps(pub RangeInclusive<u64>);
+pub struct StepRange(pub RangeInclusive<u64>);
 
-impl FromStr for TracedSteps {
+impl FromStr for StepRange {
     type Err = String;
 
     fn from_str(text: &str) -> std::result::Result<Self, String> {
         let (first, last) = text.split_once("..").unwrap_or((text, text));
         match (first.parse::<u64>(), last.parse::<u64>()) {
             (Ok(first), Ok(last)) if first >= 1 && first <= last && last - first < STEPS_MAX => {
-                Ok(TracedSteps(first..=last))
+                Ok(StepRange(first..=last))
             }
-            _ => Err(format!("write the first and the last step, as in 10..12; {STEPS_MAX} at most")),
+            _ => Err(format!("expected the first and the last step, as in 10..12, with at most {STEPS_MAX} steps")),
         }
     }
 }
 
-/// A trace that was made.
+/// A finished trace.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Traced {
-    /// The first step.
+pub struct WrittenTrace {
+    /// The first traced step.
     pub first_step: u64,
-    /// How many.
+    /// The number of traced steps.
     pub steps: u64,
-    /// The file; an error where it could not be written, which is no reason to end a run.
+    /// The file, or why it could not be written. Such a failure does not end the run.
     pub path: std::result::Result<PathBuf, String>,
 }
 
-impl fmt::Display for Traced {
+impl fmt::Display for WrittenTrace {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let last = self.first_step + self.steps.saturating_sub(1);
         match &self.path {
@@ -97,7 +97,7 @@ impl fmt::Display for Traced {
                 write!(f, "traced steps {} to {last}: {} (opens in ui.perfetto.dev)", self.first_step, path.display())
             }
             Err(why) => {
-                write!(f, "steps {} to {last} were traced, and the trace could not be written: {why}", self.first_step)
+                write!(f, "steps {} to {last} were traced, but the trace could not be written: {why}", self.first_step)
             }
         }
     }
@@ -106,98 +106,102 @@ impl fmt::Display for Traced {
 /// Traces a run's steps.
 pub(crate) struct Tracer {
     world: Arc<Group>,
-    position: Arc<Position>,
-    asked: Arc<AtomicU64>,
+    position: Arc<PositionTracker>,
+    requested: Arc<AtomicU64>,
     planned: PlannedTrace,
     folder: PathBuf,
-    under_way: Option<UnderWay>,
+    active: Option<ActiveTrace>,
 }
 
-struct UnderWay {
-    /// When each step began.
+struct ActiveTrace {
+    /// The start of each step.
     steps: Vec<(u64, Instant)>,
     last_step: u64,
-    /// Where this rank is traced.
+    /// Present if this rank is traced.
     clock: Option<Clock>,
 }
 
 impl Tracer {
-    pub(crate) fn new(world: &Arc<Group>, position: &Arc<Position>, asked: &Asked, folder: PathBuf) -> Self {
+    pub(crate) fn new(
+        world: &Arc<Group>,
+        position: &Arc<PositionTracker>,
+        requests: &Requests,
+        folder: PathBuf,
+    ) -> Self {
         Tracer {
             world: world.clone(),
             position: position.clone(),
-            asked: asked.trace.clone(),
-            planned: asked.planned.clone(),
+            requested: requests.trace.clone(),
+            planned: requests.planned_trace.clone(),
             folder,
-            under_way: None,
+            active: None,
         }
     }
 
-    /// Before a step: begins a trace, if one was asked for.
+    /// Starts a trace before a step, if one was requested.
     pub(crate) fn before_step(&mut self, trainer: &mut Trainer) -> Result<()> {
         let step = trainer.steps + 1;
-        // A run that goes back has another trainer.
-        trainer.trace_asked = self.asked.clone();
-        if self.under_way.is_none() {
-            let planned = self.planned.steps.as_ref().filter(|TracedSteps(steps)| steps.contains(&step));
-            let last = planned.map(|TracedSteps(steps)| *steps.end());
-            let agreed = std::mem::take(&mut trainer.trace_agreed).min(STEPS_MAX);
-            if let Some(last) = last.or((agreed > 0).then(|| step + agreed - 1)) {
-                self.begin(last)?;
+        // A rollback creates a new trainer.
+        trainer.trace_requested = self.requested.clone();
+        if self.active.is_none() {
+            let planned = self.planned.steps.as_ref().filter(|StepRange(steps)| steps.contains(&step));
+            let last = planned.map(|StepRange(steps)| *steps.end());
+            let requested = std::mem::take(&mut trainer.trace_agreed).min(STEPS_MAX);
+            if let Some(last) = last.or((requested > 0).then(|| step + requested - 1)) {
+                self.start(last)?;
             }
         }
-        self.under_way.iter_mut().for_each(|trace| trace.steps.push((step, Instant::now())));
+        self.active.iter_mut().for_each(|trace| trace.steps.push((step, Instant::now())));
         Ok(())
     }
 
-    /// After a step, which may be the run's last: ends the trace, if this was its last. All ranks have a file to speak of, which
-    /// the first has written.
-    pub(crate) fn after_step(&mut self, trainer: &Trainer, is_last: bool) -> Result<Option<Traced>> {
-        match self.under_way.take() {
+    /// Ends the trace after its last step, or after the run's last step. All ranks return the path of the file, which rank 0 writes.
+    pub(crate) fn after_step(&mut self, trainer: &Trainer, is_last: bool) -> Result<Option<WrittenTrace>> {
+        match self.active.take() {
             Some(trace) if is_last || trace.last_step <= trainer.steps => self.end(trace, trainer).map(Some),
             other => {
-                self.under_way = other;
+                self.active = other;
                 Ok(None)
             }
         }
     }
 
     fn ranks(&self) -> BTreeSet<usize> {
-        let asked = self.planned.ranks.iter().copied().filter(|rank| *rank < self.world.size());
-        (0..RANKS_TRACED.min(self.world.size())).chain(asked).take(RANKS_TRACED_MAX).collect()
+        let requested = self.planned.ranks.iter().copied().filter(|rank| *rank < self.world.size());
+        (0..RANKS_BY_DEFAULT.min(self.world.size())).chain(requested).take(RANKS_MAX).collect()
     }
 
-    fn begin(&mut self, last_step: u64) -> Result<()> {
+    fn start(&mut self, last_step: u64) -> Result<()> {
         let ranks = self.ranks();
         let clock = match ranks.contains(&self.world.rank()) {
-            true => Some(Clock::agreed(&self.world, &ranks)?),
+            true => Some(Clock::synchronize(&self.world, &ranks)?),
             false => None,
         };
         if clock.is_some() {
-            self.world.record().keep();
-            self.position.begin_trace();
+            self.world.flight_recorder().keep_all();
+            self.position.start_trace();
         }
-        self.under_way = Some(UnderWay { steps: Vec::new(), last_step, clock });
+        self.active = Some(ActiveTrace { steps: Vec::new(), last_step, clock });
         Ok(())
     }
 
-    fn end(&mut self, trace: UnderWay, trainer: &Trainer) -> Result<Traced> {
+    fn end(&mut self, trace: ActiveTrace, trainer: &Trainer) -> Result<WrittenTrace> {
         let ended = Instant::now();
         let first_step = trace.steps.first().map_or(trace.last_step, |(step, _)| *step);
         let steps = trace.steps.len() as u64;
         let rank = self.world.rank();
         let own = trace.clock.map_or_else(Vec::new, |clock| {
             let began = trace.steps.first().map_or(ended, |(_, began)| *began);
-            let record = self.world.record();
+            let record = self.world.flight_recorder();
             let kept = record.take_kept(began.saturating_duration_since(record.epoch()));
             let marks = self.position.end_trace();
-            let about = RankAbout {
+            let info = TraceRank {
                 host: host::name(),
                 clock_offset_us: clock.offset_ns as f64 / 1e3,
                 clock_uncertainty_us: clock.uncertainty_ns as f64 / 1e3,
-                forgotten: kept.forgotten + marks.forgotten,
+                dropped: kept.dropped + marks.dropped,
             };
-            let made = Made {
+            let builder = SpanBuilder {
                 rank,
                 units: self.position.units(),
                 groups: groups(&trainer.ranks),
@@ -206,24 +210,24 @@ impl Tracer {
                 epoch: record.epoch(),
                 clock,
             };
-            events(rank, &about, &made.spans(&marks, &kept))
+            events(rank, &info, &builder.spans(&marks, &kept))
         });
         let name = format!("trace-step-{first_step:06}.json");
-        let about =
-            About { version: env!("CARGO_PKG_VERSION").to_string(), first_step, steps, ranks: self.world.size() };
+        let info =
+            TraceInfo { version: env!("CARGO_PKG_VERSION").to_string(), first_step, steps, ranks: self.world.size() };
         let path = match rank {
-            0 => self.write(&self.folder.join(name), &about, own)?,
+            0 => self.write(&self.folder.join(name), &info, own)?,
             _ => {
                 self.send(own)?;
                 Ok(self.folder.join(name))
             }
         };
-        Ok(Traced { first_step, steps, path })
+        Ok(WrittenTrace { first_step, steps, path })
     }
 
-    /// Writes the first rank's events, and then those of the others as they come. Those come whether they can be written or not.
-    fn write(&self, path: &Path, about: &About, own: Vec<u8>) -> Result<std::result::Result<PathBuf, String>> {
-        let mut file = TraceFile::create(path, about);
+    /// Writes rank 0's events, then those of the other ranks. Receives all events even if they cannot be written.
+    fn write(&self, path: &Path, info: &TraceInfo, own: Vec<u8>) -> Result<std::result::Result<PathBuf, String>> {
+        let mut file = TraceFile::create(path, info);
         file.add(&own);
         drop(own);
         for rank in self.ranks().into_iter().filter(|rank| *rank != 0) {
@@ -249,17 +253,17 @@ impl Tracer {
     }
 }
 
-/// A file that has its name when it is whole.
+/// A file that is renamed into place when it is complete.
 struct TraceFile {
     path: PathBuf,
     writer: std::io::Result<TraceWriter<BufWriter<File>>>,
 }
 
 impl TraceFile {
-    fn create(path: &Path, about: &About) -> Self {
+    fn create(path: &Path, info: &TraceInfo) -> Self {
         let path = path.to_path_buf();
-        let made = path.parent().map_or(Ok(()), create_dir_all).and_then(|()| File::create(partial(&path)));
-        let writer = made.and_then(|file| TraceWriter::new(BufWriter::new(file), about));
+        let file = path.parent().map_or(Ok(()), create_dir_all).and_then(|()| File::create(partial(&path)));
+        let writer = file.and_then(|file| TraceWriter::new(BufWriter::new(file), info));
         TraceFile { path, writer }
     }
 
@@ -271,7 +275,7 @@ impl TraceFile {
     }
 
     fn end(self) -> std::result::Result<PathBuf, String> {
-        let ended = self.writer.and_then(TraceWriter::end).and_then(|()| rename(partial(&self.path), &self.path));
+        let ended = self.writer.and_then(TraceWriter::finish).and_then(|()| rename(partial(&self.path), &self.path));
         ended.map_err(|error| format!("{}: {error}", self.path.display())).map(|()| self.path)
     }
 }
@@ -280,22 +284,22 @@ fn partial(path: &Path) -> PathBuf {
     path.with_extension("json.part")
 }
 
-/// The first rank's clock, as another one sees it.
+/// Converts this rank's times to rank 0's clock.
 #[derive(Clone, Copy, Debug)]
 struct Clock {
-    /// A moment, as `Instant` and as the system's monotonic clock have it.
+    /// The same moment as an `Instant` and on the system's monotonic clock, in nanoseconds.
     anchor: (Instant, i64),
-    /// What the first rank's clock is ahead.
+    /// How far rank 0's clock is ahead of this rank's.
     offset_ns: i64,
-    /// By how much that may be wrong.
+    /// The uncertainty of the offset.
     uncertainty_ns: i64,
-    /// The beginning of the trace, by the first rank's clock.
+    /// The start of the trace on rank 0's clock.
     origin_ns: i64,
 }
 
 impl Clock {
-    /// Asks the first rank for the time, rank after rank.
-    fn agreed(world: &Group, ranks: &BTreeSet<usize>) -> Result<Self> {
+    /// Synchronizes with rank 0, one rank after the other.
+    fn synchronize(world: &Group, ranks: &BTreeSet<usize>) -> Result<Self> {
         let anchor = (Instant::now(), monotonic_ns());
         let own_boot = boot();
         if world.rank() == 0 {
@@ -310,24 +314,24 @@ impl Clock {
         let mut clock = Clock { anchor, offset_ns: 0, uncertainty_ns: i64::MAX, origin_ns: 0 };
         let mut is_same_machine = false;
         for _ in 0..CLOCK_ROUNDS {
-            let asked = monotonic_ns();
+            let sent_at = monotonic_ns();
             world.send("clock", 0, vec![0i64]).wait()?;
-            let told = world.receive("clock", 0, vec![0i64; 3]).wait()?;
-            let took = monotonic_ns() - asked;
+            let answer = world.receive("clock", 0, vec![0i64; 3]).wait()?;
+            let took = monotonic_ns() - sent_at;
             if took / 2 < clock.uncertainty_ns {
-                (clock.offset_ns, clock.uncertainty_ns) = (told[0] - (asked + took / 2), took / 2);
+                (clock.offset_ns, clock.uncertainty_ns) = (answer[0] - (sent_at + took / 2), took / 2);
             }
-            clock.origin_ns = told[1];
-            is_same_machine = told[2] == own_boot;
+            clock.origin_ns = answer[1];
+            is_same_machine = answer[2] == own_boot;
         }
-        // One machine has one clock, if nothing contradicts that.
+        // Ranks on the same machine share a clock, unless the measurement contradicts that.
         if is_same_machine && clock.offset_ns.abs() <= clock.uncertainty_ns {
             (clock.offset_ns, clock.uncertainty_ns) = (0, 0);
         }
         Ok(clock)
     }
 
-    /// A moment of this rank's, since the beginning of the trace.
+    /// The time since the start of the trace, in nanoseconds.
     fn at(&self, moment: Instant) -> i64 {
         let after = moment.saturating_duration_since(self.anchor.0).as_nanos() as i64;
         let before = self.anchor.0.saturating_duration_since(moment).as_nanos() as i64;
@@ -340,33 +344,33 @@ fn monotonic_ns() -> i64 {
     now.tv_sec * 1_000_000_000 + now.tv_nsec
 }
 
-/// Which start of which machine this is.
+/// Identifies the machine and its current boot; ranks with the same value share a monotonic clock.
 fn boot() -> i64 {
     let id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-    id.bytes().fold(0, |hash, byte| mixed(hash ^ u64::from(byte))) as i64
+    id.bytes().fold(0, |hash, byte| splitmix64(hash ^ u64::from(byte))) as i64
 }
 
-/// The names and sizes of the groups.
+/// The names and sizes of a trainer's groups.
 fn groups(ranks: &Ranks) -> Vec<(String, usize)> {
     let groups = [&ranks.world, &ranks.groups.shard, &ranks.groups.replicate];
     groups.iter().map(|group| (group.name().to_string(), group.size())).collect()
 }
 
-/// What spans are made with.
-struct Made<'a> {
+/// Builds the spans of a rank.
+struct SpanBuilder<'a> {
     rank: usize,
     units: &'a [String],
     groups: Vec<(String, usize)>,
     steps: &'a [(u64, Instant)],
     ended: Instant,
-    /// What the record's times count from.
+    /// The origin of the flight recorder's times.
     epoch: Instant,
     clock: Clock,
 }
 
-impl Made<'_> {
-    /// What this rank did, from the beginning of the first step to the end of the last.
-    fn spans(&self, marks: &Marks, kept: &Kept) -> Vec<Span> {
+impl SpanBuilder<'_> {
+    /// This rank's spans, from the start of the first step to the end of the last.
+    fn spans(&self, marks: &Marks, kept: &RecordedCalls) -> Vec<Span> {
         let mut spans = Vec::new();
         let mut waits: Vec<(Instant, Instant, &Entry)> = kept.entries.iter().filter_map(|e| self.wait(e)).collect();
         waits.sort_by_key(|(from, ..)| *from);
@@ -377,36 +381,36 @@ impl Made<'_> {
             while let Some((began, ended, entry)) = waits.next_if(|(began, ..)| *began < until) {
                 let (began, ended) = (began.max(from), ended.min(until));
                 if began < ended {
-                    self.add(&mut spans, from, began, |span| self.place(mark, span));
+                    self.add(&mut spans, from, began, |span| self.fill_phase(mark, span));
                     self.add(&mut spans, began, ended, |span| {
-                        self.call(&entry.call, span);
+                        self.fill_call(&entry.call, span);
                         span.kind = Kind::Wait;
                     });
                     from = ended;
                 }
             }
-            self.add(&mut spans, from, until, |span| self.place(mark, span));
+            self.add(&mut spans, from, until, |span| self.fill_phase(mark, span));
         }
         for entry in &kept.entries {
             let Some(started) = entry.started else { continue };
             let ended = entry.ended.map_or(self.ended, |ended| self.epoch + ended);
             self.add(&mut spans, self.epoch + started, ended, |span| {
-                self.call(&entry.call, span);
+                self.fill_call(&entry.call, span);
                 span.thread = Thread::Communication;
             });
         }
-        for (_, from, to) in &marks.beside {
+        for (_, from, to) in &marks.background {
             self.add(&mut spans, *from, *to, |span| (span.thread, span.kind) = (Thread::Saving, Kind::Save));
         }
         spans
     }
 
     fn wait<'e>(&self, entry: &'e Entry) -> Option<(Instant, Instant, &'e Entry)> {
-        let (waited, went_on) = (entry.waited?, self.epoch + entry.went_on?);
+        let (waited, went_on) = (entry.waited?, self.epoch + entry.wait_ended?);
         Some((went_on.checked_sub(waited)?, went_on, entry))
     }
 
-    /// Adds the time between two moments, as far as it is in the trace and there is any.
+    /// Adds the part of a span that lies within the trace, if there is one.
     fn add(&self, spans: &mut Vec<Span>, from: Instant, to: Instant, fill: impl FnOnce(&mut Span)) {
         let Some((_, began)) = self.steps.first() else { return };
         let (from, to) = (from.max(*began), to.min(self.ended));
@@ -429,12 +433,12 @@ impl Made<'_> {
         spans.push(span);
     }
 
-    fn place(&self, mark: &Mark, span: &mut Span) {
+    fn fill_phase(&self, mark: &Mark, span: &mut Span) {
         span.kind = match mark.phase {
             Phase::Data => Kind::Data,
             Phase::Gather => Kind::Gather,
             Phase::Forward => Kind::Forward,
-            Phase::Recompute => Kind::Again,
+            Phase::Recompute => Kind::Recompute,
             Phase::Backward => Kind::Backward,
             Phase::Reduce => Kind::Reduce,
             Phase::Optimizer => Kind::Optimizer,
@@ -445,7 +449,7 @@ impl Made<'_> {
         span.unit = (mark.unit as usize).checked_sub(1).and_then(|unit| self.units.get(unit).cloned());
     }
 
-    fn call(&self, call: &Call, span: &mut Span) {
+    fn fill_call(&self, call: &Call, span: &mut Span) {
         let is_of_unit = self.units.iter().any(|unit| **unit == *call.label);
         let kind = match call.verb {
             Verb::AllGather if is_of_unit => Kind::Gather,
@@ -456,7 +460,7 @@ impl Made<'_> {
         span.unit = Some(call.label.to_string());
         span.call = Some(SpanCall {
             kind,
-            // Its messages run beside its collectives.
+            // A group's messages run concurrently with its collectives.
             group: match call.verb.is_collective() {
                 true => call.group.to_string(),
                 false => format!("{} messages", call.group),
@@ -467,7 +471,7 @@ impl Made<'_> {
         });
     }
 
-    /// What this rank hands to others, as theory counts it.
+    /// The bytes that this rank sends, computed from the size of the call.
     fn sent_bytes(&self, call: &Call) -> u64 {
         let size = self.groups.iter().find(|(name, _)| **name == *call.group).map_or(1, |(_, size)| *size) as u64;
         let bytes = (call.elements * call.dtype.bytes()) as u64;
@@ -483,13 +487,13 @@ impl Made<'_> {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test may fail")]
-    use shardwise_comm::Outcome;
+    use shardwise_comm::CallStatus;
     use shardwise_plan::Dtype;
 
     use super::*;
 
     fn entry(label: &str, times: [u64; 5]) -> Entry {
-        let [queued, started, ended, waited, went_on] = times.map(Duration::from_millis);
+        let [queued, started, ended, waited, wait_ended] = times.map(Duration::from_millis);
         Entry {
             call: Call {
                 verb: Verb::AllGather,
@@ -503,14 +507,14 @@ mod tests {
             started: Some(started),
             ended: Some(ended),
             waited: Some(waited),
-            went_on: Some(went_on),
-            outcome: Outcome::Done,
+            wait_ended: Some(wait_ended),
+            status: CallStatus::Done,
             waits_for: Vec::new(),
         }
     }
 
     #[test]
-    fn phases_are_cut_where_the_rank_stood_still() {
+    fn phases_are_split_where_the_rank_waited() {
         let epoch = Instant::now();
         let at = |ms: u64| epoch + Duration::from_millis(ms);
         let mark = |ms: u64, phase, unit| Mark { at: at(ms), phase, unit };
@@ -518,12 +522,12 @@ mod tests {
             training: vec![mark(0, Phase::Between, 0), mark(12, Phase::Gather, 1), mark(20, Phase::Forward, 1)],
             ..Marks::default()
         };
-        // The first call was waited for before the trace began, and is under way until 11.
-        let kept = Kept {
+        // The rank started to wait for the first call before the trace, and that call ends at 11 ms.
+        let kept = RecordedCalls {
             entries: vec![entry("loss", [1, 2, 11, 3, 11]), entry("block.0", [5, 11, 18, 5, 18])],
-            forgotten: 0,
+            dropped: 0,
         };
-        let made = Made {
+        let builder = SpanBuilder {
             rank: 1,
             units: &["block.0".to_string()],
             groups: vec![("shard 0-1".to_string(), 2)],
@@ -532,14 +536,15 @@ mod tests {
             epoch,
             clock: Clock { anchor: (epoch, 0), offset_ns: 0, uncertainty_ns: 0, origin_ns: 0 },
         };
-        let spans = made.spans(&marks, &kept);
-        let told: Vec<(String, i64, u64, u64)> = spans
+        let spans = builder.spans(&marks, &kept);
+        let summary: Vec<(String, i64, u64, u64)> = spans
             .iter()
             .map(|span| (span.name(), span.start_ns / 1_000_000, span.length_ns / 1_000_000, span.step))
             .collect();
-        let told: Vec<(&str, i64, u64, u64)> = told.iter().map(|(name, a, b, c)| (name.as_str(), *a, *b, *c)).collect();
+        let summary: Vec<(&str, i64, u64, u64)> =
+            summary.iter().map(|(name, a, b, c)| (name.as_str(), *a, *b, *c)).collect();
         assert_eq!(
-            told,
+            summary,
             [
                 ("wait agree loss", 10, 1, 7),
                 ("between", 11, 1, 7),
@@ -555,11 +560,11 @@ mod tests {
     }
 
     #[test]
-    fn steps_are_written_as_a_range() {
-        assert_eq!("10..12".parse(), Ok(TracedSteps(10..=12)));
-        assert_eq!("3".parse(), Ok(TracedSteps(3..=3)));
+    fn step_ranges_are_parsed() {
+        assert_eq!("10..12".parse(), Ok(StepRange(10..=12)));
+        assert_eq!("3".parse(), Ok(StepRange(3..=3)));
         for wrong in ["", "0", "5..3", "1..101", "a..b", "1..", "99999999999999999999"] {
-            assert!(wrong.parse::<TracedSteps>().is_err(), "{wrong}");
+            assert!(wrong.parse::<StepRange>().is_err(), "{wrong}");
         }
     }
 }

@@ -1,5 +1,4 @@
-//! A checkpoint of four ranks at stage 3 is read by any number of ranks, at any stage, and training goes on as if nothing had
-//! happened.
+//! Any number of ranks at any stage can resume from a checkpoint of four ranks at stage 3, with the same losses as without a break.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
@@ -13,47 +12,48 @@ use shardwise_comm::{Group, mpi};
 use shardwise_harness::{Launch, ranks};
 use shardwise_model::{Batch, IGNORED, Llama, Model};
 use shardwise_torch::tch::{Device, Kind, Tensor};
-use shardwise_train::{DynamicScale, LossScale, OnNotFinite, Options, Ranks, Schedule, Trainer, save, start};
+use shardwise_train::{DynamicScale, LossScale, OnNonFinite, Options, Ranks, Schedule, Trainer, init, save};
 use shardwise_zero::{AdamW, Optimizer, Precision, Sharding};
 
-const VOCABULARY: i64 = 101;
-/// Micro-batches of a step, on all ranks together.
+const VOCAB_SIZE: i64 = 101;
+/// The micro-batches of a step on all ranks.
 const MICRO_BATCHES: i64 = 24;
 const FOLDER: &str = "SHARDWISE_TEST_FOLDER";
 
-/// Divisible by as little as possible, with a frozen parameter.
+/// A model with sizes that hardly divide evenly, and a frozen parameter.
 fn model() -> Model {
-    let llama = Llama { kv_heads: 3, head_chunk: 10, ..Llama::new(VOCABULARY as usize, 36, 3, 6, 53) };
+    let llama =
+        Llama { num_key_value_heads: 3, loss_chunk_tokens: 10, ..Llama::new(VOCAB_SIZE as usize, 36, 3, 6, 53) };
     let mut model = llama.model().unwrap();
     model.freeze(&["model.layers.1.mlp.up_proj".to_string()]).unwrap();
     model
 }
 
 fn options(stage: u8, precision: Precision) -> Options {
-    let adamw = AdamW { rate: 0., beta1: 0.9, beta2: 0.95, weight_decay: 0.1, epsilon: 1e-8 };
+    let adamw = AdamW { lr: 0., beta1: 0.9, beta2: 0.95, weight_decay: 0.1, eps: 1e-8 };
     let is_f16 = precision == Precision::F16;
     Options {
         precision,
-        clip_norm: Some(0.5),
-        // Large enough for steps to be skipped, so that the scale has moved when it is saved.
+        max_grad_norm: Some(0.5),
+        // Large enough that steps are skipped, so that the scale has changed when it is saved.
         loss_scale: match is_f16 {
             true => LossScale::Dynamic(DynamicScale { initial: 1e9, window: 2, ..DynamicScale::DEFAULT }),
             false => LossScale::Fixed(1.),
         },
-        on_not_finite: if is_f16 { OnNotFinite::Skip } else { OnNotFinite::Stop },
+        on_nonfinite: if is_f16 { OnNonFinite::Skip } else { OnNonFinite::Stop },
         ..Options::new(Sharding::stage(stage).unwrap(), Optimizer::AdamW(adamw), Schedule::constant(3e-3))
     }
 }
 
 fn world() -> Arc<Group> {
-    Arc::new(mpi::world(mpi::Options { time_limit: Duration::from_secs(60), ..mpi::Options::default() }).unwrap())
+    Arc::new(mpi::world(mpi::Options { timeout: Duration::from_secs(60), ..mpi::Options::default() }).unwrap())
 }
 
-/// A micro-batch of a step, as its global number says: the same whoever trains on it. Some targets do not count.
+/// A micro-batch of a step by its global index, the same on any rank. Some targets are ignored.
 fn batch(step: i64, micro: i64) -> Batch {
     let numbers = Tensor::arange(12, (Kind::Int64, Device::Cpu)).view([1, 12]);
-    let tokens = (numbers * 7 + step * 31 + micro * 57).remainder(VOCABULARY);
-    let targets = (&tokens * 3 + 1).remainder(VOCABULARY);
+    let tokens = (numbers * 7 + step * 31 + micro * 57).remainder(VOCAB_SIZE);
+    let targets = (&tokens * 3 + 1).remainder(VOCAB_SIZE);
     let ignored = (&tokens + micro).remainder(4).eq(0);
     Batch::new(tokens, targets.masked_fill(&ignored, IGNORED))
 }
@@ -75,7 +75,7 @@ fn store(folder: &Path) -> Arc<Store> {
     Arc::new(Store::create(folder.to_str().unwrap()).unwrap())
 }
 
-/// Every tensor of a checkpoint: masters, moments and what is frozen, as bits.
+/// All tensors of a checkpoint, as bits: master weights, moments and frozen parameters.
 fn contents(checkpoint: &Checkpoint) -> Vec<(String, Vec<u32>)> {
     let mut all = Vec::new();
     for unit in &checkpoint.manifest().units {
@@ -91,16 +91,16 @@ fn contents(checkpoint: &Checkpoint) -> Vec<(String, Vec<u32>)> {
     all
 }
 
-/// Steps before the save: in f16 the scale has to come down first.
+/// The number of steps before the save. In f16 the loss scale has to come down first.
 fn steps_before(precision: Precision) -> i64 {
     if precision == Precision::F16 { 14 } else { 3 }
 }
 
-/// Four ranks at stage 3 train, save, and train three more steps; what those came to is in a file.
-fn saves(precision: Precision) {
+/// Four ranks at stage 3 train, save, and train three more steps, whose losses are written to a file.
+fn save_run(precision: Precision) {
     let (world, folder) = (world(), folder());
     let ranks = Ranks::sharded(world.clone());
-    let mut trainer = Trainer::new(model(), ranks, options(3, precision), &mut start::from_seed(5)).unwrap();
+    let mut trainer = Trainer::new(model(), ranks, options(3, precision), &mut init::from_seed(5)).unwrap();
     let before = steps_before(precision);
     train(&mut trainer, &world, 0..before);
     save(&mut trainer, &store(&folder), json!({})).unwrap();
@@ -109,15 +109,15 @@ fn saves(precision: Precision) {
     let losses = train(&mut trainer, &world, before..before + 3);
     save(&mut trainer, &store(&folder), json!({})).unwrap();
     if world.rank() == 0 {
-        // As bits: a number in decimals may come back as its neighbour.
+        // As bits, because decimals may not round-trip.
         let bits: Vec<u64> = losses.iter().map(|loss| loss.to_bits()).collect();
         std::fs::write(folder.join("losses.json"), serde_json::to_vec(&bits).unwrap()).unwrap();
     }
     world.barrier("saved").wait().unwrap();
 }
 
-/// Goes on from that at every stage and in every layout.
-fn goes_on(precision: Precision) {
+/// Resumes from that checkpoint at every stage and in every layout.
+fn resume_and_compare(precision: Precision) {
     let (world, folder) = (world(), folder());
     let store = store(&folder);
     let before = steps_before(precision);
@@ -125,16 +125,16 @@ fn goes_on(precision: Precision) {
     let bits: Vec<u64> = serde_json::from_slice(&std::fs::read(folder.join("losses.json")).unwrap()).unwrap();
     let expected: Vec<f64> = bits.into_iter().map(f64::from_bits).collect();
     let saved = contents(&checkpoint);
-    // Halves round where replicas are summed, so there only the same layout is the same.
+    // In half precision, sums over replicas round, so only the same layout gives the same bits.
     let most_replicas = if precision == Precision::F32 { world.size() } else { 1 };
     for replicas in (1..=most_replicas).filter(|replicas| world.size().is_multiple_of(*replicas)) {
         let ranks = Ranks::hybrid(world.clone(), replicas).unwrap();
         for stage in 0..=3 {
             let case = format!("{} ranks, {replicas} replicas, stage {stage}", world.size());
-            let mut trainer = Trainer::resumed(model(), ranks.clone(), options(stage, precision), &checkpoint).unwrap();
+            let mut trainer = Trainer::resume(model(), ranks.clone(), options(stage, precision), &checkpoint).unwrap();
             assert_eq!(serde_json::to_value(trainer.progress()).unwrap(), checkpoint.manifest().training["progress"]);
 
-            // What was loaded, saved again, is what was saved.
+            // Saving what was loaded gives the same checkpoint.
             let again = folder.join(format!("again-{}-{replicas}-{stage}", world.size()));
             let again = self::store(&again);
             save(&mut trainer, &again, json!({})).unwrap();
@@ -144,7 +144,7 @@ fn goes_on(precision: Precision) {
             for (loss, expected) in losses.iter().zip(&expected) {
                 assert!((loss - expected).abs() <= 1e-5 * expected.abs(), "{case}: {losses:?}, and not {expected:?}");
             }
-            // As many ranks in one replica add in the same order.
+            // The same number of ranks in one replica adds in the same order.
             if world.size() == 4 && replicas == 1 {
                 assert_eq!(losses, expected, "{case}");
                 save(&mut trainer, &again, json!({})).unwrap();
@@ -158,38 +158,38 @@ fn goes_on(precision: Precision) {
     }
 }
 
-/// A folder of the test's; that of a rank is inside, and goes with it.
+/// A temporary folder of the test. That of a rank is inside it.
 fn scratch() -> tempfile::TempDir {
     std::env::var(FOLDER).map_or_else(|_| tempfile::tempdir(), tempfile::tempdir_in).unwrap()
 }
 
 fn launch(ranks: usize, folder: &Path) -> Launch {
-    Launch::ranks(ranks).variable(FOLDER, folder.to_str().unwrap()).limit(Duration::from_secs(300))
+    Launch::ranks(ranks).variable(FOLDER, folder.to_str().unwrap()).timeout(Duration::from_secs(300))
 }
 
 #[test]
 fn a_checkpoint_is_read_by_any_number_of_ranks_at_any_stage() {
     let folder = scratch();
-    ranks!(launch(4, folder.path()), || saves(Precision::F32));
-    ranks!(launch(1, folder.path()), || goes_on(Precision::F32));
-    ranks!(launch(2, folder.path()), || goes_on(Precision::F32));
-    ranks!(launch(3, folder.path()), || goes_on(Precision::F32));
-    ranks!(launch(4, folder.path()), || goes_on(Precision::F32));
-    ranks!(launch(8, folder.path()), || goes_on(Precision::F32));
+    ranks!(launch(4, folder.path()), || save_run(Precision::F32));
+    ranks!(launch(1, folder.path()), || resume_and_compare(Precision::F32));
+    ranks!(launch(2, folder.path()), || resume_and_compare(Precision::F32));
+    ranks!(launch(3, folder.path()), || resume_and_compare(Precision::F32));
+    ranks!(launch(4, folder.path()), || resume_and_compare(Precision::F32));
+    ranks!(launch(8, folder.path()), || resume_and_compare(Precision::F32));
 }
 
 #[test]
-fn bf16_goes_on_with_the_same_bits() {
+fn bf16_resumes_with_the_same_bits() {
     let folder = scratch();
-    ranks!(launch(4, folder.path()), || saves(Precision::BF16));
-    ranks!(launch(4, folder.path()), || goes_on(Precision::BF16));
+    ranks!(launch(4, folder.path()), || save_run(Precision::BF16));
+    ranks!(launch(4, folder.path()), || resume_and_compare(Precision::BF16));
 }
 
 #[test]
-fn f16_goes_on_with_the_same_scale_and_bits() {
+fn f16_resumes_with_the_same_scale_and_bits() {
     let folder = scratch();
-    ranks!(launch(4, folder.path()), || saves(Precision::F16));
-    ranks!(launch(4, folder.path()), || goes_on(Precision::F16));
+    ranks!(launch(4, folder.path()), || save_run(Precision::F16));
+    ranks!(launch(4, folder.path()), || resume_and_compare(Precision::F16));
 }
 
 #[test]
@@ -200,12 +200,11 @@ fn a_checkpoint_of_another_model_is_refused_by_name() {
         let store = store(&self::folder());
         let ranks = Ranks::sharded(world.clone());
         let mut trainer =
-            Trainer::new(model(), ranks.clone(), options(3, Precision::F32), &mut start::from_seed(5)).unwrap();
+            Trainer::new(model(), ranks.clone(), options(3, Precision::F32), &mut init::from_seed(5)).unwrap();
         save(&mut trainer, &store, json!({})).unwrap();
         let checkpoint = Checkpoint::open(&store, 0).unwrap();
-        let wider = Llama::new(VOCABULARY as usize, 48, 3, 6, 53).model().unwrap();
-        let refused =
-            Trainer::resumed(wider, ranks, options(3, Precision::F32), &checkpoint).err().unwrap().to_string();
+        let wider = Llama::new(VOCAB_SIZE as usize, 48, 3, 6, 53).model().unwrap();
+        let refused = Trainer::resume(wider, ranks, options(3, Precision::F32), &checkpoint).err().unwrap().to_string();
         assert!(refused.contains("model.embed_tokens.weight") && refused.contains("[101, 36]"), "{refused}");
     });
 }

@@ -1,4 +1,4 @@
-//! Layers of a user's own may ignore their input, leave parameters unused, or fail: gradients and state stay right.
+//! Custom layers may ignore their input, leave parameters unused, or fail: gradients and state stay correct.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
@@ -11,7 +11,7 @@ use shardwise_comm::{Group, mpi, single};
 use shardwise_harness::ranks;
 use shardwise_model::{Activations, Batch, IGNORED, Init, Layer, Model, Parameter, Parameters, Result, Unit};
 use shardwise_torch::tch::{Kind, Tensor};
-use shardwise_train::{Error, Options, Ranks, Schedule, Trainer, save, start};
+use shardwise_train::{Error, Options, Ranks, Schedule, Trainer, init, save};
 use shardwise_zero::{Optimizer, Sgd, Sharding};
 
 /// Multiplies the batch's inputs by a parameter.
@@ -23,7 +23,7 @@ impl Layer for Scale {
     }
 }
 
-/// Puts out its parameter, whatever its input is.
+/// Returns its parameter, whatever its input is.
 struct IgnoresInput;
 
 impl Layer for IgnoresInput {
@@ -85,16 +85,16 @@ fn ones(name: &str) -> Vec<Parameter> {
 }
 
 fn options(stage: u8) -> Options {
-    let sgd = Sgd { rate: 0., momentum: 0., weight_decay: 0. };
+    let sgd = Sgd { lr: 0., momentum: 0., weight_decay: 0. };
     Options::new(Sharding::stage(stage).unwrap(), Optimizer::Sgd(sgd), Schedule::constant(0.01))
 }
 
 fn trainer(units: Vec<Unit>, world: Arc<Group>, stage: u8) -> Trainer {
     let ranks = Ranks::sharded(world);
-    Trainer::new(Model::new(units).unwrap(), ranks, options(stage), &mut start::from_seed(1)).unwrap()
+    Trainer::new(Model::new(units).unwrap(), ranks, options(stage), &mut init::from_seed(1)).unwrap()
 }
 
-/// A sequence of three numbers, all of which count.
+/// A sequence of three numbers without ignored targets.
 fn batch(numbers: [i64; 3]) -> Batch {
     let inputs = Tensor::from_slice(&numbers).view([1, 3]);
     Batch::new(inputs.shallow_clone(), inputs)
@@ -193,7 +193,7 @@ fn a_trainer_whose_step_failed_halfway_is_not_used_again() {
         let error = trainer.step(&micro_batches()).unwrap_err();
         assert!(matches!(error, Error::Model { .. }), "{error}");
         fails.store(false, Ordering::Relaxed);
-        // The first micro-batch's gradients have been added up already, and would count twice.
+        // The gradients of the first micro-batch are already accumulated, and would count twice.
         for error in [
             trainer.step(&micro_batches()).unwrap_err(),
             trainer.evaluate(&micro_batches()).unwrap_err(),
@@ -216,7 +216,7 @@ fn a_trainer_whose_step_was_refused_is_as_before() {
             Tensor::from_slice(&[1i64, 2, 3]).view([1, 3]),
             Tensor::full([1, 3], IGNORED, (Kind::Int64, shardwise_torch::tch::Device::Cpu)),
         );
-        assert!(matches!(refused.step(&[nothing]).unwrap_err(), Error::NothingToLearn { step: 1 }));
+        assert!(matches!(refused.step(&[nothing]).unwrap_err(), Error::AllTargetsIgnored { step: 1 }));
         assert!(matches!(refused.step(&[]).unwrap_err(), Error::MicroBatches { step: 1, .. }));
         for _ in 0..2 {
             assert_eq!(refused.step(&[batch([1, 2, 3])]).unwrap(), fresh.step(&[batch([1, 2, 3])]).unwrap());

@@ -1,4 +1,4 @@
-//! The order of data: the same for any number of ranks, from any step on, and nothing twice in an epoch.
+//! The order of samples is the same for any number of ranks and from any step, without repetition within an epoch.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
@@ -9,29 +9,30 @@ use shardwise_data::Writer;
 use shardwise_train::Recipe;
 use shardwise_train::data::Data;
 
-/// Sequences a step, which 1, 2, 3 and 4 ranks can share.
+/// Sequences per step, divisible among 1, 2, 3 and 4 ranks.
 const GLOBAL: usize = 12;
-const POSITIONS: u64 = 4;
+const SEQ_LEN: u64 = 4;
 const SAMPLES: usize = 10_000;
 
-/// A corpus whose windows begin with their own numbers.
+/// A corpus in which every window starts with its own index.
 fn corpus(folder: &Path, windows: u64) -> Recipe {
     let mut writer = Writer::create(folder.join("corpus"), 1 << 20).unwrap();
     for window in 0..windows {
-        let rest = std::iter::repeat_n(1, POSITIONS as usize - 1);
+        let rest = std::iter::repeat_n(1, SEQ_LEN as usize - 1);
         writer.document(&std::iter::once(window as u32).chain(rest).collect::<Vec<_>>()).unwrap();
     }
     writer.document(&[0]).unwrap();
     writer.finish().unwrap();
     let text = format!(
-        "[model.llama]\nvocabulary = 1048576\nwidth = 4\nblocks = 1\nheads = 1\nmlp_width = 4\n[data]\ncorpus = \"corpus\"\n\
-         seed = 5\n[batch]\nglobal = {GLOBAL}\nsequences = 1\npositions = {POSITIONS}\n[optimizer]\nrate = 1.0\n[run]\nsteps = 1\n"
+        "[model.llama]\nvocab_size = 1048576\nhidden_size = 4\nnum_hidden_layers = 1\n\
+         num_attention_heads = 1\nintermediate_size = 4\n[data]\ncorpus = \"corpus\"\n\
+         seed = 5\n[batch]\nglobal_batch_size = {GLOBAL}\nmicro_batch_size = 1\nseq_len = {SEQ_LEN}\n[optimizer]\nlr = 1.0\n[run]\nsteps = 1\n"
     );
     std::fs::write(folder.join("recipe.toml"), text).unwrap();
     Recipe::read(&folder.join("recipe.toml")).unwrap()
 }
 
-/// The windows that all ranks together see in a step, in the order of their numbers.
+/// The windows of all ranks in a step, in the order of their indices.
 fn step(data: &Data, step: u64, ranks: usize) -> Vec<i64> {
     let of_rank = |rank| data.step(step, rank, ranks).unwrap();
     let ranks: Vec<_> = (0..ranks).map(of_rank).collect();
@@ -54,7 +55,7 @@ fn samples_are_the_same_for_any_number_of_ranks() {
     assert_ne!(alone[..GLOBAL], (0..GLOBAL as i64).collect::<Vec<_>>()[..], "and not in the order of the corpus");
     for ranks in 2..=4 {
         assert_eq!(seen(ranks, 1), alone, "{ranks} ranks");
-        // Where a run goes on, it opens its data anew.
+        // A resumed run opens its data again.
         for from in [2, 77, 501, steps] {
             assert_eq!(seen(ranks, from), alone[(from as usize - 1) * GLOBAL..], "{ranks} ranks from step {from}");
         }
@@ -83,5 +84,5 @@ fn a_corpus_of_another_tokenizer_is_named() {
     let recipe = Recipe::read(&folder.path().join("small.toml")).unwrap();
     let data = Data::open(&recipe, 1).unwrap();
     let error = data.step(1, 0, 1).map(drop).unwrap_err().to_string();
-    assert!(error.contains("corpus.bin: token") && error.contains("vocabulary has 2"), "{error}");
+    assert!(error.contains("corpus.bin: token") && error.contains("vocab_size is 2"), "{error}");
 }

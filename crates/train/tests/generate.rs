@@ -1,4 +1,4 @@
-//! Generation with a cache says what the model says without one, on any number of ranks; evaluation is the step's loss.
+//! Generation gives the same tokens with and without a cache, on any number of ranks; evaluation gives the loss of a step.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
@@ -10,30 +10,31 @@ use shardwise_comm::{mpi, single};
 use shardwise_harness::{Launch, ranks};
 use shardwise_model::{Batch, Gpt2, IGNORED, Llama, Model};
 use shardwise_torch::tch::{Device, Kind, Tensor};
-use shardwise_train::{Options, Ranks, Sampling, Schedule, Trainer, generate, start};
+use shardwise_train::{Options, Ranks, Sampling, Schedule, Trainer, generate, init};
 use shardwise_zero::{AdamW, Optimizer, Precision, Sharding};
 
-const VOCABULARY: i64 = 101;
-const POSITIONS: usize = 48;
+const VOCAB_SIZE: i64 = 101;
+const SEQ_LEN: usize = 48;
 const PROMPT: [i64; 5] = [3, 1, 41, 59, 26];
 
-/// One of each kind of attention. They begin far from zero, so that texts are not one token over and over.
+/// One model for each kind of attention. Their weights are large, so that texts do not repeat a single token.
 fn models() -> Vec<(&'static str, Model)> {
-    let small = Llama { head_chunk: 10, init_std: 0.3, ..Llama::new(VOCABULARY as usize, 36, 3, 6, 53) };
-    let gpt2 = Gpt2 { init_std: 0.3, ..Gpt2::new(VOCABULARY as usize, POSITIONS, 36, 2, 6) };
+    let small =
+        Llama { loss_chunk_tokens: 10, initializer_range: 0.3, ..Llama::new(VOCAB_SIZE as usize, 36, 3, 6, 53) };
+    let gpt2 = Gpt2 { initializer_range: 0.3, ..Gpt2::new(VOCAB_SIZE as usize, SEQ_LEN, 36, 2, 6) };
     vec![
-        ("Llama", Llama { kv_heads: 2, tied: true, ..small.clone() }.model().unwrap()),
-        ("Mistral", Llama { kv_heads: 3, window: Some(7), ..small.clone() }.model().unwrap()),
-        ("Qwen 3", Llama { kv_heads: 3, head_width: 8, qk_norm: true, ..small }.model().unwrap()),
+        ("Llama", Llama { num_key_value_heads: 2, tie_word_embeddings: true, ..small.clone() }.model().unwrap()),
+        ("Mistral", Llama { num_key_value_heads: 3, sliding_window: Some(7), ..small.clone() }.model().unwrap()),
+        ("Qwen 3", Llama { num_key_value_heads: 3, head_dim: 8, qk_norm: true, ..small }.model().unwrap()),
         ("GPT-2", gpt2.model().unwrap()),
     ]
 }
 
 fn trainer(model: Model, ranks: &Ranks, stage: u8, rate: f64) -> Trainer {
-    let adamw = AdamW { rate: 0., beta1: 0.9, beta2: 0.95, weight_decay: 0.1, epsilon: 1e-8 };
+    let adamw = AdamW { lr: 0., beta1: 0.9, beta2: 0.95, weight_decay: 0.1, eps: 1e-8 };
     let sharding = Sharding::stage(stage).unwrap();
     let options = Options::new(sharding, Optimizer::AdamW(adamw), Schedule::constant(rate));
-    Trainer::new(model, ranks.clone(), options, &mut start::from_seed(5)).unwrap()
+    Trainer::new(model, ranks.clone(), options, &mut init::from_seed(5)).unwrap()
 }
 
 fn alone() -> Ranks {
@@ -44,7 +45,7 @@ fn text(trainer: &mut Trainer, most: usize, sampling: &Sampling) -> Vec<i64> {
     generate(trainer, &PROMPT, most, &[], sampling, &mut |_| ControlFlow::Continue(())).unwrap()
 }
 
-/// The same by the whole sequence for every token.
+/// The same without a cache: the whole sequence for every token.
 fn text_without_cache(trainer: &mut Trainer, most: usize) -> Vec<i64> {
     let mut tokens = PROMPT.to_vec();
     for _ in 0..most {
@@ -73,10 +74,9 @@ fn the_cache_changes_no_token() {
 
 #[test]
 fn ranks_generate_together() {
-    ranks!(Launch::ranks(2).limit(Duration::from_secs(120)), || {
-        let world = Arc::new(
-            mpi::world(mpi::Options { time_limit: Duration::from_secs(60), ..mpi::Options::default() }).unwrap(),
-        );
+    ranks!(Launch::ranks(2).timeout(Duration::from_secs(120)), || {
+        let world =
+            Arc::new(mpi::world(mpi::Options { timeout: Duration::from_secs(60), ..mpi::Options::default() }).unwrap());
         let ranks = Ranks::sharded(world);
         let chance = Sampling { temperature: 0.8, top_k: Some(20), top_p: Some(0.9), seed: 11 };
         for ((name, sharded), (_, whole)) in models().into_iter().zip(models()) {
@@ -99,7 +99,7 @@ fn a_seed_decides_the_text() {
     let tokens = text(&mut trainer, 30, &chance);
     assert_eq!(text(&mut trainer, 30, &chance), tokens);
     assert_ne!(text(&mut trainer, 30, &Sampling { seed: 2, ..chance }), tokens);
-    // Each is one of the three likeliest.
+    // Each is one of the three most likely.
     let all: Vec<i64> = PROMPT.iter().chain(&tokens).copied().collect();
     let logits = trainer.logits(&Tensor::from_slice(&all).view([1, -1])).unwrap();
     let (_, likeliest) = logits.topk(3, -1, true, true);
@@ -116,8 +116,8 @@ fn a_text_ends() {
     let (_, model) = models().pop().unwrap();
     let mut trainer = trainer(model, &alone(), 0, 0.);
     let all = text(&mut trainer, 1000, &Sampling::GREEDY);
-    // The last token is made of a sequence of all positions.
-    assert_eq!(all.len(), POSITIONS - PROMPT.len() + 1);
+    // The last token is computed from a sequence that fills all positions.
+    assert_eq!(all.len(), SEQ_LEN - PROMPT.len() + 1);
     let place = (1..all.len()).find(|&place| !all[..place].contains(&all[place])).unwrap();
     let mut shown = Vec::new();
     let mut until = |stop: &[i64], most| {
@@ -136,21 +136,21 @@ fn a_text_ends() {
         let mut each = |_| ControlFlow::Continue(());
         generate(&mut trainer, prompt, 1, &[], &Sampling::GREEDY, &mut each).unwrap_err().to_string()
     };
-    assert_eq!(fail(&[1; 49]), "the prompt has 49 tokens, and the model has 48 positions; shorten the prompt");
+    assert_eq!(fail(&[1; 49]), "the prompt has 49 tokens, but the model has only 48 positions; shorten the prompt");
     assert!(fail(&[]).contains("the prompt has no tokens"));
 }
 
 fn batch(number: i64) -> Batch {
     let numbers = Tensor::arange(3 * 12, (Kind::Int64, Device::Cpu)).view([3, 12]);
-    let tokens = (numbers * 7 + number * 57).remainder(VOCABULARY);
-    let targets = (&tokens * 3 + 1).remainder(VOCABULARY);
+    let tokens = (numbers * 7 + number * 57).remainder(VOCAB_SIZE);
+    let targets = (&tokens * 3 + 1).remainder(VOCAB_SIZE);
     let ignored = (&tokens + number).remainder(4).eq(0);
     let documents = Tensor::arange(12, (Kind::Int64, Device::Cpu)).ge(5).to_kind(Kind::Int64).repeat([3, 1]);
     let documents = (number % 2 == 1).then_some(documents);
     Batch { documents, ..Batch::new(tokens, targets.masked_fill(&ignored, IGNORED)) }
 }
 
-/// By how much an evaluation differs from the step's report: loss and tokens.
+/// The difference between an evaluation and a step's report, in loss and tokens.
 fn evaluation_and_loss(trainer: &mut Trainer, ranks: &Ranks) -> [f64; 2] {
     let first = 2 * ranks.world.rank() as i64;
     let batches = [batch(first), batch(first + 1)];
@@ -164,13 +164,13 @@ fn an_evaluation_is_the_loss_of_a_step() {
     for (name, model) in models() {
         let mut trainer = trainer(model, &alone(), 0, 1e-2);
         assert_eq!(evaluation_and_loss(&mut trainer, &alone()), [0.; 2], "{name}");
-        // After a step, too.
+        // Also after a step.
         assert_eq!(evaluation_and_loss(&mut trainer, &alone()), [0.; 2], "{name}");
     }
 }
 
 #[test]
-fn nothing_that_counts_can_be_evaluated() {
+fn ignored_targets_can_be_evaluated() {
     let (_, model) = models().remove(0);
     let mut trainer = trainer(model, &alone(), 0, 0.);
     let nothing = Batch { targets: batch(0).targets.fill_(IGNORED), ..batch(0) };
@@ -182,9 +182,9 @@ fn nothing_that_counts_can_be_evaluated() {
 #[test]
 fn half_precision_generates() {
     let (_, model) = models().remove(1);
-    let adamw = AdamW { rate: 0., beta1: 0.9, beta2: 0.95, weight_decay: 0.1, epsilon: 1e-8 };
+    let adamw = AdamW { lr: 0., beta1: 0.9, beta2: 0.95, weight_decay: 0.1, eps: 1e-8 };
     let options = Options::new(Sharding::stage(0).unwrap(), Optimizer::AdamW(adamw), Schedule::constant(0.));
     let options = Options { precision: Precision::BF16, ..options };
-    let mut trainer = Trainer::new(model, alone(), options, &mut start::from_seed(5)).unwrap();
+    let mut trainer = Trainer::new(model, alone(), options, &mut init::from_seed(5)).unwrap();
     assert_is_a_text("bf16", &text(&mut trainer, 30, &Sampling::GREEDY));
 }

@@ -1,5 +1,5 @@
-//! Training against the oracle in `reference/`: 4 ranks, with uneven counts of tokens per rank and micro-batch, and one plain
-//! PyTorch process that sees the same tokens as one batch. 50 steps give the same losses and norms with AdamW, SGD and LAMB;
+//! Training compared with the oracle in `reference/`: 4 ranks, with uneven numbers of tokens per rank and micro-batch, and one
+//! plain PyTorch process that sees the same tokens as one batch. 50 steps give the same losses and norms with AdamW, SGD and LAMB;
 //! with a dynamic loss scale the same steps are skipped, and the scale is the same in every step.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
@@ -11,37 +11,39 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 use shardwise_comm::{Group, mpi};
-use shardwise_harness::{Launch, patience, ranks};
+use shardwise_harness::{Launch, ranks, scale_timeout};
 use shardwise_model::{
-    Activations, Batch, Gpt2, IGNORED, Init, Layer, Llama, Model, Parameter, Parameters, Result, Unit, init,
+    Activations, Batch, Gpt2, IGNORED, Init, Layer, Llama, Model, Parameter, Parameters, Result, Unit,
 };
 use shardwise_torch::tch::{Device, Kind, Tensor};
-use shardwise_train::{DynamicScale, LossScale, OnNotFinite, Options, Ranks, Recomputation, Schedule, Trainer, start};
+use shardwise_train::{
+    ActivationCheckpointing, DynamicScale, LossScale, OnNonFinite, Options, Ranks, Schedule, Trainer, init,
+};
 use shardwise_zero::{AdamW, Lamb, Optimizer, Precision, Sgd, Sharding};
 
-const VOCABULARY: i64 = 101;
+const VOCAB_SIZE: i64 = 101;
 const STEPS: i64 = 50;
 const RANKS: i64 = 4;
 const MICRO_BATCHES: i64 = 2;
 const SEQUENCES: i64 = RANKS * MICRO_BATCHES * 2;
 const SEED: u64 = 11;
-const ADAMW: AdamW = AdamW { rate: 0., beta1: 0.9, beta2: 0.95, weight_decay: 0.1, epsilon: 1e-8 };
+const ADAMW: AdamW = AdamW { lr: 0., beta1: 0.9, beta2: 0.95, weight_decay: 0.1, eps: 1e-8 };
 
 /// A training run that the oracle repeats.
 struct Run {
     name: &'static str,
-    /// A family of `reference/models.py`, with its numbers.
+    /// A model family of `reference/models.py`, with its sizes.
     family: Value,
     model: fn() -> Model,
-    /// All sequences of a step, of all ranks and micro-batches.
+    /// The sequences of a step, for all ranks and micro-batches.
     batch: fn(i64) -> Batch,
     replicas: usize,
     options: Options,
-    /// How far losses and norms may be from the oracle's, relative to them.
+    /// The relative tolerance of losses and norms.
     tolerance: f64,
 }
 
-/// What a step did.
+/// The oracle's results for a step.
 #[derive(Clone, Copy, Debug)]
 struct Step {
     loss: f64,
@@ -54,34 +56,34 @@ impl Run {
     /// A run in f32 without loss scaling. The oracle agrees to five digits.
     fn new(name: &'static str, stage: u8, optimizer: Optimizer, rate: f64) -> Self {
         let options = Options {
-            recomputation: Recomputation::Full,
-            clip_norm: Some(0.5),
+            activation_checkpointing: ActivationCheckpointing::Full,
+            max_grad_norm: Some(0.5),
             ..Options::new(Sharding::stage(stage).unwrap(), optimizer, Schedule::constant(rate))
         };
         let model = || llama().model().unwrap();
         Run { name, family: llama_family(), model, batch: token_batch, replicas: 1, options, tolerance: 1e-5 }
     }
 
-    /// What `reference/train.py` is told.
+    /// The configuration for `reference/train.py`.
     fn config(&self) -> Value {
         let options = &self.options;
-        let adaptive = |kind: &str, betas: [f64; 2], weight_decay: f64, epsilon: f64| {
+        let adaptive = |kind: &str, betas: [f64; 2], weight_decay: f64, eps: f64| {
             let [beta1, beta2] = betas;
-            json!({ "kind": kind, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay, "epsilon": epsilon })
+            json!({ "kind": kind, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay, "eps": eps })
         };
         let mut optimizer = match options.optimizer {
-            Optimizer::AdamW(AdamW { beta1, beta2, weight_decay, epsilon, .. }) => {
-                adaptive("adamw", [beta1, beta2], weight_decay, epsilon)
+            Optimizer::AdamW(AdamW { beta1, beta2, weight_decay, eps, .. }) => {
+                adaptive("adamw", [beta1, beta2], weight_decay, eps)
             }
-            Optimizer::Lamb(Lamb { beta1, beta2, weight_decay, epsilon, .. }) => {
-                adaptive("lamb", [beta1, beta2], weight_decay, epsilon)
+            Optimizer::Lamb(Lamb { beta1, beta2, weight_decay, eps, .. }) => {
+                adaptive("lamb", [beta1, beta2], weight_decay, eps)
             }
             Optimizer::Sgd(Sgd { momentum, weight_decay, .. }) => {
                 json!({ "kind": "sgd", "momentum": momentum, "weight_decay": weight_decay })
             }
             ref other => panic!("the oracle has no {other:?}"),
         };
-        optimizer["rate"] = json!(options.schedule.rate);
+        optimizer["lr"] = json!(options.schedule.lr);
         let loss_scale = match options.loss_scale {
             LossScale::Fixed(_) => Value::Null,
             LossScale::Dynamic(DynamicScale { initial, window, .. }) => {
@@ -93,7 +95,7 @@ impl Run {
         json!({
             "model": self.family,
             "optimizer": optimizer,
-            "clip_norm": options.clip_norm,
+            "max_grad_norm": options.max_grad_norm,
             "loss_scale": loss_scale,
             "dtype": if options.precision == Precision::F16 { "float16" } else { "float32" },
         })
@@ -106,7 +108,7 @@ impl Run {
         let stack = |part: fn(&Batch) -> &Tensor| Tensor::stack(&batches.iter().map(part).collect::<Vec<_>>(), 0);
         let initial = |parameter: &Parameter| {
             let mut elements = vec![0f32; parameter.elements()];
-            init::begin(SEED, parameter, 0..elements.len(), &mut elements);
+            shardwise_model::init::fill(SEED, parameter, 0..elements.len(), &mut elements);
             (parameter.name.clone(), Tensor::from_slice(&elements).view(&parameter.shape[..]))
         };
         let model = (self.model)();
@@ -117,11 +119,11 @@ impl Run {
         Tensor::write_safetensors(&tensors, folder.join("in.safetensors")).unwrap();
     }
 
-    /// This rank's part of the run, compared with what the oracle did where that is known.
+    /// Trains on this rank, and compares every step with the oracle, on the rank that knows its results.
     fn compare(&self, world: &Arc<Group>, oracle: Option<&[Step]>) {
         let ranks = Ranks::hybrid(world.clone(), self.replicas).unwrap();
         let mut trainer =
-            Trainer::new((self.model)(), ranks, self.options.clone(), &mut start::from_seed(SEED)).unwrap();
+            Trainer::new((self.model)(), ranks, self.options.clone(), &mut init::from_seed(SEED)).unwrap();
         let mut worst = [0f64; 2];
         for step in 0..STEPS {
             let report = trainer.step(&own_batches((self.batch)(step), world.rank() as i64)).unwrap();
@@ -133,7 +135,7 @@ impl Run {
                 "{name}, step {step}: {report:?} is not {expected:?}"
             );
             // The norm of a step that is skipped is not finite.
-            let norms = (!expected.skipped).then_some((report.gradient_norm, expected.norm));
+            let norms = (!expected.skipped).then_some((report.grad_norm, expected.norm));
             for (place, (found, expected)) in [(report.loss, expected.loss)].into_iter().chain(norms).enumerate() {
                 let difference = (found / expected - 1.).abs();
                 worst[place] = worst[place].max(difference);
@@ -146,7 +148,7 @@ impl Run {
     }
 }
 
-/// What the oracle does in each step of each run: one process, because it takes seconds to start.
+/// Runs the oracle, for all runs in one process, because it takes seconds to start.
 fn run_oracle(runs: &[Run]) -> Vec<Vec<Step>> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap();
     let scratch = tempfile::tempdir().unwrap();
@@ -165,10 +167,10 @@ fn run_oracle(runs: &[Run]) -> Vec<Vec<Step>> {
     steps.chunks_exact(STEPS as usize).map(<[Step]>::to_vec).collect()
 }
 
-/// Makes the runs on these ranks and in the oracle; what the oracle did, on the rank that asked it.
+/// Compares the runs on these ranks with the oracle. Returns the oracle's results on rank 0.
 fn compare_with_oracle(runs: &[Run]) -> Option<Vec<Vec<Step>>> {
-    // The other ranks wait for the one that runs the oracle.
-    let options = mpi::Options { time_limit: patience(Duration::from_secs(100)), ..mpi::Options::default() };
+    // The other ranks wait for rank 0, which runs the oracle.
+    let options = mpi::Options { timeout: scale_timeout(Duration::from_secs(100)), ..mpi::Options::default() };
     let world = Arc::new(mpi::world(options).unwrap());
     assert_eq!(world.size() as i64, RANKS);
     let oracle = (world.rank() == 0).then(|| run_oracle(runs));
@@ -186,11 +188,11 @@ fn own_batches(all: Batch, rank: i64) -> Vec<Batch> {
 
 // ---- language models --------------------------------------------------------------------------------------------------
 
-/// Tokens of a step. Later sequences have fewer and fewer targets that count.
+/// The tokens of a step. Later sequences have more and more ignored targets.
 fn token_batch(step: i64) -> Batch {
     let numbers = Tensor::arange(SEQUENCES * 12, (Kind::Int64, Device::Cpu)).view([SEQUENCES, 12]);
-    let tokens = (&numbers * &numbers + numbers * 7 + step * 31).remainder(VOCABULARY);
-    let targets = (&tokens * 3 + 1).remainder(VOCABULARY);
+    let tokens = (&numbers * &numbers + numbers * 7 + step * 31).remainder(VOCAB_SIZE);
+    let targets = (&tokens * 3 + 1).remainder(VOCAB_SIZE);
     let place = Tensor::arange(12, (Kind::Int64, Device::Cpu));
     let end = Tensor::arange(SEQUENCES, (Kind::Int64, Device::Cpu)).view([SEQUENCES, 1]);
     let ignored = place.ge_tensor(&(end.neg() * 3 / 4 + 12));
@@ -198,19 +200,19 @@ fn token_batch(step: i64) -> Batch {
 }
 
 fn llama() -> Llama {
-    Llama { kv_heads: 3, head_chunk: 10, ..Llama::new(VOCABULARY as usize, 36, 2, 6, 53) }
+    Llama { num_key_value_heads: 3, loss_chunk_tokens: 10, ..Llama::new(VOCAB_SIZE as usize, 36, 2, 6, 53) }
 }
 
 fn llama_family() -> Value {
-    let Llama { blocks, head_width, rope_base, norm_epsilon, tied, .. } = llama();
+    let Llama { num_hidden_layers, head_dim, rope_theta, rms_norm_eps, tie_word_embeddings, .. } = llama();
     json!({
-        "family": "llama", "blocks": blocks, "head_width": head_width, "rope_base": rope_base,
-        "norm_epsilon": norm_epsilon, "tied": tied,
+        "family": "llama", "num_hidden_layers": num_hidden_layers, "head_dim": head_dim, "rope_theta": rope_theta,
+        "rms_norm_eps": rms_norm_eps, "tie_word_embeddings": tie_word_embeddings,
     })
 }
 
 fn gpt2() -> Gpt2 {
-    Gpt2::new(VOCABULARY as usize, 16, 36, 2, 6)
+    Gpt2::new(VOCAB_SIZE as usize, 16, 36, 2, 6)
 }
 
 #[test]
@@ -223,8 +225,10 @@ fn llama_trains_like_the_oracle() {
 #[test]
 fn gpt_2_trains_like_the_oracle() {
     ranks!(Launch::ranks(4), || {
-        let Gpt2 { blocks, heads, norm_epsilon, .. } = gpt2();
-        let family = json!({ "family": "gpt2", "blocks": blocks, "heads": heads, "norm_epsilon": norm_epsilon });
+        let Gpt2 { n_layer, n_head, layer_norm_epsilon, .. } = gpt2();
+        let family = json!({
+            "family": "gpt2", "n_layer": n_layer, "n_head": n_head, "layer_norm_epsilon": layer_norm_epsilon,
+        });
         let adamw = Run::new("gpt-2", 3, Optimizer::AdamW(ADAMW), 3e-3);
         compare_with_oracle(&[Run { family, model: || gpt2().model().unwrap(), ..adamw }]);
     });
@@ -243,7 +247,7 @@ impl Layer for Hidden {
     }
 }
 
-/// Its output layer, with half the squared error.
+/// The output layer of `Regression`, with half the squared error.
 struct HalfSquaredError;
 
 impl Layer for HalfSquaredError {
@@ -262,12 +266,11 @@ fn regression() -> Model {
     .unwrap()
 }
 
-/// Steps whose gradients overflow at any scale that the runs below have: early, twice and three times in a row, when the scale is
-/// about to rise, and when it is as large as it gets.
+/// Steps whose gradients overflow at every scale of the runs below: early, two and three in a row, when the scale is about to
+/// double, and when it is at its maximum.
 const OVERFLOWING: [i64; 8] = [2, 13, 14, 18, 31, 32, 33, 45];
 
-/// Inputs and targets within 1 of zero. In a step that is to overflow, the targets of one sequence, on one rank, are a million
-/// away.
+/// Inputs and targets between -1 and 1. In a step that should overflow, the targets of one sequence on one rank are a million.
 fn number_batch(step: i64) -> Batch {
     let numbers = |columns: i64, salt: i64, modulus: i64| {
         let numbers = Tensor::arange(SEQUENCES * columns, (Kind::Int64, Device::Cpu)).view([SEQUENCES, columns]);
@@ -284,24 +287,23 @@ fn scaled_run(name: &'static str, precision: Precision, initial: f64, tolerance:
     let run = Run::new(name, 3, Optimizer::AdamW(ADAMW), 3e-3);
     let options = Options {
         precision,
-        clip_norm: Some(0.1),
+        max_grad_norm: Some(0.1),
         loss_scale: LossScale::Dynamic(DynamicScale { initial, window: 3, ..DynamicScale::DEFAULT }),
-        on_not_finite: OnNotFinite::Skip,
+        on_nonfinite: OnNonFinite::Skip,
         ..run.options
     };
     Run { family: json!({ "family": "regression" }), model: regression, batch: number_batch, options, tolerance, ..run }
 }
 
 /// SGD runs on two replicas of two shards, so the sum over replicas is compared as well. LAMB runs on four shards, and needs the
-/// norms of whole parameters. In f32 the loss scale grows to 2^127, the largest power of two that f32 has, and stays there. In f16
-/// the decisions are the same, but the numbers are not: ranks round gradients to 11 bits before they sum them, and the oracle does
-/// afterwards.
+/// norms of whole parameters. In f32 the loss scale grows to 2^127, the largest power of two in f32, and stays there. In f16 the
+/// same steps are skipped, but the values differ: ranks round gradients to 11 bits before they sum them, and the oracle afterwards.
 #[test]
 fn sgd_lamb_and_loss_scaling_match_pytorch() {
-    ranks!(Launch::ranks(4).limit(Duration::from_secs(200)), || {
-        let sgd = Optimizer::Sgd(Sgd { rate: 0., momentum: 0.9, weight_decay: 0.02 });
-        // Elements of Adam's direction are about 1, and weights about 0.02: a smaller decay would hardly show in the trust ratio.
-        let lamb = Optimizer::Lamb(Lamb { rate: 0., beta1: 0.9, beta2: 0.999, weight_decay: 10., epsilon: 1e-6 });
+    ranks!(Launch::ranks(4).timeout(Duration::from_secs(200)), || {
+        let sgd = Optimizer::Sgd(Sgd { lr: 0., momentum: 0.9, weight_decay: 0.02 });
+        // Elements of Adam's update are about 1, and weights about 0.02: a smaller decay would hardly affect the trust ratio.
+        let lamb = Optimizer::Lamb(Lamb { lr: 0., beta1: 0.9, beta2: 0.999, weight_decay: 10., eps: 1e-6 });
         let largest = 2f64.powi(127);
         let oracle = compare_with_oracle(&[
             Run { replicas: 2, ..Run::new("SGD", 2, sgd, 0.03) },
@@ -312,9 +314,9 @@ fn sgd_lamb_and_loss_scaling_match_pytorch() {
         let Some([_, _, f32_steps, f16_steps]) = oracle.as_deref() else { return };
         for steps in [f32_steps, f16_steps] {
             let skipped: Vec<i64> = (0..STEPS).filter(|&step| steps[step as usize].skipped).collect();
-            assert_eq!(skipped, OVERFLOWING, "the oracle overflows where it is meant to");
+            assert_eq!(skipped, OVERFLOWING, "the oracle overflows where it should");
         }
         let at_largest = f32_steps.iter().filter(|step| step.loss_scale == largest).count();
-        assert!(at_largest > 3, "the scale would rise once more, and does not: {at_largest} steps");
+        assert!(at_largest > 3, "the scale stays at its maximum instead of growing: {at_largest} steps");
     });
 }

@@ -1,60 +1,61 @@
-//! Stages differ in who keeps what, and in nothing else: the same losses, norms and parameters, to the last bit.
+//! All stages give bitwise identical losses, norms and parameters.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use shardwise_comm::{Group, Reduce, mpi};
+use shardwise_comm::{Group, ReduceOp, mpi};
 use shardwise_harness::{Launch, ranks};
 use shardwise_model::{Batch, Gpt2, IGNORED, Llama, Model};
 use shardwise_plan::{Dtype, Partition};
 use shardwise_torch::tch::{Device, Kind, Tensor};
 use shardwise_train::{
-    Accumulation, DynamicScale, LossScale, OnNotFinite, Options, Ranks, Recomputation, Schedule, Trainer, start,
+    ActivationCheckpointing, DynamicScale, LossScale, OnNonFinite, Options, Ranks, Schedule, Trainer, init,
 };
 use shardwise_zero::{AdamW, Lamb, Optimizer, Precision, Sgd, ShardedUnit, Sharding};
 
-const VOCABULARY: i64 = 101;
+const VOCAB_SIZE: i64 = 101;
 
-/// Divisible by as little as possible.
+/// A model with sizes that hardly divide evenly.
 fn llama() -> Model {
-    let llama = Llama { kv_heads: 3, head_chunk: 10, ..Llama::new(VOCABULARY as usize, 36, 3, 6, 53) };
+    let llama =
+        Llama { num_key_value_heads: 3, loss_chunk_tokens: 10, ..Llama::new(VOCAB_SIZE as usize, 36, 3, 6, 53) };
     llama.model().unwrap()
 }
 
 fn gpt2() -> Model {
-    Gpt2::new(VOCABULARY as usize, 16, 36, 2, 6).model().unwrap()
+    Gpt2::new(VOCAB_SIZE as usize, 16, 36, 2, 6).model().unwrap()
 }
 
-fn options(stage: u8, recomputation: Recomputation) -> Options {
-    let adamw = AdamW { rate: 0., beta1: 0.9, beta2: 0.95, weight_decay: 0.1, epsilon: 1e-8 };
+fn options(stage: u8, activation_checkpointing: ActivationCheckpointing) -> Options {
+    let adamw = AdamW { lr: 0., beta1: 0.9, beta2: 0.95, weight_decay: 0.1, eps: 1e-8 };
     let sharding = Sharding::stage(stage).unwrap();
     Options {
-        recomputation,
-        clip_norm: Some(0.5),
-        ..Options::new(sharding, Optimizer::AdamW(adamw), Schedule::constant(3e-3))
+        activation_checkpointing,
+        max_grad_norm: Some(0.5),
+        ..Options::new(sharding, Optimizer::AdamW(adamw), Schedule::constant(1e-2))
     }
 }
 
 fn world() -> Arc<Group> {
-    Arc::new(mpi::world(mpi::Options { time_limit: Duration::from_secs(60), ..mpi::Options::default() }).unwrap())
+    Arc::new(mpi::world(mpi::Options { timeout: Duration::from_secs(60), ..mpi::Options::default() }).unwrap())
 }
 
 fn trainer(model: Model, ranks: &Ranks, options: Options) -> Trainer {
-    Trainer::new(model, ranks.clone(), options, &mut start::from_seed(5)).unwrap()
+    Trainer::new(model, ranks.clone(), options, &mut init::from_seed(5)).unwrap()
 }
 
-/// Micro-batch `micro` of a step, as its global number says: the same whoever trains on it. Some targets do not count.
+/// A micro-batch of a step by its global index, the same on any rank. Some targets are ignored.
 fn batch(step: i64, micro: i64) -> Batch {
     let numbers = Tensor::arange(3 * 12, (Kind::Int64, Device::Cpu)).view([3, 12]);
-    let tokens = (numbers * 7 + step * 31 + micro * 57).remainder(VOCABULARY);
-    let targets = (&tokens * 3 + 1).remainder(VOCABULARY);
+    let tokens = (numbers * 7 + step * 31 + micro * 57).remainder(VOCAB_SIZE);
+    let targets = (&tokens * 3 + 1).remainder(VOCAB_SIZE);
     let ignored = (&tokens + micro).remainder(4).eq(0);
     Batch::new(tokens, targets.masked_fill(&ignored, IGNORED))
 }
 
-/// Losses, norms and final parameters, as bits.
+/// Losses and norms, and final parameters, as bits.
 type Bits = (Vec<u64>, Vec<u32>);
 
 fn train(model: Model, ranks: &Ranks, options: Options, steps: i64, micro: i64) -> Bits {
@@ -64,7 +65,7 @@ fn train(model: Model, ranks: &Ranks, options: Options, steps: i64, micro: i64) 
     for step in 0..steps {
         let batches: Vec<Batch> = (0..micro).map(|index| batch(step, index * size + rank)).collect();
         let report = trainer.step(&batches).unwrap();
-        numbers.extend([report.loss.to_bits(), report.gradient_norm.to_bits()]);
+        numbers.extend([report.loss.to_bits(), report.grad_norm.to_bits()]);
     }
     (numbers, parameters(&mut trainer))
 }
@@ -87,75 +88,80 @@ fn assert_learns(bits: &Bits) {
     assert!(last < 0.9 * first, "it learns: {first} to {last}");
 }
 
-/// Enough to learn something. A bit that differs in one step differs in all that follow.
-const STEPS: i64 = 24;
+/// Enough to learn something. A different bit in one step makes all later steps differ.
+const STEPS: i64 = 10;
 
-const RECOMPUTATIONS: [Recomputation; 3] = [Recomputation::None, Recomputation::Selective, Recomputation::Full];
+const CHECKPOINTING: [ActivationCheckpointing; 3] =
+    [ActivationCheckpointing::None, ActivationCheckpointing::Selective, ActivationCheckpointing::Full];
 
 fn same_bits(size: usize) {
     let ranks = Ranks::sharded(world());
     assert_eq!(ranks.world.size(), size);
     let every = |run: &dyn Fn(Options, &str)| {
         for stage in [0, 1, 2, 3] {
-            for recomputation in RECOMPUTATIONS {
-                run(options(stage, recomputation), &format!("stage {stage}, recomputation {recomputation:?}"));
+            for activation_checkpointing in CHECKPOINTING {
+                run(
+                    options(stage, activation_checkpointing),
+                    &format!("stage {stage}, activation checkpointing {activation_checkpointing:?}"),
+                );
             }
         }
     };
     for micro in [1, 4] {
-        let expected = train(llama(), &ranks, options(0, Recomputation::None), STEPS, micro);
+        let expected = train(llama(), &ranks, options(0, ActivationCheckpointing::None), STEPS, micro);
         assert_learns(&expected);
-        // The first of these is the same setting a second time.
+        // The first of these repeats the same setting.
         every(&|options, what| {
             let found = train(llama(), &ranks, options, STEPS, micro);
             assert!(found.0 == expected.0, "{what}, {micro} micro-batches: other losses or norms");
             assert!(found.1 == expected.1, "{what}, {micro} micro-batches: other parameters");
         });
     }
-    let expected = train(gpt2(), &ranks, options(0, Recomputation::None), 10, 2);
+    let expected = train(gpt2(), &ranks, options(0, ActivationCheckpointing::None), 10, 2);
     every(&|options, what| assert!(train(gpt2(), &ranks, options, 10, 2) == expected, "GPT-2, {what}"));
-    for precision in [Precision::BF16, Precision { gradients: Dtype::Bf16, ..Precision::BF16 }] {
+    for precision in [Precision::BF16, Precision { reduce_dtype: Dtype::Bf16, ..Precision::BF16 }] {
         let narrow = |options: Options| Options { precision, ..options };
-        let expected = train(llama(), &ranks, narrow(options(0, Recomputation::None)), STEPS, 2);
+        let expected = train(llama(), &ranks, narrow(options(0, ActivationCheckpointing::None)), STEPS, 2);
         assert_learns(&expected);
-        let settings = [0, 1, 2, 3].map(|stage| (stage, Recomputation::None));
-        for (stage, recomputation) in settings.into_iter().chain(RECOMPUTATIONS.map(|recomputation| (3, recomputation)))
+        let settings = [0, 1, 2, 3].map(|stage| (stage, ActivationCheckpointing::None));
+        for (stage, activation_checkpointing) in
+            settings.into_iter().chain(CHECKPOINTING.map(|activation_checkpointing| (3, activation_checkpointing)))
         {
-            let found = train(llama(), &ranks, narrow(options(stage, recomputation)), STEPS, 2);
-            assert!(found == expected, "{precision:?}, stage {stage}, {recomputation:?}");
+            let found = train(llama(), &ranks, narrow(options(stage, activation_checkpointing)), STEPS, 2);
+            assert!(found == expected, "{precision:?}, stage {stage}, {activation_checkpointing:?}");
         }
     }
 }
 
 #[test]
 fn stages_give_the_same_bits_on_2_ranks() {
-    ranks!(Launch::ranks(2).limit(Duration::from_secs(500)), || same_bits(2));
+    ranks!(Launch::ranks(2).timeout(Duration::from_secs(500)), || same_bits(2));
 }
 
 #[test]
 fn stages_give_the_same_bits_on_3_ranks() {
-    ranks!(Launch::ranks(3).limit(Duration::from_secs(500)), || same_bits(3));
+    ranks!(Launch::ranks(3).timeout(Duration::from_secs(500)), || same_bits(3));
 }
 
 #[test]
 fn stages_give_the_same_bits_on_4_ranks() {
-    ranks!(Launch::ranks(4).limit(Duration::from_secs(500)), || same_bits(4));
+    ranks!(Launch::ranks(4).timeout(Duration::from_secs(500)), || same_bits(4));
 }
 
 #[test]
-fn replicas_optimizers_and_units_in_flight_change_no_bit_between_stages() {
-    ranks!(Launch::ranks(4).limit(Duration::from_secs(300)), || {
+fn replicas_optimizers_and_prefetch_change_no_bit_between_stages() {
+    ranks!(Launch::ranks(4).timeout(Duration::from_secs(300)), || {
         let world = world();
         let sharded = Ranks::sharded(world.clone());
         let hybrid = Ranks::hybrid(world, 2).unwrap();
         assert_eq!((hybrid.groups.shard.size(), hybrid.groups.replicate.size()), (2, 2));
-        let sgd = Sgd { rate: 0., momentum: 0.9, weight_decay: 0.01 };
-        let lamb = Lamb { rate: 0., beta1: 0.9, beta2: 0.99, weight_decay: 0.05, epsilon: 1e-6 };
+        let sgd = Sgd { lr: 0., momentum: 0.9, weight_decay: 0.01 };
+        let lamb = Lamb { lr: 0., beta1: 0.9, beta2: 0.99, weight_decay: 0.05, eps: 1e-6 };
         let with = |optimizer: Optimizer, rate| {
             move |options| Options { optimizer: optimizer.clone(), schedule: Schedule::constant(rate), ..options }
         };
         let same = |what: &str, ranks: &Ranks, change: &dyn Fn(Options) -> Options| -> Bits {
-            let bits = |stage| train(llama(), ranks, change(options(stage, Recomputation::None)), 30, 2);
+            let bits = |stage| train(llama(), ranks, change(options(stage, ActivationCheckpointing::None)), 16, 2);
             let expected = bits(0);
             assert_learns(&expected);
             (1..4).for_each(|stage| assert!(bits(stage) == expected, "{what}, stage {stage}"));
@@ -163,9 +169,9 @@ fn replicas_optimizers_and_units_in_flight_change_no_bit_between_stages() {
         };
         let plain = same("plain", &sharded, &|options| options);
         same("two replicas", &hybrid, &|options| options);
-        for units_in_flight in [0, 5] {
-            let what = format!("{units_in_flight} units in flight");
-            let bits = same(&what, &sharded, &|options| Options { units_in_flight, ..options });
+        for prefetch in [0, 5] {
+            let what = format!("prefetch {prefetch}");
+            let bits = same(&what, &sharded, &|options| Options { prefetch, ..options });
             assert!(plain == bits, "{what} change nothing");
         }
         same("SGD", &sharded, &with(Optimizer::Sgd(sgd), 0.3));
@@ -174,37 +180,37 @@ fn replicas_optimizers_and_units_in_flight_change_no_bit_between_stages() {
     });
 }
 
-/// The gradients of a first step: for each unit, this rank's slice of their sum. After one step SGD's momentum holds them, and
-/// nothing has rounded them since they were summed.
+/// The gradients of the first step: for each unit, this rank's shard of their sum. After one step SGD's momentum holds them,
+/// without further rounding.
 fn first_gradients(ranks: &Ranks, stage: u8, micro_batches: &[Batch]) -> Vec<Vec<f32>> {
-    let optimizer = Optimizer::Sgd(Sgd { rate: 0., momentum: 0.9, weight_decay: 0. });
-    let options = Options { optimizer, clip_norm: None, ..options(stage, Recomputation::None) };
+    let optimizer = Optimizer::Sgd(Sgd { lr: 0., momentum: 0.9, weight_decay: 0. });
+    let options = Options { optimizer, max_grad_norm: None, ..options(stage, ActivationCheckpointing::None) };
     let mut trainer = trainer(llama(), ranks, options);
     trainer.step(micro_batches).unwrap();
     let momentum = |shard: &mut ShardedUnit| {
-        shard.settle().unwrap();
-        Vec::<f32>::try_from(&shard.saved()[1].tensor).unwrap()
+        shard.wait_for_update().unwrap();
+        Vec::<f32>::try_from(&shard.checkpoint_tensors()[1].tensor).unwrap()
     };
     trainer.shards_mut().iter_mut().map(momentum).collect()
 }
 
-/// Hybrid sharding sums gradients within each replica, then between replicas. That is another order than with one replica, so the
-/// bits differ; how much they may differ is known. Here they are compared with the sum in f64 of the same contributions.
+/// Hybrid sharding sums gradients within each replica, then between replicas. This order differs from that of one replica, so the
+/// bits differ, but by no more than a known bound. Here they are compared with the sum of the same contributions in f64.
 ///
 /// If no term of a sum passes through more than k additions, the sum is off by at most γ(k) · Σ|g|, where γ(k) = k·u / (1 − k·u)
 /// and u = 2⁻²⁴, half of f32's epsilon (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2). In S shards of R
 /// replicas, an element has S·R terms, one from each rank, and each passes through at most k = (S − 1) + (R − 1) additions.
 ///
 /// Nothing else in the comparison is rounded. A rank's contribution is what it computes alone, divided by the number of ranks: all
-/// have as many tokens, and that number is a power of two.
+/// have the same number of tokens, and the number of ranks is a power of two.
 #[test]
 fn hybrid_sums_are_within_the_f32_rounding_bound_of_f64_sums() {
-    ranks!(Launch::ranks(4).limit(Duration::from_secs(100)), || {
+    ranks!(Launch::ranks(4).timeout(Duration::from_secs(100)), || {
         let world = world();
         let (rank, size) = (world.rank(), world.size());
         let own_batch = |index: usize| {
             let inputs = batch(1, (index * size + rank) as i64).inputs;
-            let targets = (&inputs * 3 + 1).remainder(VOCABULARY);
+            let targets = (&inputs * 3 + 1).remainder(VOCAB_SIZE);
             Batch::new(inputs, targets)
         };
         let micro_batches: Vec<Batch> = (0..2).map(own_batch).collect();
@@ -212,7 +218,7 @@ fn hybrid_sums_are_within_the_f32_rounding_bound_of_f64_sums() {
         let sum_over_ranks = |term: fn(f64) -> f64| -> Vec<Vec<f64>> {
             let sum = |unit: &Vec<f32>| {
                 let terms: Vec<f64> = unit.iter().map(|&g| term(f64::from(g) / size as f64)).collect();
-                world.all_reduce("f64 reference", Reduce::Sum, terms).wait().unwrap()
+                world.all_reduce("f64 reference", ReduceOp::Sum, terms).wait().unwrap()
             };
             alone.iter().map(sum).collect()
         };
@@ -243,20 +249,20 @@ fn hybrid_sums_are_within_the_f32_rounding_bound_of_f64_sums() {
 }
 
 #[test]
-fn sharded_accumulation_gives_the_same_sums() {
-    ranks!(Launch::ranks(3).limit(Duration::from_secs(200)), || {
+fn reducing_each_micro_batch_gives_the_same_sums() {
+    ranks!(Launch::ranks(3).timeout(Duration::from_secs(200)), || {
         let ranks = Ranks::sharded(world());
-        let with = |accumulation, stage| {
-            let options = Options { accumulation, ..options(stage, Recomputation::None) };
+        let with = |reduce_each_micro_batch, stage| {
+            let options = Options { reduce_each_micro_batch, ..options(stage, ActivationCheckpointing::None) };
             train(llama(), &ranks, options, 30, 4)
         };
-        let whole = with(Accumulation::Whole, 3);
-        let sharded = with(Accumulation::Sharded, 3);
-        assert!(with(Accumulation::Sharded, 2) == sharded, "stages 2 and 3 add in the same order");
+        let whole = with(false, 3);
+        let sharded = with(true, 3);
+        assert!(with(true, 2) == sharded, "stages 2 and 3 add in the same order");
         let near = |(&a, &b): (&u64, &u64)| (f64::from_bits(a) / f64::from_bits(b) - 1.).abs() < 1e-3;
         assert!(whole.0.iter().zip(&sharded.0).all(near), "the sums are the same, if not to the last bit");
-        let refused = Options { accumulation: Accumulation::Sharded, ..options(1, Recomputation::None) };
-        let error = Trainer::new(llama(), ranks.clone(), refused, &mut start::from_seed(5)).err().unwrap();
+        let refused = Options { reduce_each_micro_batch: true, ..options(1, ActivationCheckpointing::None) };
+        let error = Trainer::new(llama(), ranks.clone(), refused, &mut init::from_seed(5)).err().unwrap();
         assert!(error.to_string().contains("use stage 2 or 3"), "{error}");
     });
 }
@@ -270,24 +276,29 @@ fn frozen_parameters_stay_and_cost_nothing() {
             model.freeze(prefixes).unwrap();
             model
         };
-        // Units without, with some, and with nothing but frozen parameters.
+        // Units with no, some, and only frozen parameters.
         for prefixes in [
             &["model.embed_tokens", "model.layers.0.", "model.layers.1.self_attn"][..],
             &["model.layers.1.", "lm_head"][..],
         ] {
-            let bits = |stage, recomputation| train(frozen(prefixes), &ranks, options(stage, recomputation), 30, 2);
-            let expected = bits(0, Recomputation::None);
+            let bits = |stage, activation_checkpointing| {
+                train(frozen(prefixes), &ranks, options(stage, activation_checkpointing), 30, 2)
+            };
+            let expected = bits(0, ActivationCheckpointing::None);
             assert_learns(&expected);
             for stage in 0..4 {
-                for recomputation in RECOMPUTATIONS {
-                    assert!(bits(stage, recomputation) == expected, "{prefixes:?} stage {stage} {recomputation:?}");
+                for activation_checkpointing in CHECKPOINTING {
+                    assert!(
+                        bits(stage, activation_checkpointing) == expected,
+                        "{prefixes:?} stage {stage} {activation_checkpointing:?}"
+                    );
                 }
             }
-            let begun = parameters(&mut trainer(llama(), &ranks, options(0, Recomputation::None)));
+            let initial = parameters(&mut trainer(llama(), &ranks, options(0, ActivationCheckpointing::None)));
             let mut place = 0;
             for parameter in frozen(prefixes).units().iter().flat_map(|unit| unit.parameters()) {
                 let range = place..place + parameter.elements();
-                let same = expected.1[range.clone()] == begun[range];
+                let same = expected.1[range.clone()] == initial[range];
                 assert_eq!(same, !parameter.trainable, "{}", parameter.name);
                 place += parameter.elements();
             }
@@ -298,15 +309,15 @@ fn frozen_parameters_stay_and_cost_nothing() {
         };
         let model = frozen(&["model.embed_tokens"]);
         let (elements, all) = (trained(&model), model.elements());
-        let (bytes, _) = trainer(model, &ranks, options(0, Recomputation::None)).bytes();
+        let (bytes, _) = trainer(model, &ranks, options(0, ActivationCheckpointing::None)).bytes();
         assert_eq!((bytes.parameters, bytes.optimizer), (4 * all, 8 * elements));
         let error = llama().freeze(&["model.layer.0"]).unwrap_err().to_string();
-        assert!(error.contains("no parameter's name begins with 'model.layer.0'"), "{error}");
+        assert!(error.contains("no parameter name starts with 'model.layer.0'"), "{error}");
         let all_frozen = Trainer::new(
             frozen(&["model.", "lm_head"]),
             ranks.clone(),
-            options(3, Recomputation::None),
-            &mut start::from_seed(5),
+            options(3, ActivationCheckpointing::None),
+            &mut init::from_seed(5),
         );
         assert!(all_frozen.err().unwrap().to_string().contains("nothing to train"));
     });
@@ -314,29 +325,29 @@ fn frozen_parameters_stay_and_cost_nothing() {
 
 #[test]
 fn sixteen_ranks_train_like_one() {
-    ranks!(Launch::ranks(16).limit(Duration::from_secs(300)), || {
+    ranks!(Launch::ranks(16).timeout(Duration::from_secs(300)), || {
         let ranks = Ranks::sharded(world());
         let alone = Ranks::sharded(Arc::new(shardwise_comm::single::group()));
-        let mut together = trainer(llama(), &ranks, options(3, Recomputation::None));
-        let mut single = trainer(llama(), &alone, options(0, Recomputation::None));
+        let mut together = trainer(llama(), &ranks, options(3, ActivationCheckpointing::None));
+        let mut single = trainer(llama(), &alone, options(0, ActivationCheckpointing::None));
         for step in 0..20 {
             let own = batch(step, ranks.world.rank() as i64);
             let all: Vec<Batch> = (0..16).map(|index| batch(step, index)).collect();
             let (found, expected) = (together.step(&[own]).unwrap(), single.step(&all).unwrap());
             let near = |a: f64, b: f64| (a / b - 1.).abs() < 1e-5;
             assert!(near(found.loss, expected.loss), "step {step}: {found:?} {expected:?}");
-            assert!(near(found.gradient_norm, expected.gradient_norm), "step {step}: {found:?} {expected:?}");
+            assert!(near(found.grad_norm, expected.grad_norm), "step {step}: {found:?} {expected:?}");
         }
     });
 }
 
-/// Sets elements of a parameter through the start: what a corrupted checkpoint would do.
+/// Initializes one element of a parameter with a bad value, like a corrupted checkpoint.
 fn spoiled(
     parameter_name: &'static str,
     value: f32,
-) -> impl FnMut(&shardwise_model::Parameter, std::ops::Range<usize>, &mut [f32]) -> Result<(), shardwise_zero::StartError>
+) -> impl FnMut(&shardwise_model::Parameter, std::ops::Range<usize>, &mut [f32]) -> Result<(), shardwise_zero::InitError>
 {
-    let mut seed = start::from_seed(5);
+    let mut seed = init::from_seed(5);
     move |parameter, range, elements| {
         seed(parameter, range.clone(), elements)?;
         if parameter.name == parameter_name && range.contains(&7) {
@@ -352,29 +363,29 @@ fn numbers_that_are_not_finite_are_named_and_follow_the_policy() {
         let ranks = Ranks::sharded(world());
         let own = || batch(0, ranks.world.rank() as i64);
         for stage in 0..4 {
-            let options = options(stage, Recomputation::Full);
+            let options = options(stage, ActivationCheckpointing::Full);
             let name = "model.layers.1.mlp.up_proj.weight";
             let mut trainer =
                 Trainer::new(llama(), ranks.clone(), options.clone(), &mut spoiled(name, f32::NAN)).unwrap();
-            // A step that is refused is not counted: the next one is the first again.
+            // A step that fails is not counted: the next one is the first again.
             for _ in 0..2 {
                 let error = trainer.step(&[own()]).unwrap_err().to_string();
                 assert_eq!(
                     error,
                     format!(
-                        "step 1: the output of unit block.1 on rank 0 is not finite, as is its parameter {name}; nothing \
+                        "step 1: the output of unit block.1 on rank 0 is not finite, and neither is its parameter {name}; nothing \
                          was updated"
                     )
                 );
             }
-            // Finite parameters, but an infinite gradient: f16 overflows on the way back, not on the way there.
+            // Finite parameters but an infinite gradient: f16 overflows in the backward pass, not in the forward pass.
             let skipping = Options {
                 precision: Precision::F16,
                 loss_scale: LossScale::Dynamic(DynamicScale { initial: 1e9, window: 5, ..DynamicScale::DEFAULT }),
-                on_not_finite: OnNotFinite::Skip,
+                on_nonfinite: OnNonFinite::Skip,
                 ..options
             };
-            // With a unit in which nothing is trained, too.
+            // Also with a frozen unit.
             let mut model = llama();
             model.freeze(&["model.layers.0."]).unwrap();
             let mut trainer = self::trainer(model, &ranks, skipping);
@@ -382,14 +393,17 @@ fn numbers_that_are_not_finite_are_named_and_follow_the_policy() {
             let first = trainer.step(&[own()]).unwrap();
             let fault = first.skipped.expect("the scale is too large").to_string();
             assert!(fault.contains("is not finite") && fault.starts_with("the gradient of "), "{fault}");
-            assert!(first.loss.is_finite() && first.skipped_so_far == 1, "the loss of a skipped step is still told");
+            assert!(
+                first.loss.is_finite() && first.skipped_so_far == 1,
+                "the loss of a skipped step is still reported"
+            );
             assert_eq!(parameters(&mut trainer), before, "a skipped step changes nothing");
             let reports: Vec<_> = (1..60).map(|step| trainer.step(&[batch(step, 0)]).unwrap()).collect();
             let last = reports.last().unwrap();
             assert!(last.skipped_so_far > 2 && last.skipped_so_far < 30, "{last:?}");
             assert!(last.loss < 0.8 * first.loss, "it learns after all: {} to {}", first.loss, last.loss);
             let rises = reports.windows(2).filter(|pair| pair[1].loss_scale == 2. * pair[0].loss_scale).count();
-            assert!(rises > 1, "the scale rises again");
+            assert!(rises > 1, "the scale grows again");
         }
     });
 }
@@ -403,18 +417,20 @@ fn a_frozen_or_tied_parameter_that_is_not_finite_is_named() {
             model.freeze(&["model.layers.1.mlp."]).unwrap();
             model
         };
-        let tied = || Llama { tied: true, ..Llama::new(VOCABULARY as usize, 36, 3, 6, 53) }.model().unwrap();
-        // What is spoiled is of token 0, which the batch does not have: the embedding's own output is finite.
-        let tokens = batch(0, ranks.world.rank() as i64).inputs.remainder(VOCABULARY - 1) + 1;
+        let tied =
+            || Llama { tie_word_embeddings: true, ..Llama::new(VOCAB_SIZE as usize, 36, 3, 6, 53) }.model().unwrap();
+        // The bad element belongs to token 0, which the batch does not have, so the embedding's own output is finite.
+        let tokens = batch(0, ranks.world.rank() as i64).inputs.remainder(VOCAB_SIZE - 1) + 1;
         let own = Batch::new(tokens.shallow_clone(), tokens);
         let cases: [(&dyn Fn() -> Model, &str, &str); 2] =
             [(&frozen, "block.1", "model.layers.1.mlp.up_proj.weight"), (&tied, "head", "model.embed_tokens.weight")];
         for (model, unit, name) in cases {
             for stage in [0, 3] {
-                let options = options(stage, Recomputation::None);
+                let options = options(stage, ActivationCheckpointing::None);
                 let mut trainer = Trainer::new(model(), ranks.clone(), options, &mut spoiled(name, f32::NAN)).unwrap();
                 let error = trainer.step(std::slice::from_ref(&own)).unwrap_err().to_string();
-                let expected = format!("the output of unit {unit} on rank 0 is not finite, as is its parameter {name}");
+                let expected =
+                    format!("the output of unit {unit} on rank 0 is not finite, and neither is its parameter {name}");
                 assert!(error.contains(&expected), "stage {stage}: {error}");
             }
         }
@@ -427,8 +443,8 @@ fn uneven_batches_equal_one_big_batch() {
         let ranks = Ranks::sharded(world());
         let alone = Ranks::sharded(Arc::new(shardwise_comm::single::group()));
         let size = ranks.world.size() as i64;
-        let mut together = trainer(llama(), &ranks, options(3, Recomputation::None));
-        let mut single = trainer(llama(), &alone, options(0, Recomputation::None));
+        let mut together = trainer(llama(), &ranks, options(3, ActivationCheckpointing::None));
+        let mut single = trainer(llama(), &alone, options(0, ActivationCheckpointing::None));
         for step in 0..10 {
             let all: Vec<Batch> = (0..2 * size).map(|index| batch(step, index)).collect();
             let joined = |part: fn(&Batch) -> &Tensor| Tensor::cat(&all.iter().map(part).collect::<Vec<_>>(), 0);
@@ -437,32 +453,33 @@ fn uneven_batches_equal_one_big_batch() {
             let (found, expected) = (together.step(&own).unwrap(), single.step(&[big]).unwrap());
             assert_eq!(found.tokens, expected.tokens);
             assert!((found.loss / expected.loss - 1.).abs() < 1e-5, "step {step}: {found:?} {expected:?}");
-            assert!(
-                (found.gradient_norm / expected.gradient_norm - 1.).abs() < 1e-4,
-                "step {step}: {found:?} {expected:?}"
-            );
+            assert!((found.grad_norm / expected.grad_norm - 1.).abs() < 1e-4, "step {step}: {found:?} {expected:?}");
         }
     });
 }
 
 #[test]
-fn ranks_with_different_numbers_of_micro_batches_are_told() {
+fn different_numbers_of_micro_batches_are_an_error() {
     ranks!(3, || {
         let ranks = Ranks::sharded(world());
         let rank = ranks.world.rank();
-        let mut trainer = trainer(llama(), &ranks, options(3, Recomputation::None));
+        let mut trainer = trainer(llama(), &ranks, options(3, ActivationCheckpointing::None));
         let micro = if rank == 1 { 3 } else { 2 };
         let batches: Vec<Batch> = (0..micro).map(|index| batch(0, index)).collect();
         let error = trainer.step(&batches).unwrap_err().to_string();
         let expected = match rank {
-            1 => "step 1: rank 0 has 2 micro-batches and this rank 3; all ranks need as many, and at least one",
-            _ => "step 1: rank 1 has 3 micro-batches and this rank 2; all ranks need as many, and at least one",
+            1 => {
+                "step 1: rank 0 has 2 micro-batches, but this rank has 3; every rank needs the same number, at least one"
+            }
+            _ => {
+                "step 1: rank 1 has 3 micro-batches, but this rank has 2; every rank needs the same number, at least one"
+            }
         };
         assert_eq!(error, expected);
-        // Nothing is lost: the next step can be right.
+        // The trainer is unchanged: the next step can succeed.
         trainer.step(&[batch(0, rank as i64)]).unwrap();
         let nothing = Batch::new(batch(0, 0).inputs, batch(0, 0).targets.fill_(IGNORED));
         let error = trainer.step(&[nothing]).unwrap_err().to_string();
-        assert!(error.contains("step 2: no rank has a token that counts"), "{error}");
+        assert!(error.contains("step 2: every target is ignored on all ranks"), "{error}");
     });
 }

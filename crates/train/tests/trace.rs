@@ -1,4 +1,4 @@
-//! A trace that one rank is asked for in the midst of a run is made by all.
+//! A trace requested from one rank during a run covers all ranks.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
@@ -9,27 +9,27 @@ use std::sync::atomic::Ordering;
 use shardwise_comm::mpi;
 use shardwise_harness::{Launch, ranks};
 use shardwise_journal::spans::{Thread, Trace};
-use shardwise_train::{Asked, Ended, Position, Recipe, run};
+use shardwise_train::{PositionTracker, Recipe, Requests, RunOutcome, run};
 
 const FOLDER: &str = "SHARDWISE_TEST_FOLDER";
 
 const RECIPE: &str = r#"
 [model.llama]
-vocabulary = 61
-width = 32
-blocks = 2
-heads = 4
-mlp_width = 80
+vocab_size = 61
+hidden_size = 32
+num_hidden_layers = 2
+num_attention_heads = 4
+intermediate_size = 80
 
 [data]
 seed = 7
 
 [batch]
-sequences = 2
-positions = 16
+micro_batch_size = 2
+seq_len = 16
 
 [optimizer]
-rate = 1e-2
+lr = 1e-2
 
 [run]
 steps = 6
@@ -40,24 +40,25 @@ background = false
 "#;
 
 #[test]
-fn one_rank_is_asked_and_all_are_traced() {
+fn a_request_to_one_rank_traces_all() {
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("recipe.toml"), RECIPE).unwrap();
     ranks!(Launch::ranks(3).variable(FOLDER, folder.path().to_str().unwrap()), || {
         let folder = PathBuf::from(std::env::var(FOLDER).unwrap());
         let recipe = Recipe::read(&folder.join("recipe.toml")).unwrap();
         let world = Arc::new(mpi::world(mpi::Options::default()).unwrap());
-        let asked = Asked::default();
+        let requests = Requests::default();
         if world.rank() == 1 {
-            asked.trace.store(2, Ordering::Relaxed);
+            requests.trace.store(2, Ordering::Relaxed);
         }
         let ended =
-            run(&recipe, &world, &asked, &Arc::new(Position::default()), &mut |_| (), &mut std::io::sink()).unwrap();
-        assert_eq!(ended, Ended::Finished);
-        assert_eq!(asked.trace.load(Ordering::Relaxed), 0, "a wish is fulfilled once");
-        // It is heard in the first step, and begins with the second.
+            run(&recipe, &world, &requests, &Arc::new(PositionTracker::default()), &mut |_| (), &mut std::io::sink())
+                .unwrap();
+        assert_eq!(ended, RunOutcome::Finished);
+        assert_eq!(requests.trace.load(Ordering::Relaxed), 0, "a request is served once");
+        // The first step sees the request, and the trace starts with the second.
         let trace = Trace::read(&folder.join("saved/trace-step-000002.json")).unwrap();
-        assert_eq!((trace.about.first_step, trace.about.steps, trace.about.ranks), (2, 2, 3));
+        assert_eq!((trace.info.first_step, trace.info.steps, trace.info.ranks), (2, 2, 3));
         for rank in 0..3 {
             for step in [2, 3] {
                 let of = |thread: Thread| {
@@ -66,6 +67,6 @@ fn one_rank_is_asked_and_all_are_traced() {
                 assert!(of(Thread::Training) && of(Thread::Communication), "rank {rank}, step {step}");
             }
         }
-        assert!(trace.ranks.iter().all(|(_, about)| about.forgotten == 0 && about.clock_uncertainty_us == 0.));
+        assert!(trace.ranks.iter().all(|(_, info)| info.dropped == 0 && info.clock_uncertainty_us == 0.));
     });
 }

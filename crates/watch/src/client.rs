@@ -1,11 +1,11 @@
-//! A rank's side: it joins, and from then on one thread says where the rank stands and listens for orders.
+//! A rank's side: it joins, and then one thread sends heartbeats and receives orders.
 //!
-//! The thread sleeps until a beat is due, an order comes or the rank has something to say. It takes no part in training and
-//! training does not wait for it, with one exception: last words ([`Watch::failed`], [`Watch::bye`]) are waited for, because the
-//! process may end right after them.
+//! The thread sleeps until a heartbeat is due, an order arrives or the rank has something to send. Training does not wait for it, with
+//! one exception: final messages ([`Reporter::report_failure`], [`Reporter::bye`]) block until they are sent, because the process may
+//! exit right after them.
 //!
-//! A rank must not outlive its supervisor, who alone can end it. When the connection ends, or nobody has confirmed what was sent
-//! for [`GONE_LIMIT`], the rank is ordered to end as if the supervisor had said so.
+//! A rank must not outlive its supervisor, because nothing else would stop it. When the connection ends, or sent data stays
+//! unacknowledged for [`GONE_LIMIT`], the rank gets an order to end as if the supervisor had sent it.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
@@ -16,125 +16,126 @@ use mio::{Events, Interest, Poll, Token, Waker};
 use shardwise_journal::Entry;
 
 use crate::message::{
-    FRAME_BYTES_MAX, FromRank, FromStranger, FromSupervisor, Hello, Inbox, Order, UNPROVEN_BYTES_MAX, frame_bytes,
-    refusal_proof, welcome_proof,
+    FRAME_BYTES_MAX, FirstMessage, FromRank, FromSupervisor, Hello, Inbox, Order, UNAUTHENTICATED_BYTES_MAX,
+    frame_bytes, refusal_proof, welcome_proof,
 };
 use crate::secret::{Nonce, Secret};
 use crate::server::flush;
-use crate::standing::{name, text};
-use crate::{Error, FailureKind, Result, Standing};
+use crate::status::{shorten_name, shorten_text};
+use crate::{Error, FailureKind, RankStatus, Result};
 
-/// How long what was sent may stay unconfirmed before the supervisor counts as gone.
+/// How long sent data may stay unacknowledged before the supervisor counts as gone.
 const GONE_LIMIT: Duration = Duration::from_secs(60);
-/// How long a rank waits for its last words to be sent.
-const LAST_WORDS_LIMIT: Duration = Duration::from_secs(5);
+/// How long a rank waits for its final message to be sent.
+const FINAL_MESSAGE_LIMIT: Duration = Duration::from_secs(5);
 /// How long one attempt at joining may take.
 const ATTEMPT_LIMIT: Duration = Duration::from_secs(5);
-/// The times between attempts, which double. The supervisor may have had too many ranks at its door at once.
+/// The first and the longest pause between attempts, which doubles. Too many ranks may have tried to join at once.
 const PAUSE_MIN: Duration = Duration::from_millis(50);
 const PAUSE_MAX: Duration = Duration::from_secs(1);
-/// What a supervisor may ask for. More often would be a load, and less often no sign of life.
-const BEAT_MIN: Duration = Duration::from_millis(1);
-const BEAT_MAX: Duration = Duration::from_secs(60);
-/// What may wait to be sent before notes and lines of the journal are left out.
+/// The range of heartbeat intervals that a supervisor may ask for: shorter ones are too much load, and longer ones show too late
+/// that a rank is alive.
+const HEARTBEAT_MIN: Duration = Duration::from_millis(1);
+const HEARTBEAT_MAX: Duration = Duration::from_secs(60);
+/// The number of unsent bytes beyond which notes and journal entries are dropped.
 const OUTBOX_BYTES_MAX: usize = 256 << 10;
 
 const STREAM: Token = Token(0);
 const COMMANDS: Token = Token(1);
 
-/// Who a rank is, and where.
+/// The identity of a rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Place {
-    /// Its number.
+pub struct RankIdentity {
+    /// The rank's number.
     pub rank: u32,
-    /// How many there are.
+    /// The world size.
     pub ranks: u32,
     /// The host that it runs on.
     pub host: String,
-    /// Its process there.
+    /// Its process id there.
     pub pid: u32,
-    /// The how-manieth attempt at the run it belongs to.
+    /// The attempt that it belongs to, counted from 1.
     pub attempt: u64,
 }
 
-/// A rank's end of the channel, after both sides have proved to know the secret.
+/// A rank's end of the channel, after both sides have proved that they know the secret.
 #[derive(Debug)]
 pub struct Client {
     stream: TcpStream,
-    beat: Duration,
+    heartbeat: Duration,
 }
 
 impl Client {
-    /// Joins the supervisor that listens at one of these addresses, which are tried in turn, for at most `limit`.
+    /// Joins the supervisor at one of these addresses, which are tried in turn for at most `limit`.
     ///
     /// # Errors
-    /// If none was reached in time; and at once, if all who were reached know another secret or none, or if the supervisor
-    /// refuses this rank.
-    pub fn join(addresses: &[SocketAddr], secret: &Secret, place: &Place, limit: Duration) -> Result<Client> {
-        // A limit that no clock has is none.
+    /// If no supervisor was reached in time. Fails at once if all programs that were reached know another secret or none, or if the
+    /// supervisor refuses this rank.
+    pub fn join(addresses: &[SocketAddr], secret: &Secret, identity: &RankIdentity, limit: Duration) -> Result<Client> {
+        // The limit keeps the sum within the range of the clock.
         let end = Instant::now() + limit.min(Duration::from_secs(86_400));
         let mut pause = PAUSE_MIN;
         loop {
             let mut last = Error::Malformed("no address was given".to_string());
-            let mut hopeless = !addresses.is_empty();
+            let mut is_hopeless = !addresses.is_empty();
             for &address in addresses {
-                match greet(address, secret, place, end.min(Instant::now() + ATTEMPT_LIMIT)) {
+                match handshake(address, secret, identity, end.min(Instant::now() + ATTEMPT_LIMIT)) {
                     Ok(client) => return Ok(client),
                     Err(refused @ Error::Refused { .. }) => return Err(refused),
                     Err(error) => {
-                        hopeless &= matches!(error, Error::Stranger { .. } | Error::WrongSecret { .. });
+                        is_hopeless &= matches!(error, Error::NotSupervisor { .. } | Error::WrongSecret { .. });
                         last = error;
                     }
                 }
             }
-            if hopeless {
+            if is_hopeless {
                 return Err(last);
             }
-            // Ranks that were turned away together should not come back together.
-            let pause_now = pause + Duration::from_millis(u64::from(place.rank % 64));
+            // Ranks that failed together should not retry together.
+            let pause_now = pause + Duration::from_millis(u64::from(identity.rank % 64));
             if addresses.is_empty() || Instant::now() + pause_now >= end {
-                return Err(Error::Unreached { addresses: addresses.to_vec(), limit, last: last.to_string() });
+                return Err(Error::Unreachable { addresses: addresses.to_vec(), limit, last: last.to_string() });
             }
             std::thread::sleep(pause_now);
             pause = (2 * pause).min(PAUSE_MAX);
         }
     }
 
-    /// How often the supervisor wants to hear where the rank stands.
-    pub fn beat_every(&self) -> Duration {
-        self.beat
+    /// Returns the heartbeat interval that the supervisor asked for.
+    pub fn heartbeat_interval(&self) -> Duration {
+        self.heartbeat
     }
 
-    /// Says once where the rank stands, and waits until that is sent; for those who have no thread to spare.
+    /// Sends one heartbeat and waits until it is sent, for callers that cannot spare a thread.
     ///
     /// # Errors
     /// If the supervisor is gone.
-    pub fn beat(&mut self, standing: Standing) -> Result<()> {
+    pub fn send_heartbeat(&mut self, status: RankStatus) -> Result<()> {
         let mut frame = Vec::new();
-        FromRank::Beat(standing.cut()).write(&mut frame);
-        self.stream.write_all(&frame).map_err(Error::io("a beat"))
+        FromRank::Heartbeat(status.shorten()).write(&mut frame);
+        self.stream.write_all(&frame).map_err(Error::io("sending a heartbeat"))
     }
 
-    /// The connection as it is, for those who have to say what a rank would not: tests.
+    /// Returns the raw connection, for tests that send what a rank would not.
     pub fn into_stream(self) -> TcpStream {
         self.stream
     }
 
-    /// Starts the thread that says with every beat what `standing` says, and hands orders to `on_order`.
+    /// Starts the thread that sends the result of `status` with every heartbeat, and calls `on_order` with every order.
     ///
-    /// Both run on that thread, and neither may use the [`Watch`], which waits for it. While `standing` takes long the rank is
-    /// silent, so it must not wait for what training holds. A rank that is ordered to end should do so in `on_order` itself:
-    /// the thread that trains may be waiting for a rank that is no more. When either panics the connection ends, and the
-    /// supervisor takes the rank for dead.
+    /// Both run on that thread, and neither may use the [`Reporter`], which waits for the thread. A slow `status` delays heartbeats, so
+    /// it must not wait for locks that training holds. A rank that is ordered to end should exit in `on_order` itself, because the
+    /// training thread may be waiting for a rank that is gone. If either of them panics, the connection ends, and the supervisor
+    /// considers the rank dead.
     ///
     /// # Errors
-    /// If the system gives no thread, or nothing to wait with.
-    pub fn watch(
+    /// If the system cannot create the thread or the event queue.
+    pub fn start_reporting(
         self,
-        standing: impl Fn() -> Standing + Send + 'static,
+        status: impl Fn() -> RankStatus + Send + 'static,
         on_order: impl Fn(Order) + Send + 'static,
-    ) -> Result<Watch> {
-        let prepared = || {
+    ) -> Result<Reporter> {
+        let prepare = || {
             self.stream.set_nonblocking(true)?;
             let mut stream = mio::net::TcpStream::from_std(self.stream);
             let poll = Poll::new()?;
@@ -142,7 +143,7 @@ impl Client {
             let waker = Waker::new(poll.registry(), COMMANDS)?;
             Ok((stream, poll, waker))
         };
-        let (stream, poll, waker) = prepared().map_err(Error::io("watching"))?;
+        let (stream, poll, waker) = prepare().map_err(Error::io("preparing the connection"))?;
         let (commands, received) = mpsc::channel();
         let session = Session {
             stream,
@@ -151,64 +152,65 @@ impl Client {
             outbox: Vec::new(),
             waiting: Vec::new(),
             commands: received,
-            beat: self.beat,
-            standing,
+            heartbeat: self.heartbeat,
+            status,
             on_order,
             ended: false,
         };
         let thread = std::thread::Builder::new().name("watch".to_string());
-        thread.spawn(move || session.run()).map_err(Error::io("the thread of the watch"))?;
-        Ok(Watch { commands, waker })
+        thread.spawn(move || session.run()).map_err(Error::io("starting the reporter thread"))?;
+        Ok(Reporter { commands, waker })
     }
 }
 
-/// A rank under watch. When it is dropped without a [`bye`](Watch::bye), the supervisor takes the rank for dead.
+/// The handle of a rank's reporter thread. If it is dropped without a [`bye`](Reporter::bye), the supervisor considers the rank dead.
 #[derive(Debug)]
-pub struct Watch {
+pub struct Reporter {
     commands: Sender<Command>,
     waker: Waker,
 }
 
-impl Watch {
-    /// Says that something went wrong. Returns when that is sent, or cannot be.
-    pub fn failed(&self, kind: FailureKind, text: &str) {
-        self.last_words(|sent| Command::Failed { kind, text: text.to_string(), sent });
+impl Reporter {
+    /// Reports a failure. Returns once the report is sent, or cannot be sent.
+    pub fn report_failure(&self, kind: FailureKind, text: &str) {
+        self.send_final(|sent| Command::Failed { kind, text: text.to_string(), sent });
     }
 
-    /// Says something that people should read.
+    /// Sends a message for people.
     pub fn note(&self, text: &str) {
         self.command(Command::Note { text: text.to_string() });
     }
 
-    /// Hands on a line of the journal, if this is the first rank. Where too much waits to be sent, it is left out.
-    pub fn entry(&self, entry: &Entry) {
+    /// Forwards a journal entry; only rank 0 may do so. The entry is dropped if too much data is waiting to be sent.
+    pub fn send_entry(&self, entry: &Entry) {
         self.command(Command::Entry(Box::new(entry.clone())));
     }
 
-    /// Says that the rank ends with this exit code, and means to. Returns when that is sent, or cannot be. From then on no order
-    /// comes.
+    /// Announces that the rank exits as planned with this exit code. Returns once that is sent, or cannot be sent. No orders
+    /// arrive afterwards.
     pub fn bye(&self, code: i32) {
-        self.last_words(|sent| Command::Bye { code, sent });
+        self.send_final(|sent| Command::Bye { code, sent });
     }
 
-    fn last_words(&self, command: impl FnOnce(Sender<()>) -> Command) {
+    /// Sends a command, and waits until its message is sent.
+    fn send_final(&self, command: impl FnOnce(Sender<()>) -> Command) {
         let (sent, is_sent) = mpsc::channel();
         self.command(command(sent));
-        // An error is that the thread has ended, or the limit: there is nobody to tell.
-        let _ = is_sent.recv_timeout(LAST_WORDS_LIMIT);
+        // On an error, the thread has ended or the time is up; nothing more can be done.
+        let _ = is_sent.recv_timeout(FINAL_MESSAGE_LIMIT);
     }
 
     fn command(&self, command: Command) {
-        // Without a thread there is no supervisor, and the rank has been told so.
+        // If the thread has ended, the supervisor is gone, and the rank has already been ordered to end.
         if self.commands.send(command).is_ok() {
             drop(self.waker.wake());
         }
     }
 }
 
-impl Drop for Watch {
+impl Drop for Reporter {
     fn drop(&mut self) {
-        self.command(Command::Leave);
+        self.command(Command::Disconnect);
     }
 }
 
@@ -218,66 +220,66 @@ enum Command {
     Note { text: String },
     Entry(Box<Entry>),
     Bye { code: i32, sent: Sender<()> },
-    Leave,
+    Disconnect,
 }
 
-/// What the thread has.
+/// The state of the reporter thread.
 struct Session<S, O> {
     stream: mio::net::TcpStream,
     poll: Poll,
     inbox: Inbox,
     outbox: Vec<u8>,
-    /// Who waits for the outbox to be empty.
+    /// Callers that wait until the outbox is empty.
     waiting: Vec<Sender<()>>,
     commands: Receiver<Command>,
-    beat: Duration,
-    standing: S,
+    heartbeat: Duration,
+    status: S,
     on_order: O,
-    /// It was ordered to end, and need not be told again.
+    /// Whether an order to end has arrived, which is then not repeated.
     ended: bool,
 }
 
-/// How far the rank is from leaving.
+/// Whether the rank is leaving.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Stage {
-    Watching,
-    /// It has said bye, and leaves when that is sent.
+    Reporting,
+    /// It has queued its bye, and disconnects once that is sent.
     Leaving,
     Left,
 }
 
-impl<S: Fn() -> Standing, O: Fn(Order)> Session<S, O> {
+impl<S: Fn() -> RankStatus, O: Fn(Order)> Session<S, O> {
     fn run(mut self) {
-        if let (Err(why), false) = (self.watch(), self.ended) {
+        if let (Err(why), false) = (self.report(), self.ended) {
             (self.on_order)(Order::End { reason: format!("the supervisor is gone: {why}") });
         }
     }
 
-    /// Until the rank leaves, or the error is why the supervisor counts as gone.
-    fn watch(&mut self) -> std::result::Result<(), String> {
+    /// Reports until the rank leaves. The error says why the supervisor counts as gone.
+    fn report(&mut self) -> std::result::Result<(), String> {
         let mut events = Events::with_capacity(8);
-        let mut next_beat = Instant::now();
+        let mut next_heartbeat = Instant::now();
         let mut stuck_since = None;
-        let mut stage = Stage::Watching;
+        let mut stage = Stage::Reporting;
         loop {
-            let timeout = next_beat.saturating_duration_since(Instant::now());
+            let timeout = next_heartbeat.saturating_duration_since(Instant::now());
             match self.poll.poll(&mut events, Some(timeout)) {
                 Err(error) if error.kind() != ErrorKind::Interrupted => return Err(format!("cannot wait: {error}")),
                 _ => {}
             }
             let now = Instant::now();
-            stage = self.obey(stage);
-            if now >= next_beat {
-                next_beat = now + self.beat;
-                // Where the last beat is still here, a second would be late as well.
-                if stage == Stage::Watching && self.outbox.is_empty() {
-                    FromRank::Beat((self.standing)().cut()).write(&mut self.outbox);
+            stage = self.run_commands(stage);
+            if now >= next_heartbeat {
+                next_heartbeat = now + self.heartbeat;
+                // While the last heartbeat is still unsent, another one would be late as well.
+                if stage == Stage::Reporting && self.outbox.is_empty() {
+                    FromRank::Heartbeat((self.status)().shorten()).write(&mut self.outbox);
                 }
             }
             let flushed = flush(&mut self.stream, &mut self.outbox);
             if self.outbox.is_empty() {
                 stuck_since = None;
-                // Who waited has given up where this is an error.
+                // On an error, the waiting thread has given up.
                 self.waiting.drain(..).for_each(|sent| sent.send(()).unwrap_or_default());
             }
             match stage {
@@ -287,55 +289,55 @@ impl<S: Fn() -> Standing, O: Fn(Order)> Session<S, O> {
                     drop(self.stream.shutdown(Shutdown::Write));
                     return Ok(());
                 }
-                Stage::Leaving | Stage::Watching => {}
+                Stage::Leaving | Stage::Reporting => {}
             }
-            // Before the error: an order to end may be the last that came.
-            self.listen()?;
+            // Do this before returning a send error: the last data received may be an order to end.
+            self.receive_orders()?;
             flushed.map_err(|error| error.to_string())?;
             if !self.outbox.is_empty() && now - *stuck_since.get_or_insert(now) > GONE_LIMIT {
-                return Err(format!("it has taken nothing for {} s", GONE_LIMIT.as_secs()));
+                return Err(format!("it has accepted no data for {} s", GONE_LIMIT.as_secs()));
             }
         }
     }
 
-    /// Takes what the rank wants to say.
-    fn obey(&mut self, mut stage: Stage) -> Stage {
+    /// Runs the commands of the rank.
+    fn run_commands(&mut self, mut stage: Stage) -> Stage {
         while let Ok(command) = self.commands.try_recv() {
             match (stage, command) {
-                (_, Command::Leave) => return Stage::Left,
-                (Stage::Watching, Command::Failed { kind, text: said, sent }) => {
-                    let standing = (self.standing)().cut();
-                    FromRank::Failed { kind, text: text(said), standing }.write(&mut self.outbox);
+                (_, Command::Disconnect) => return Stage::Left,
+                (Stage::Reporting, Command::Failed { kind, text, sent }) => {
+                    let status = (self.status)().shorten();
+                    FromRank::Failed { kind, text: shorten_text(text), status }.write(&mut self.outbox);
                     self.waiting.push(sent);
                 }
-                (Stage::Watching, Command::Note { text: said }) => {
+                (Stage::Reporting, Command::Note { text }) => {
                     if self.outbox.len() < OUTBOX_BYTES_MAX {
-                        FromRank::Note { text: text(said) }.write(&mut self.outbox);
+                        FromRank::Note { text: shorten_text(text) }.write(&mut self.outbox);
                     }
                 }
-                (Stage::Watching, Command::Entry(entry)) => {
+                (Stage::Reporting, Command::Entry(entry)) => {
                     if self.outbox.len() < OUTBOX_BYTES_MAX {
                         self.outbox.extend(FromRank::entry(*entry).unwrap_or_default());
                     }
                 }
-                (Stage::Watching, Command::Bye { code, sent }) => {
+                (Stage::Reporting, Command::Bye { code, sent }) => {
                     FromRank::Bye { code }.write(&mut self.outbox);
                     self.waiting.push(sent);
                     stage = Stage::Leaving;
                 }
-                // After a bye there is nothing to say.
+                // Nothing is sent after a bye.
                 (Stage::Leaving | Stage::Left, _) => {}
             }
         }
         stage
     }
 
-    /// Takes what the supervisor wants.
-    fn listen(&mut self) -> std::result::Result<(), String> {
+    /// Receives orders from the supervisor.
+    fn receive_orders(&mut self) -> std::result::Result<(), String> {
         let mut buffer = [0; 4096];
         loop {
             let count = match self.stream.read(&mut buffer) {
-                Ok(0) => return Err("it has closed the connection".to_string()),
+                Ok(0) => return Err("it closed the connection".to_string()),
                 Ok(count) => count,
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),
                 Err(error) if error.kind() == ErrorKind::Interrupted => continue,
@@ -349,61 +351,61 @@ impl<S: Fn() -> Standing, O: Fn(Order)> Session<S, O> {
                         on_order(order);
                         Ok(())
                     }
-                    _ => Err(Error::Malformed("something else than an order".to_string())),
+                    _ => Err(Error::Malformed("a message that is not an order".to_string())),
                 });
             taken.map_err(|error| error.to_string())?;
         }
     }
 }
 
-/// One attempt at joining.
-fn greet(address: SocketAddr, secret: &Secret, place: &Place, end: Instant) -> Result<Client> {
-    let stream = call(address, end)?;
-    let stranger = Error::Stranger { address };
-    // Not even our language: a stranger, unless the connection was at fault.
-    let hear = || match hear(&stream, end) {
-        Err(Error::Malformed(_)) => Err(Error::Stranger { address }),
-        heard => heard,
+/// Makes one attempt at joining.
+fn handshake(address: SocketAddr, secret: &Secret, identity: &RankIdentity, end: Instant) -> Result<Client> {
+    let stream = connect(address, end)?;
+    let not_supervisor = Error::NotSupervisor { address };
+    // A program that does not speak our protocol is not a supervisor.
+    let receive = || match receive(&stream, end) {
+        Err(Error::Malformed(_)) => Err(Error::NotSupervisor { address }),
+        received => received,
     };
-    let FromSupervisor::Challenge { nonce: challenge } = hear()? else { return Err(stranger) };
+    let FromSupervisor::Challenge { nonce: challenge } = receive()? else { return Err(not_supervisor) };
     let nonce = Nonce::new()?;
-    let Place { rank, ranks, host, pid, attempt } = place.clone();
-    // In place of the proof, which covers all else, until it is made.
+    let RankIdentity { rank, ranks, host, pid, attempt } = identity.clone();
+    // A placeholder for the proof, which covers all other fields.
     let unproven = secret.proof(&nonce, &[]);
-    let mut hello = Hello { rank, ranks, host: name(host), pid, attempt, nonce, proof: unproven };
+    let mut hello = Hello { rank, ranks, host: shorten_name(host), pid, attempt, nonce, proof: unproven };
     hello.proof = hello.prove(secret, &challenge);
-    (&stream).write_all(&FromStranger::Hello(hello).frame()).map_err(Error::io("introducing the rank"))?;
-    match hear()? {
-        FromSupervisor::Welcome { proof, beat_ms } if proof == welcome_proof(secret, &nonce, beat_ms) => {
-            // From now on a late answer is no error.
-            let freed = stream.set_read_timeout(None).and_then(|()| stream.set_write_timeout(Some(GONE_LIMIT)));
-            freed.map_err(Error::io("preparing the connection"))?;
-            Ok(Client { stream, beat: Duration::from_millis(beat_ms).clamp(BEAT_MIN, BEAT_MAX) })
+    (&stream).write_all(&FirstMessage::Hello(hello).frame()).map_err(Error::io("sending the hello"))?;
+    match receive()? {
+        FromSupervisor::Welcome { proof, heartbeat_ms } if proof == welcome_proof(secret, &nonce, heartbeat_ms) => {
+            // From now on, reads may block for as long as it takes.
+            let prepared = stream.set_read_timeout(None).and_then(|()| stream.set_write_timeout(Some(GONE_LIMIT)));
+            prepared.map_err(Error::io("preparing the connection"))?;
+            Ok(Client { stream, heartbeat: Duration::from_millis(heartbeat_ms).clamp(HEARTBEAT_MIN, HEARTBEAT_MAX) })
         }
         FromSupervisor::Refused { reason, proof } if proof == refusal_proof(secret, &nonce, &reason) => {
             Err(Error::Refused { rank, reason })
         }
-        FromSupervisor::Stranger {} => Err(Error::WrongSecret { address }),
-        _ => Err(stranger),
+        FromSupervisor::WrongSecret {} => Err(Error::WrongSecret { address }),
+        _ => Err(not_supervisor),
     }
 }
 
-/// A connection to a supervisor, until `end`.
-pub(crate) fn call(address: SocketAddr, end: Instant) -> Result<TcpStream> {
+/// Connects to a supervisor before `end`.
+pub(crate) fn connect(address: SocketAddr, end: Instant) -> Result<TcpStream> {
     let stream = TcpStream::connect_timeout(&address, left(end)).map_err(Error::io("connecting"))?;
-    let prepared = || {
+    let prepare = || {
         stream.set_nodelay(true)?;
         stream.set_write_timeout(Some(left(end)))?;
-        // A supervisor's host that loses its power says no goodbye. The system gives up what nobody confirms.
+        // A host that loses power closes no connection. With this, the system gives up on unacknowledged data.
         let limit_ms = u32::try_from(GONE_LIMIT.as_millis()).unwrap_or(u32::MAX);
         rustix::net::sockopt::set_tcp_user_timeout(&stream, limit_ms).map_err(std::io::Error::from)
     };
-    prepared().map_err(Error::io("preparing the connection"))?;
+    prepare().map_err(Error::io("preparing the connection"))?;
     Ok(stream)
 }
 
-/// The next word of a supervisor that has proved nothing yet, which is a short one; until `end`.
-pub(crate) fn hear(stream: &TcpStream, end: Instant) -> Result<FromSupervisor> {
+/// Receives a message of the handshake before `end`. These messages are short.
+pub(crate) fn receive(stream: &TcpStream, end: Instant) -> Result<FromSupervisor> {
     let read = |bytes: &mut [u8]| {
         let mut filled = 0;
         while filled < bytes.len() {
@@ -421,9 +423,9 @@ pub(crate) fn hear(stream: &TcpStream, end: Instant) -> Result<FromSupervisor> {
         Ok(())
     };
     let mut header = [0; 4];
-    read(&mut header).map_err(Error::io("waiting for the supervisor's word"))?;
-    let mut frame = vec![0; frame_bytes(header, UNPROVEN_BYTES_MAX)?];
-    read(&mut frame).map_err(Error::io("reading the supervisor's word"))?;
+    read(&mut header).map_err(Error::io("waiting for the supervisor"))?;
+    let mut frame = vec![0; frame_bytes(header, UNAUTHENTICATED_BYTES_MAX)?];
+    read(&mut frame).map_err(Error::io("reading from the supervisor"))?;
     FromSupervisor::read(&frame)
 }
 

@@ -1,85 +1,83 @@
-//! What can go wrong on the channel.
+//! The errors of the channel.
 
 use std::io;
 use std::net::SocketAddr;
 use std::time::Duration;
 
-/// The result of what can go wrong here.
+/// The result of an operation on the channel.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// What went wrong. No text of it has a secret or a proof in it.
+/// An error of the channel. No error message contains a secret or a proof.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A text that is no secret.
-    #[error(
-        "the run's secret is not 64 lower-case hexadecimal digits; it must be passed on as the supervisor wrote it"
-    )]
+    /// The text is not a secret.
+    #[error("the run's secret must be 64 lower-case hexadecimal digits; pass it on exactly as the supervisor wrote it")]
     Secret,
-    /// A text that is no set of ranks.
-    #[error("'{text}' is no set of ranks: '0-3,8,16-64/16' is one, of at most {} runs", crate::ranks::RUNS_MAX)]
+    /// The text is not a set of ranks.
+    #[error("'{text}' is not a set of ranks; write '0-3,8,16-64/16', with at most {} ranges", crate::ranks::RUNS_MAX)]
     Ranks {
-        /// The beginning of the text.
+        /// The start of the text.
         text: String,
     },
-    /// Bytes that are no message.
-    #[error("a malformed message: {0}")]
+    /// The bytes are not a valid message.
+    #[error("malformed message: {0}")]
     Malformed(String),
     /// No supervisor was reached in time.
-    #[error("no supervisor was reached at {} within {} s: {last}", shown(addresses), limit.as_secs())]
-    Unreached {
-        /// Where it was looked for.
+    #[error("no supervisor was reached at {} within {} s: {last}", list_addresses(addresses), limit.as_secs())]
+    Unreachable {
+        /// The addresses that were tried.
         addresses: Vec<SocketAddr>,
-        /// For how long.
+        /// The time limit.
         limit: Duration,
-        /// How the last attempt ended.
+        /// The error of the last attempt.
         last: String,
     },
-    /// Whoever listens there does not know the secret.
+    /// The program at that address does not know the secret.
     #[error(
-        "who listens at {address} has not proved to know this run's secret: another run's supervisor, or a stranger"
+        "the program at {address} could not prove that it knows this run's secret: it is another run's supervisor, or none at all"
     )]
-    Stranger {
-        /// Where.
+    NotSupervisor {
+        /// The address of that program.
         address: SocketAddr,
     },
-    /// The supervisor at that address says that the secret is not its run's.
-    #[error("the supervisor at {address} does not accept this secret: it watches another run")]
+    /// The supervisor at that address does not accept the secret.
+    #[error("the supervisor at {address} does not accept this secret: it supervises another run")]
     WrongSecret {
-        /// Where.
+        /// The supervisor's address.
         address: SocketAddr,
     },
-    /// The supervisor does not want this rank.
-    #[error("the supervisor refuses rank {rank}: {reason}")]
+    /// The supervisor refused this rank.
+    #[error("the supervisor refused rank {rank}: {reason}")]
     Refused {
-        /// The rank.
+        /// The rank that was refused.
         rank: u32,
         /// The supervisor's reason.
         reason: String,
     },
-    /// The supervisor does not want one more who looks on.
-    #[error("the supervisor shows nothing: {reason}")]
-    NoViewer {
+    /// The supervisor refused this viewer.
+    #[error("the supervisor refused to show the run: {reason}")]
+    ViewerRefused {
         /// The supervisor's reason.
         reason: String,
     },
-    /// The system did not do what it was asked for.
-    #[error("{what}: {source}")]
+    /// A system call failed.
+    #[error("{action}: {source}")]
     Io {
-        /// What it was asked for.
-        what: &'static str,
-        /// What it says.
+        /// What was attempted.
+        action: &'static str,
+        /// The system's error.
         source: io::Error,
     },
 }
 
 impl Error {
-    pub(crate) fn io(what: &'static str) -> impl FnOnce(io::Error) -> Error {
-        move |source| Error::Io { what, source }
+    pub(crate) fn io(action: &'static str) -> impl FnOnce(io::Error) -> Error {
+        move |source| Error::Io { action, source }
     }
 }
 
-fn shown(addresses: &[SocketAddr]) -> String {
+fn list_addresses(addresses: &[SocketAddr]) -> String {
     match addresses {
         [] => "any address (none was given)".to_string(),
         some => some.iter().map(SocketAddr::to_string).collect::<Vec<_>>().join(", "),

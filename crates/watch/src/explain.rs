@@ -1,329 +1,333 @@
-//! What happened to a run, in one paragraph for people.
+//! Explains a failure to people, in one paragraph.
 //!
-//! A rank that stands still shows it elsewhere: the others wait for it, and run into their time limits. So what a failure *says*
-//! is seldom what it *is*. Here everything that the ranks said last is laid side by side: who has entered which call of which
-//! group, and where those are who have not.
+//! When a rank hangs, other ranks notice it first: they wait for it and time out. So the reported error is seldom the cause. This module
+//! compares the last status of all ranks: which ranks have entered which call of which group, and what the others are doing instead.
 //!
-//! These are functions of what is known, and of the time. They ask nobody and decide nothing. What they say is as old as the
-//! ranks' last words, and they look at each rank's words a fixed number of times, however many ranks there are.
+//! These are pure functions of the known status and of the time; they send nothing and decide nothing. The result is as old as the last
+//! heartbeats. The work per rank is constant, whatever the world size.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-use crate::ranks::{listed, named};
-use crate::wording::{DESCRIBED_MAX, at, capital, described, few, is, last_heard, lasting, lost, shown, until};
-use crate::{CallStanding, CallState, FailureKind, Presence, Ranks, Seen, Standing};
+use crate::ranks::{join, name_ranks};
+use crate::wording::{
+    DESCRIBED_MAX, at_step, capitalize, describe_call, duration, has_or_have, in_phase, is_or_are, last_heard,
+    list_names, lost_hosts, quote,
+};
+use crate::{CallState, CallStatus, FailureKind, Presence, RankInfo, RankStatus, Ranks};
 
-/// Beats are this late at most on a busy host; a rank that was not heard for longer is worth a word.
+/// How late heartbeats may be on a busy host. A longer silence is mentioned.
 const LATE: Duration = Duration::from_secs(5);
-/// How many ranks are looked for in others' lists of whom they wait for.
-const LOOKED_FOR_MAX: usize = 16;
+/// The maximum number of ranks to look up in the `waiting_for` sets of other ranks.
+const SEARCHED_MAX: usize = 16;
 
-/// Why a run is being ended.
+/// Why an attempt is being ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Cause {
-    /// A rank's process has ended, and should not have.
+    /// A rank's process ended unexpectedly.
     Died {
-        /// The rank.
+        /// The rank that died.
         rank: usize,
-        /// How, where that is known: `signal 9, killed`.
+        /// How it ended, if that is known: `signal 9, killed`.
         how: Option<String>,
     },
-    /// Ranks are connected, and say nothing.
+    /// Ranks are connected but send no heartbeats.
     Silent {
-        /// The ranks.
+        /// The silent ranks.
         ranks: Vec<usize>,
     },
     /// Ranks have not joined in time.
-    Absent {
-        /// The ranks.
+    NotJoined {
+        /// The missing ranks.
         ranks: Vec<usize>,
     },
-    /// A rank says that something went wrong.
+    /// A rank reported a failure.
     Failed {
-        /// The rank.
+        /// The rank that reported it.
         rank: usize,
-        /// What kind of failure.
+        /// The kind of failure.
         kind: FailureKind,
-        /// What it says.
+        /// The rank's message.
         text: String,
     },
 }
 
-/// What happened, as far as the ranks' last words tell.
+/// Explains what happened, as far as the last status of the ranks shows it.
 ///
-/// `ranks` are all ranks of the run, as [`Server::ranks`](crate::Server::ranks) has them.
-pub fn explain(ranks: &[Seen], cause: &Cause, now: Instant) -> String {
-    let scene = Scene::new(ranks, now);
+/// `ranks` are all ranks of the run, as [`Server::ranks`](crate::Server::ranks) returns them.
+pub fn explain(ranks: &[RankInfo], cause: &Cause, now: Instant) -> String {
+    let situation = Situation::new(ranks, now);
     let sentences = match cause {
-        Cause::Died { rank, how } => scene.died(*rank, how.as_deref()),
-        Cause::Silent { ranks } => scene.silent(&known(ranks, scene.ranks)),
-        Cause::Absent { ranks } => scene.absent(&known(ranks, scene.ranks)),
-        Cause::Failed { rank, kind: FailureKind::Timeout, text } => scene.timed_out(*rank, text),
-        Cause::Failed { rank, kind, text } => scene.failed(*rank, *kind, text),
+        Cause::Died { rank, how } => situation.explain_death(*rank, how.as_deref()),
+        Cause::Silent { ranks } => situation.explain_silence(&existing(ranks, situation.ranks)),
+        Cause::NotJoined { ranks } => situation.explain_absence(&existing(ranks, situation.ranks)),
+        Cause::Failed { rank, kind: FailureKind::Timeout, text } => situation.explain_timeout(*rank, text),
+        Cause::Failed { rank, kind, text } => situation.explain_failure(*rank, *kind, text),
     };
     let mut sentences = sentences.into_iter();
     let first = sentences.next().unwrap_or_default();
-    sentences.fold(first, |text, next| format!("{text} {}", capital(&next)))
+    sentences.fold(first, |text, next| format!("{text} {}", capitalize(&next)))
 }
 
-/// Who waits for whom in what, and for how long: calls that some ranks are in and others have not entered. The longest wait first.
-pub(crate) fn waits(ranks: &[Seen], now: Instant) -> Vec<(String, String, String, Duration)> {
-    let mut stalls = Scene::new(ranks, now).stalls();
+/// Lists the calls that some ranks have entered and others have not, the longest wait first: the waiting ranks, the missing ranks, the
+/// call, and the duration of the wait.
+pub(crate) fn waits(ranks: &[RankInfo], now: Instant) -> Vec<(String, String, String, Duration)> {
+    let mut stalls = Situation::new(ranks, now).stalls();
     stalls.sort_by_key(|stall| std::cmp::Reverse(stall.age));
-    let told =
-        |Stall { call, waiting, missing, age }: Stall<'_>| (named(&waiting), named(&missing), described(call), age);
-    stalls.into_iter().map(told).collect()
+    let describe = |Stall { call, waiting, missing, age }: Stall<'_>| {
+        (name_ranks(&waiting), name_ranks(&missing), describe_call(call), age)
+    };
+    stalls.into_iter().map(describe).collect()
 }
 
-/// What is known, by group.
-struct Scene<'a> {
-    ranks: &'a [Seen],
+/// The status of all ranks, with their collective calls by group.
+struct Situation<'a> {
+    ranks: &'a [RankInfo],
     now: Instant,
     groups: Vec<Group<'a>>,
 }
 
-/// The collectives that were last heard of in one group, by rank.
+/// The latest collective calls of one group, by rank.
 struct Group<'a> {
     members: &'a Ranks,
-    calls: Vec<(usize, &'a CallStanding)>,
+    calls: Vec<(usize, &'a CallStatus)>,
 }
 
-/// A call that some ranks of its group are in, and others have not entered.
+/// A call that some ranks of its group have entered and others have not.
 struct Stall<'a> {
-    call: &'a CallStanding,
+    call: &'a CallStatus,
     waiting: Vec<usize>,
     missing: Vec<usize>,
-    /// How long the first has been waiting.
+    /// How long the first of them has been waiting.
     age: Duration,
 }
 
-impl<'a> Scene<'a> {
-    fn new(ranks: &'a [Seen], now: Instant) -> Self {
+impl<'a> Situation<'a> {
+    fn new(ranks: &'a [RankInfo], now: Instant) -> Self {
         let mut groups: Vec<Group<'a>> = Vec::new();
-        let mut places: HashMap<&str, usize> = HashMap::new();
-        for (rank, seen) in ranks.iter().enumerate() {
-            // Two ranks that send to each other are not in one call, and number theirs as they like.
-            let is_collective = |call: &&CallStanding| call.verb != "send" && call.verb != "receive";
-            for call in seen.standing.calls.iter().filter(is_collective) {
-                let place = *places.entry(&call.group).or_insert(groups.len());
-                if place == groups.len() {
+        let mut indices: HashMap<&str, usize> = HashMap::new();
+        for (rank, info) in ranks.iter().enumerate() {
+            // A send and a receive are two calls, and their numbers need not agree.
+            let is_collective = |call: &&CallStatus| call.verb != "send" && call.verb != "receive";
+            for call in info.status.calls.iter().filter(is_collective) {
+                let index = *indices.entry(&call.group).or_insert(groups.len());
+                if index == groups.len() {
                     groups.push(Group { members: &call.ranks, calls: Vec::new() });
                 }
-                groups[place].calls.push((rank, call));
+                groups[index].calls.push((rank, call));
             }
         }
-        Scene { ranks, now, groups }
+        Situation { ranks, now, groups }
     }
 
-    fn died(&self, rank: usize, how: Option<&str>) -> Vec<String> {
-        let Some(seen) = self.ranks.get(rank) else { return vec![format!("rank {rank} died.")] };
-        let gone: Vec<usize> = (0..self.ranks.len())
+    fn explain_death(&self, rank: usize, how: Option<&str>) -> Vec<String> {
+        let Some(info) = self.ranks.get(rank) else { return vec![format!("rank {rank} died.")] };
+        let dead: Vec<usize> = (0..self.ranks.len())
             .filter(|&other| other == rank || self.ranks[other].presence == Presence::Left { code: None })
             .collect();
-        let manner = how.map_or_else(|| "without a word".to_string(), |how| format!("({how})"));
-        let (hosts, of_hosts, _) = self.lost_hosts(&gone);
-        if hosts.iter().any(|host| *host == seen.host) {
-            let first = format!("{}: {}, all that ran there, died {manner}.", lost(&hosts), named(&of_hosts));
-            return [Some(first), self.waited_for(&of_hosts), self.disagreement()].into_iter().flatten().collect();
+        let manner = how.map_or_else(|| "without reporting an error".to_string(), |how| format!("({how})"));
+        let (hosts, on_hosts, _) = self.split_lost_hosts(&dead);
+        if hosts.iter().any(|host| *host == info.host) {
+            let first = format!("{} ({}) died {manner}.", lost_hosts(&hosts), name_ranks(&on_hosts));
+            return [Some(first), self.explain_waiters(&on_hosts), self.find_mismatch()]
+                .into_iter()
+                .flatten()
+                .collect();
         }
-        let mut first = format!("{} died {manner}{}", self.who(rank), until(&seen.standing));
+        let mut first = format!("{} died {manner}{}", self.identify(rank), last_heard(&info.status));
         if let Some(stall) = self.stall_for(&[rank]) {
-            first += &format!(", while {} waited for it in {}", named(&stall.waiting), described(stall.call));
-        } else if let Some(call) = own_call(&seen.standing) {
-            first += &format!(", in {}", described(call));
+            first += &format!(", while {} waited for it in {}", name_ranks(&stall.waiting), describe_call(stall.call));
+        } else if let Some(call) = own_call(&info.status) {
+            first += &format!(", in {}", describe_call(call));
         }
-        [Some(first + "."), self.disagreement()].into_iter().flatten().collect()
+        [Some(first + "."), self.find_mismatch()].into_iter().flatten().collect()
     }
 
-    fn silent(&self, silent: &[usize]) -> Vec<String> {
-        let here = self.ranks.iter().filter(|seen| seen.presence == Presence::Here).count();
-        if silent.len() > 1 && silent.len() == here {
+    fn explain_silence(&self, silent: &[usize]) -> Vec<String> {
+        let connected = self.ranks.iter().filter(|info| info.presence == Presence::Connected).count();
+        if silent.len() > 1 && silent.len() == connected {
             let first = format!(
-                "nothing was heard of any of the {here} ranks {}: the supervisor's own host or its network is more likely at \
-                 fault than all of them.",
+                "none of the {connected} ranks has sent a heartbeat {}: the supervisor's own host or network is more likely at \
+                 fault than all ranks at once.",
                 self.silence(silent)
             );
             return vec![first];
         }
-        let (hosts, of_hosts, others) = self.lost_hosts(silent);
+        let (hosts, on_hosts, others) = self.split_lost_hosts(silent);
         let mut sentences = Vec::new();
         if !hosts.is_empty() {
-            let silence = self.silence(&of_hosts);
-            sentences.push(format!(
-                "{}: {}, all that ran there, are silent {silence}.",
-                lost(&hosts),
-                named(&of_hosts)
-            ));
+            let (hosts, ranks, silence) = (lost_hosts(&hosts), name_ranks(&on_hosts), self.silence(&on_hosts));
+            sentences.push(format!("{hosts} ({ranks}) have sent no heartbeat {silence}."));
         }
         match others[..] {
             [] => {}
             [rank] => {
-                let heard = last_heard(&self.ranks[rank].standing);
-                let silence = self.silence(&others);
-                sentences.push(format!("{} is silent {silence}; it was last heard {heard}.", self.who(rank)));
+                let (who, silence) = (self.identify(rank), self.silence(&others));
+                let position = at_step(&self.ranks[rank].status);
+                sentences.push(format!("{who} has sent no heartbeat {silence}; it was last heard {position}."));
             }
             [..] => {
-                let first = format!("{}{} are silent {}", named(&others), self.share(&others), self.silence(&others));
-                let heard = |&rank: &usize| format!("{} {}", self.who(rank), last_heard(&self.ranks[rank].standing));
+                let (who, fraction, silence) = (name_ranks(&others), self.fraction(&others), self.silence(&others));
+                let first = format!("{who}{fraction} have sent no heartbeat {silence}");
+                let position = |&rank: &usize| format!("{} {}", self.identify(rank), at_step(&self.ranks[rank].status));
                 sentences.push(if others.len() <= DESCRIBED_MAX {
-                    let places: Vec<String> = others.iter().map(heard).collect();
-                    format!("{first}; last heard were {}.", listed(&places))
+                    let positions: Vec<String> = others.iter().map(position).collect();
+                    format!("{first}; last heard: {}.", join(&positions))
                 } else {
-                    let earliest = others.iter().min_by_key(|&&rank| (self.ranks[rank].heard, rank));
-                    let earliest = earliest.map(heard).unwrap_or_default();
+                    let earliest = others.iter().min_by_key(|&&rank| (self.ranks[rank].last_heard, rank));
+                    let earliest = earliest.map(position).unwrap_or_default();
                     format!("{first}; the first to fall silent was {earliest}.")
                 });
             }
         }
-        sentences.extend(self.waited_for(silent));
-        sentences.extend(self.disagreement());
+        sentences.extend(self.explain_waiters(silent));
+        sentences.extend(self.find_mismatch());
         sentences
     }
 
-    fn absent(&self, absent: &[usize]) -> Vec<String> {
-        let here: Vec<usize> =
-            (0..self.ranks.len()).filter(|&rank| self.ranks[rank].presence == Presence::Here).collect();
-        let first = format!("{}{} never joined the run", named(absent), self.share(absent));
-        vec![match here[..] {
-            [] => format!("{first}; no rank is here."),
+    fn explain_absence(&self, absent: &[usize]) -> Vec<String> {
+        let connected: Vec<usize> =
+            (0..self.ranks.len()).filter(|&rank| self.ranks[rank].presence == Presence::Connected).collect();
+        let first = format!("{}{} never joined the run", name_ranks(absent), self.fraction(absent));
+        vec![match connected[..] {
+            [] => format!("{first}; no rank is connected."),
             _ => {
-                let (verb, hosts) = (is(&here), self.hosts_of(&here));
-                format!("{first}; {} {verb} here, on {hosts}.", named(&here))
+                let (verb, hosts) = (is_or_are(&connected), self.name_hosts(&connected));
+                format!("{first}; {} {verb} connected, on {hosts}.", name_ranks(&connected))
             }
         }]
     }
 
-    fn failed(&self, rank: usize, kind: FailureKind, text: &str) -> Vec<String> {
-        if kind.tells_of_all() {
-            return vec![format!("{}.", shown(text))];
+    fn explain_failure(&self, rank: usize, kind: FailureKind, text: &str) -> Vec<String> {
+        if kind.is_collective() {
+            return vec![format!("{}.", quote(text))];
         }
-        let place = self.ranks.get(rank).map(|seen| format!(" {}", at(&seen.standing))).unwrap_or_default();
-        let first = format!("{} failed{place} ({kind}): {}.", self.who(rank), shown(text));
-        [Some(first), self.disagreement()].into_iter().flatten().collect()
+        let position = self.ranks.get(rank).map(|info| format!(" {}", at_step(&info.status))).unwrap_or_default();
+        let first = format!("{} failed{position} ({kind}): {}.", self.identify(rank), quote(text));
+        [Some(first), self.find_mismatch()].into_iter().flatten().collect()
     }
 
-    /// Who waits too long is not at fault: it is who has not come, or who has come to another call.
-    fn timed_out(&self, rank: usize, text: &str) -> Vec<String> {
-        let mut sentences = vec![format!("{} ran into a time limit: {}.", self.who(rank), shown(text))];
-        if let Some(disagreement) = self.disagreement() {
-            sentences.push(disagreement);
-        } else if let Some(stall) = self.root() {
+    /// Explains a timeout. The rank that times out is not at fault, but one that never entered the call, or entered a different one.
+    fn explain_timeout(&self, rank: usize, text: &str) -> Vec<String> {
+        let mut sentences = vec![format!("{} timed out: {}.", self.identify(rank), quote(text))];
+        if let Some(mismatch) = self.find_mismatch() {
+            sentences.push(mismatch);
+        } else if let Some(stall) = self.root_stall() {
             let Stall { call, waiting, missing, age } = &stall;
-            let waits = if waiting.len() == 1 { "waits" } else { "wait" };
-            sentences.push(format!("{} {waits} in {}, {} so far.", named(waiting), described(call), lasting(*age)));
+            let (who, have) = (name_ranks(waiting), has_or_have(waiting));
+            sentences.push(format!("{who} {have} been waiting in {} for {}.", describe_call(call), duration(*age)));
             sentences.extend(self.never_entered(missing));
-        } else if let Some(call) = self.ranks.get(rank).and_then(|seen| own_call(&seen.standing)) {
-            let waits_for: Vec<usize> = sorted(call.waits_for.iter(self.ranks.len()));
-            let waits_for = match waits_for[..] {
+        } else if let Some(call) = self.ranks.get(rank).and_then(|info| own_call(&info.status)) {
+            let waiting_for: Vec<usize> = sorted(call.waiting_for.iter(self.ranks.len()));
+            let waiting_for = match waiting_for[..] {
                 [] => String::new(),
-                _ => format!(" It waits for {}, on {}.", named(&waits_for), self.hosts_of(&waits_for)),
+                _ => {
+                    let (ranks, hosts) = (name_ranks(&waiting_for), self.name_hosts(&waiting_for));
+                    format!(" The call is waiting for {ranks}, on {hosts}.")
+                }
             };
             sentences.push(format!(
-                "every rank that belongs there has entered {}, so look at the network between them first.{waits_for}",
-                described(call)
+                "all ranks of the group have entered {}, so check the network between them first.{waiting_for}",
+                describe_call(call)
             ));
         }
         sentences
     }
 
-    /// Where those are who have not entered a call.
+    /// Describes what the ranks that have not entered a call are doing.
     fn never_entered(&self, missing: &[usize]) -> Vec<String> {
         if missing.len() <= DESCRIBED_MAX {
             return missing
                 .iter()
-                .map(|&rank| format!("{} never entered it: it {}.", self.who(rank), self.doing(rank)))
+                .map(|&rank| format!("{} never entered it: it {}.", self.identify(rank), self.activity(rank)))
                 .collect();
         }
-        // Those who are at the same make one sentence, because there is often one reason: a host's disk, a stage's length.
-        let mut places: HashMap<String, Vec<usize>> = HashMap::new();
+        // Ranks that do the same thing share a sentence, because they often have the same cause: a host's slow disk, a long phase.
+        let mut activities: HashMap<String, Vec<usize>> = HashMap::new();
         for &rank in missing {
-            let Standing { step, phase, .. } = &self.ranks[rank].standing;
-            let place = match self.ranks[rank].presence {
-                Presence::Awaited => "never joined the run".to_string(),
+            let RankStatus { step, phase, .. } = &self.ranks[rank].status;
+            let activity = match self.ranks[rank].presence {
+                Presence::NotJoined => "never joined the run".to_string(),
                 Presence::Left { .. } => "left the run".to_string(),
-                Presence::Here if phase.is_empty() => "have not begun their first step".to_string(),
-                Presence::Here => format!("are in {phase} at step {step}"),
+                Presence::Connected if phase.is_empty() => "have not started their first step".to_string(),
+                Presence::Connected => format!("are in {phase} at step {step}"),
             };
-            places.entry(place).or_default().push(rank);
+            activities.entry(activity).or_default().push(rank);
         }
-        let mut places: Vec<(String, Vec<usize>)> = places.into_iter().collect();
-        places.sort_by_key(|(_, ranks)| (usize::MAX - ranks.len(), ranks[0]));
-        let shown = places.iter().take(DESCRIBED_MAX).map(|(place, ranks)| match ranks[..] {
-            [rank] => format!("{} {}", self.who(rank), self.doing(rank)),
-            _ => format!("{} {place}", named(ranks)),
+        let mut activities: Vec<(String, Vec<usize>)> = activities.into_iter().collect();
+        activities.sort_by_key(|(_, ranks)| (usize::MAX - ranks.len(), ranks[0]));
+        let shown = activities.iter().take(DESCRIBED_MAX).map(|(activity, ranks)| match ranks[..] {
+            [rank] => format!("{} {}", self.identify(rank), self.activity(rank)),
+            _ => format!("{} {activity}", name_ranks(ranks)),
         });
         let shown: Vec<String> = shown.collect();
-        vec![format!("{}{} never entered it: {}.", named(missing), self.share(missing), shown.join("; "))]
+        vec![format!("{}{} never entered it: {}.", name_ranks(missing), self.fraction(missing), shown.join("; "))]
     }
 
-    /// What a rank is at, after `it`.
-    fn doing(&self, rank: usize) -> String {
-        let Seen { standing, presence, .. } = &self.ranks[rank];
+    /// Describes what a rank is doing, as the predicate of a sentence.
+    fn activity(&self, rank: usize) -> String {
+        let RankInfo { status, presence, .. } = &self.ranks[rank];
         let since = self.since_heard(rank);
-        let late = if since > LATE { format!(", and was last heard {} ago", lasting(since)) } else { String::new() };
-        match (presence, own_call(standing)) {
-            (Presence::Awaited, _) => "never joined the run".to_string(),
-            (Presence::Left { code: None }, _) => format!("died{}", until(standing)),
-            (Presence::Left { code: Some(code) }, _) => format!("has ended with exit code {code}, {}", at(standing)),
-            (Presence::Here, Some(call)) => {
-                format!("waits itself in {}, {} so far{late}", described(call), lasting(millis(call.for_ms) + since))
+        let late = if since > LATE { format!(", and was last heard {} ago", duration(since)) } else { String::new() };
+        match (presence, own_call(status)) {
+            (Presence::NotJoined, _) => "never joined the run".to_string(),
+            (Presence::Left { code: None }, _) => format!("died{}", last_heard(status)),
+            (Presence::Left { code: Some(code) }, _) => format!("exited with code {code}, {}", at_step(status)),
+            (Presence::Connected, Some(call)) => {
+                let age = duration(millis(call.in_state_ms) + since);
+                format!("is itself waiting in {}, for {age} so far{late}", describe_call(call))
             }
-            (Presence::Here, None) if standing.phase.is_empty() => format!("has not begun its first step{late}"),
-            (Presence::Here, None) => {
-                let age = lasting(millis(standing.in_phase_ms) + since);
-                format!("has been {} for {age}{late}", last_heard(standing))
+            (Presence::Connected, None) if status.phase.is_empty() => format!("has not started its first step{late}"),
+            (Presence::Connected, None) => {
+                let age = duration(millis(status.in_phase_ms) + since);
+                format!("has been {} for {age}{late}", in_phase(status))
             }
         }
     }
 
-    /// Who waits for these ranks, and in what; or what they are in themselves.
-    fn waited_for(&self, ranks: &[usize]) -> Option<String> {
+    /// Describes which ranks are waiting for these, and in which call; otherwise, the call that a single rank was in.
+    fn explain_waiters(&self, ranks: &[usize]) -> Option<String> {
         let it = |it: &str, they: &str| if ranks.len() == 1 { it.to_string() } else { they.to_string() };
         if let Some(stall) = self.stall_for(ranks) {
             let missing: Vec<usize> =
                 stall.missing.iter().copied().filter(|rank| ranks.contains_sorted(rank)).collect();
-            let who = if missing.len() == ranks.len() { it("it", "they") } else { named(&missing) };
-            let waits = if stall.waiting.len() == 1 { "waits" } else { "wait" };
-            return Some(format!(
-                "{who} never entered {}, for which {} {waits}.",
-                described(stall.call),
-                named(&stall.waiting)
-            ));
+            let who = if missing.len() == ranks.len() { it("it", "they") } else { name_ranks(&missing) };
+            let (waiting, are) = (name_ranks(&stall.waiting), is_or_are(&stall.waiting));
+            return Some(format!("{who} never entered {}, where {waiting} {are} waiting.", describe_call(stall.call)));
         }
-        // Of a thousand silent ranks a few show who waits; to look for all of them in all lists would be a square.
-        let waits = |call: &CallStanding| ranks.iter().take(LOOKED_FOR_MAX).any(|&rank| call.waits_for.contains(rank));
+        // A few of a thousand silent ranks are enough to show who is waiting. Looking up all of them would take quadratic time.
+        let waits = |call: &CallStatus| ranks.iter().take(SEARCHED_MAX).any(|&rank| call.waiting_for.contains(rank));
         let calls = self.groups.iter().flat_map(|group| &group.calls);
         let waiting = calls.filter(|(rank, call)| !ranks.contains_sorted(rank) && is_open(call) && waits(call));
         if let Some(&(_, call)) = waiting.clone().next() {
             let with_it = waiting.filter(|(_, other)| other.group == call.group && other.number == call.number);
             let who = sorted(with_it.map(|&(rank, _)| rank));
-            let waits = if who.len() == 1 { "waits" } else { "wait" };
+            let (waiting, are, call) = (name_ranks(&who), is_or_are(&who), describe_call(call));
             let (them, entered) = (it("it", "them"), it("it has entered", "they have entered"));
-            return Some(format!("{} {waits} for {them} in {}, which {entered}.", named(&who), described(call)));
+            return Some(format!("{waiting} {are} waiting for {them} in {call}, which {entered}."));
         }
         let [rank] = ranks else { return None };
-        own_call(&self.ranks[*rank].standing).map(|call| format!("it was in {}.", described(call)))
+        own_call(&self.ranks[*rank].status).map(|call| format!("it was in {}.", describe_call(call)))
     }
 
-    /// The call that has been waited in for longest, of those that one of these ranks has not entered.
+    /// The longest stall that one of these ranks causes.
     fn stall_for(&self, ranks: &[usize]) -> Option<Stall<'a>> {
-        let concerned = |stall: &Stall<'_>| stall.missing.iter().any(|rank| ranks.contains_sorted(rank));
+        let is_caused = |stall: &Stall<'_>| stall.missing.iter().any(|rank| ranks.contains_sorted(rank));
         let without = |mut stall: Stall<'a>| {
             stall.waiting.retain(|rank| !ranks.contains_sorted(rank));
             stall
         };
-        let stalls = self.stalls().into_iter().filter(concerned).map(without).filter(|stall| !stall.waiting.is_empty());
+        let stalls = self.stalls().into_iter().filter(is_caused).map(without).filter(|stall| !stall.waiting.is_empty());
         stalls.max_by_key(|stall| stall.age)
     }
 
-    /// The call where the waiting began: of those that were waited in for long, one that a rank has not entered which waits
-    /// for nobody. Where all wait for each other, the first.
-    fn root(&self) -> Option<Stall<'a>> {
+    /// The stall that caused the others: one whose missing ranks include a rank that is not itself waiting. If all ranks wait for
+    /// each other, the longest stall.
+    fn root_stall(&self) -> Option<Stall<'a>> {
         let stalls = self.stalls();
-        let mut waits = vec![false; self.ranks.len()];
-        stalls.iter().flat_map(|stall| &stall.waiting).for_each(|&rank| waits[rank] = true);
-        let is_root = |stall: &Stall<'_>| stall.missing.iter().any(|&rank| !waits[rank]);
+        let mut is_waiting = vec![false; self.ranks.len()];
+        stalls.iter().flat_map(|stall| &stall.waiting).for_each(|&rank| is_waiting[rank] = true);
+        let is_root = |stall: &Stall<'_>| stall.missing.iter().any(|&rank| !is_waiting[rank]);
         stalls.into_iter().max_by_key(|stall| (is_root(stall), stall.age))
     }
 
@@ -331,7 +335,7 @@ impl<'a> Scene<'a> {
         self.groups.iter().filter_map(|group| self.stall(group)).collect()
     }
 
-    /// The first call of a group that is under way somewhere and was not entered elsewhere.
+    /// The first call of a group that some rank has entered and another has not.
     fn stall(&self, group: &Group<'a>) -> Option<Stall<'a>> {
         let mut entered: HashMap<usize, u64> = HashMap::new();
         for &(rank, call) in &group.calls {
@@ -344,16 +348,16 @@ impl<'a> Scene<'a> {
         let open = group.calls.iter().filter(|(_, call)| is_open(call));
         let &(_, call) = open.clone().filter(|(_, call)| call.number > least).min_by_key(|(_, call)| call.number)?;
         let waiting = open.filter(|(_, other)| other.number >= call.number);
-        let age = waiting.clone().map(|&(rank, other)| millis(other.for_ms) + self.since_heard(rank)).max()?;
+        let age = waiting.clone().map(|&(rank, other)| millis(other.in_state_ms) + self.since_heard(rank)).max()?;
         let waiting = sorted(waiting.map(|&(rank, _)| rank));
         let missing: Vec<usize> = members.into_iter().filter(|rank| entered(rank) < call.number).collect();
         Some(Stall { call, waiting, missing, age })
     }
 
-    /// Ranks that are in the same call of a group by its number, and in different ones by all else.
-    fn disagreement(&self) -> Option<String> {
+    /// Describes ranks whose calls have the same number in a group, but are not the same call.
+    fn find_mismatch(&self) -> Option<String> {
         self.groups.iter().find_map(|group| {
-            let mut numbers: HashMap<u64, Vec<(usize, &CallStanding)>> = HashMap::new();
+            let mut numbers: HashMap<u64, Vec<(usize, &CallStatus)>> = HashMap::new();
             for &(rank, call) in &group.calls {
                 numbers.entry(call.number).or_default().push((rank, call));
             }
@@ -366,30 +370,30 @@ impl<'a> Scene<'a> {
                     (false, 1) => "it has",
                     (false, _) => "they have",
                 };
-                let short = |call: &CallStanding| format!("{} #{} of '{}'", call.verb, call.number, call.label);
+                let short = |call: &CallStatus| format!("{} #{} of '{}'", call.verb, call.number, call.label);
                 return Some(format!(
-                    "{} {} in {} where {} {} in {} ({}): {verdict} skipped or repeated a call.",
-                    named(few),
-                    is(few),
+                    "{} {} in {}, but {} {} in {} ({}): {verdict} skipped or repeated a call.",
+                    name_ranks(few),
+                    is_or_are(few),
                     short(odd),
-                    named(most),
-                    is(most),
+                    name_ranks(most),
+                    is_or_are(most),
                     short(common),
                     common.group
                 ));
             }
             let sides = self::sides(&calls, size);
             let [(most, common), (few, odd), ..] = &sides[..] else { return None };
-            let brings = |ranks: &[usize]| if ranks.len() == 1 { "brings" } else { "bring" };
-            // Where there are three sizes, the others are not one.
-            let (others, bring) = match (sides.len(), most.len() > 1) {
-                (2, true) => ("the others".to_string(), "bring"),
-                _ => (named(most), brings(most)),
+            let passes = |ranks: &[usize]| if ranks.len() == 1 { "passes" } else { "pass" };
+            // With three sizes, the other ranks do not agree among themselves.
+            let (others, pass) = match (sides.len(), most.len() > 1) {
+                (2, true) => ("the others".to_string(), "pass"),
+                _ => (name_ranks(most), passes(most)),
             };
             Some(format!(
-                "{} {} {} × {} to {} #{} of '{}' ({}) where {others} {bring} {} × {}.",
-                named(few),
-                brings(few),
+                "{} {} {} × {} to {} #{} of '{}' ({}), but {others} {pass} {} × {}.",
+                name_ranks(few),
+                passes(few),
                 odd.elements,
                 odd.dtype,
                 odd.verb,
@@ -402,11 +406,12 @@ impl<'a> Scene<'a> {
         })
     }
 
-    /// The hosts of which all ranks are among these, if they had several and there are others; their ranks; and the rest.
-    fn lost_hosts(&self, ranks: &[usize]) -> (Vec<&'a str>, Vec<usize>, Vec<usize>) {
+    /// Splits ranks into those on lost hosts and the others. Returns the lost hosts, their ranks, and the other ranks. A host is lost
+    /// if all of its ranks are among `ranks`, it has more than one, and there are other hosts.
+    fn split_lost_hosts(&self, ranks: &[usize]) -> (Vec<&'a str>, Vec<usize>, Vec<usize>) {
         let mut counts: HashMap<&str, (usize, usize)> = HashMap::new();
-        for seen in self.ranks {
-            counts.entry(&seen.host).or_default().0 += 1;
+        for info in self.ranks {
+            counts.entry(&info.host).or_default().0 += 1;
         }
         for &rank in ranks {
             counts.entry(&self.ranks[rank].host).or_default().1 += 1;
@@ -416,50 +421,50 @@ impl<'a> Scene<'a> {
             let (all, among) = counts[host];
             !host.is_empty() && all > 1 && all == among && counts.len() > 1
         };
-        let (of_hosts, others): (Vec<usize>, Vec<usize>) = ranks.iter().copied().partition(is_lost);
-        (self.hosts(&of_hosts), of_hosts, others)
+        let (on_hosts, others): (Vec<usize>, Vec<usize>) = ranks.iter().copied().partition(is_lost);
+        (self.hosts(&on_hosts), on_hosts, others)
     }
 
-    /// The hosts of these ranks, in the order of their first.
+    /// The hosts of these ranks, in the order of the first rank on each.
     fn hosts(&self, ranks: &[usize]) -> Vec<&'a str> {
         let mut known = std::collections::HashSet::new();
         ranks.iter().map(|&rank| self.ranks[rank].host.as_str()).filter(|host| known.insert(*host)).collect()
     }
 
-    fn hosts_of(&self, ranks: &[usize]) -> String {
+    fn name_hosts(&self, ranks: &[usize]) -> String {
         let hosts = self.hosts(ranks);
-        format!("{} {}", if hosts.len() == 1 { "host" } else { "hosts" }, few(&hosts))
+        format!("{} {}", if hosts.len() == 1 { "host" } else { "hosts" }, list_names(&hosts))
     }
 
     /// `rank 3 (host b, process 4711)`.
-    fn who(&self, rank: usize) -> String {
+    fn identify(&self, rank: usize) -> String {
         match self.ranks.get(rank) {
-            Some(Seen { host, pid, .. }) if !host.is_empty() => format!("rank {rank} (host {host}, process {pid})"),
+            Some(RankInfo { host, pid, .. }) if !host.is_empty() => format!("rank {rank} (host {host}, process {pid})"),
             _ => format!("rank {rank}"),
         }
     }
 
-    /// How many of all these are, where a list of them does not show it.
-    fn share(&self, ranks: &[usize]) -> String {
+    /// ` (3334 of 10000)`, if there are too many ranks for a list to show their number.
+    fn fraction(&self, ranks: &[usize]) -> String {
         if ranks.len() <= DESCRIBED_MAX { String::new() } else { format!(" ({} of {})", ranks.len(), self.ranks.len()) }
     }
 
-    /// For how long nothing was heard of these.
+    /// The time since the last heartbeats of these ranks: `for 31 s`.
     fn silence(&self, ranks: &[usize]) -> String {
         let ages = ranks.iter().map(|&rank| self.since_heard(rank));
         let (shortest, longest) = (ages.clone().min().unwrap_or_default(), ages.max().unwrap_or_default());
-        match (lasting(shortest), lasting(longest)) {
+        match (duration(shortest), duration(longest)) {
             (short, long) if short == long => format!("for {long}"),
             (short, long) => format!("for {short} to {long}"),
         }
     }
 
     fn since_heard(&self, rank: usize) -> Duration {
-        self.ranks[rank].heard.map_or(Duration::ZERO, |heard| self.now.saturating_duration_since(heard))
+        self.ranks[rank].last_heard.map_or(Duration::ZERO, |heard| self.now.saturating_duration_since(heard))
     }
 }
 
-/// Looking up a rank in ascending ones, of which there may be ten thousand.
+/// Binary search in a sorted list of ranks, of which there may be ten thousand.
 trait ContainsSorted {
     fn contains_sorted(&self, rank: &usize) -> bool;
 }
@@ -470,39 +475,39 @@ impl ContainsSorted for [usize] {
     }
 }
 
-/// The call that a rank stands in: the oldest that is under way.
-fn own_call(standing: &Standing) -> Option<&CallStanding> {
-    let under_way = standing.calls.iter().filter(|call| call.state == CallState::UnderWay);
-    under_way.max_by_key(|call| call.for_ms)
+/// The call that a rank is in: the oldest one in progress.
+fn own_call(status: &RankStatus) -> Option<&CallStatus> {
+    let in_progress = status.calls.iter().filter(|call| call.state == CallState::InProgress);
+    in_progress.max_by_key(|call| call.in_state_ms)
 }
 
-fn is_open(call: &CallStanding) -> bool {
+fn is_open(call: &CallStatus) -> bool {
     call.state != CallState::Done
 }
 
-/// Whether two calls of one number are not the same call.
-fn differ(one: &CallStanding, other: &CallStanding) -> bool {
+/// Whether two calls with the same number are different calls.
+fn differ(one: &CallStatus, other: &CallStatus) -> bool {
     (&one.verb, &one.label) != (&other.verb, &other.label) || size(one) != size(other)
 }
 
-/// What ranks must agree on; in an all-to-all everyone brings as much as it likes.
-fn size(call: &CallStanding) -> (Option<u64>, &str) {
+/// The size and dtype that ranks must agree on; in an all-to-all, sizes may differ.
+fn size(call: &CallStatus) -> (Option<u64>, &str) {
     ((call.verb != "all-to-all").then_some(call.elements), &call.dtype)
 }
 
-type Side<'a> = (Vec<usize>, &'a CallStanding);
+type Side<'a> = (Vec<usize>, &'a CallStatus);
 
-/// The ranks by what they say of a call, most first.
+/// Groups ranks by a property of their call, the largest group first.
 fn sides<'a, K: Eq + std::hash::Hash>(
-    calls: &[(usize, &'a CallStanding)],
-    key: impl Fn(&'a CallStanding) -> K,
+    calls: &[(usize, &'a CallStatus)],
+    key: impl Fn(&'a CallStatus) -> K,
 ) -> Vec<Side<'a>> {
     let mut sides: HashMap<K, Side<'a>> = HashMap::new();
     for &(rank, call) in calls {
         sides.entry(key(call)).or_insert_with(|| (Vec::new(), call)).0.push(rank);
     }
     let mut sides: Vec<Side<'a>> = sides.into_values().collect();
-    // Of two sides of one size, the one with the lower rank is named last.
+    // Of two groups of the same size, the one with the higher ranks comes first.
     sides.sort_by_key(|(ranks, _)| (usize::MAX - ranks.len(), usize::MAX - ranks[0]));
     sides
 }
@@ -518,8 +523,8 @@ fn sorted(ranks: impl Iterator<Item = usize>) -> Vec<usize> {
     ranks
 }
 
-/// Those of these ranks that there are.
-fn known(ranks: &[usize], all: &[Seen]) -> Vec<usize> {
+/// Sorts ranks, and drops those beyond the world size.
+fn existing(ranks: &[usize], all: &[RankInfo]) -> Vec<usize> {
     sorted(ranks.iter().copied().filter(|&rank| rank < all.len()))
 }
 
@@ -527,39 +532,39 @@ fn known(ranks: &[usize], all: &[Seen]) -> Vec<usize> {
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test may fail")]
     use super::*;
-    use crate::standing::tests::call;
+    use crate::status::tests::call;
 
-    /// Two ranks to a host, all in call #412 and just heard.
-    fn scene(count: usize) -> (Vec<Seen>, Instant) {
+    /// Two ranks per host, all in call #412, with a recent heartbeat.
+    fn situation(count: usize) -> (Vec<RankInfo>, Instant) {
         let now = Instant::now() + Duration::from_secs(100_000);
-        let seen = |rank: usize| Seen {
+        let info = |rank: usize| RankInfo {
             host: if count <= 8 { ["a", "b", "c", "d"][rank / 2].to_string() } else { format!("n{}", rank / 8) },
             pid: 4708 + rank as u32,
-            standing: Standing {
+            status: RankStatus {
                 step: 41,
                 first_step: 1,
                 phase: "backward".to_string(),
                 unit: "block.7".to_string(),
                 in_phase_ms: 31_000,
-                calls: vec![CallStanding {
+                calls: vec![CallStatus {
                     group: format!("shard 0-{}", count - 1),
-                    ranks: Ranks::of(0..count),
+                    ranks: Ranks::from_ranks(0..count),
                     ..call(412)
                 }],
             },
-            heard: Some(now),
-            presence: Presence::Here,
+            last_heard: Some(now),
+            presence: Presence::Connected,
         };
-        ((0..count).map(seen).collect(), now)
+        ((0..count).map(info).collect(), now)
     }
 
-    /// This rank is still at call #411, which is done, and computes.
-    fn late(seen: &mut Seen) {
-        seen.standing.phase = "forward".to_string();
-        seen.standing.unit = "block.2".to_string();
-        seen.standing.in_phase_ms = 35_000;
-        let call = &mut seen.standing.calls[0];
-        (call.number, call.state, call.waits_for) = (411, CallState::Done, Ranks::default());
+    /// Makes a rank late: its call #411 is done, and it is computing.
+    fn late(info: &mut RankInfo) {
+        info.status.phase = "forward".to_string();
+        info.status.unit = "block.2".to_string();
+        info.status.in_phase_ms = 35_000;
+        let call = &mut info.status.calls[0];
+        (call.number, call.state, call.waiting_for) = (411, CallState::Done, Ranks::default());
     }
 
     fn ago(now: Instant, seconds: u64) -> Option<Instant> {
@@ -576,70 +581,70 @@ mod tests {
 
     #[test]
     fn one_silent_rank() {
-        let (mut ranks, now) = scene(4);
+        let (mut ranks, now) = situation(4);
         late(&mut ranks[3]);
-        ranks[3].heard = ago(now, 31);
+        ranks[3].last_heard = ago(now, 31);
         assert_eq!(
             explain(&ranks, &silent(&[3]), now),
-            "rank 3 (host b, process 4711) is silent for 31 s; it was last heard in forward of block.2 at step 41. It never \
-             entered reduce-scatter #412 of 'block.7' (12.6 MB, shard 0-3), for which ranks 0-2 wait."
+            "rank 3 (host b, process 4711) has sent no heartbeat for 31 s; it was last heard at step 41 in forward of block.2. It \
+             never entered reduce-scatter #412 of 'block.7' (12.6 MB, shard 0-3), where ranks 0-2 are waiting."
         );
-        // It has come to the call, and fell silent there.
-        let (mut ranks, now) = scene(4);
-        ranks[3].heard = ago(now, 31);
+        // It entered the call, and fell silent there.
+        let (mut ranks, now) = situation(4);
+        ranks[3].last_heard = ago(now, 31);
         assert_eq!(
             explain(&ranks, &silent(&[3]), now),
-            "rank 3 (host b, process 4711) is silent for 31 s; it was last heard in backward of block.7 at step 41. Ranks 0-2 \
-             wait for it in reduce-scatter #412 of 'block.7' (12.6 MB, shard 0-3), which it has entered."
+            "rank 3 (host b, process 4711) has sent no heartbeat for 31 s; it was last heard at step 41 in backward of block.7. \
+             Ranks 0-2 are waiting for it in reduce-scatter #412 of 'block.7' (12.6 MB, shard 0-3), which it has entered."
         );
     }
 
     #[test]
     fn some_silent_ranks() {
-        let (mut ranks, now) = scene(8);
+        let (mut ranks, now) = situation(8);
         for rank in [3, 4] {
             late(&mut ranks[rank]);
-            ranks[rank].heard = ago(now, 8 * rank as u64);
+            ranks[rank].last_heard = ago(now, 8 * rank as u64);
         }
         assert_eq!(
             explain(&ranks, &silent(&[4, 3]), now),
-            "ranks 3-4 are silent for 24 s to 32 s; last heard were rank 3 (host b, process 4711) in forward of block.2 at \
-             step 41 and rank 4 (host c, process 4712) in forward of block.2 at step 41. They never entered reduce-scatter \
-             #412 of 'block.7' (12.6 MB, shard 0-7), for which ranks 0-2 and 5-7 wait."
+            "ranks 3-4 have sent no heartbeat for 24 s to 32 s; last heard: rank 3 (host b, process 4711) at step 41 in forward \
+             of block.2 and rank 4 (host c, process 4712) at step 41 in forward of block.2. They never entered reduce-scatter \
+             #412 of 'block.7' (12.6 MB, shard 0-7), where ranks 0-2 and 5-7 are waiting."
         );
     }
 
     #[test]
     fn a_lost_host() {
-        let (mut ranks, now) = scene(4);
+        let (mut ranks, now) = situation(4);
         for rank in [2, 3] {
             late(&mut ranks[rank]);
-            ranks[rank].heard = ago(now, 12);
+            ranks[rank].last_heard = ago(now, 12);
         }
-        let waited =
-            "They never entered reduce-scatter #412 of 'block.7' (12.6 MB, shard 0-3), for which ranks 0-1 wait.";
+        let waiting =
+            "They never entered reduce-scatter #412 of 'block.7' (12.6 MB, shard 0-3), where ranks 0-1 are waiting.";
         assert_eq!(
             explain(&ranks, &silent(&[2, 3]), now),
-            format!("host b is lost: ranks 2-3, all that ran there, are silent for 12 s. {waited}")
+            format!("host b is lost: all its ranks (ranks 2-3) have sent no heartbeat for 12 s. {waiting}")
         );
         ranks[2].presence = Presence::Left { code: None };
         ranks[3].presence = Presence::Left { code: None };
         assert_eq!(
             explain(&ranks, &Cause::Died { rank: 2, how: None }, now),
-            format!("host b is lost: ranks 2-3, all that ran there, died without a word. {waited}")
+            format!("host b is lost: all its ranks (ranks 2-3) died without reporting an error. {waiting}")
         );
-        ranks.iter_mut().for_each(|seen| seen.presence = Presence::Here);
-        ranks.iter_mut().for_each(|seen| seen.heard = ago(now, 12));
+        ranks.iter_mut().for_each(|info| info.presence = Presence::Connected);
+        ranks.iter_mut().for_each(|info| info.last_heard = ago(now, 12));
         assert_eq!(
             explain(&ranks, &silent(&[0, 1, 2, 3]), now),
-            "nothing was heard of any of the 4 ranks for 12 s: the supervisor's own host or its network is more likely at \
-             fault than all of them."
+            "none of the 4 ranks has sent a heartbeat for 12 s: the supervisor's own host or network is more likely at fault \
+             than all ranks at once."
         );
     }
 
     #[test]
     fn a_death() {
-        let (mut ranks, now) = scene(4);
+        let (mut ranks, now) = situation(4);
         late(&mut ranks[2]);
         let how = Some("signal 9, killed".to_string());
         assert_eq!(
@@ -647,45 +652,45 @@ mod tests {
             "rank 2 (host b, process 4710) died (signal 9, killed), last heard at step 41 in forward of block.2, while \
              ranks 0, 1 and 3 waited for it in reduce-scatter #412 of 'block.7' (12.6 MB, shard 0-3)."
         );
-        let (ranks, now) = scene(4);
+        let (ranks, now) = situation(4);
         assert_eq!(
             explain(&ranks, &Cause::Died { rank: 2, how: None }, now),
-            "rank 2 (host b, process 4710) died without a word, last heard at step 41 in backward of block.7, in \
+            "rank 2 (host b, process 4710) died without reporting an error, last heard at step 41 in backward of block.7, in \
              reduce-scatter #412 of 'block.7' (12.6 MB, shard 0-3)."
         );
-        let awaited = Seen {
+        let not_joined = RankInfo {
             host: String::new(),
-            presence: Presence::Awaited,
-            heard: None,
-            standing: Standing::default(),
+            presence: Presence::NotJoined,
+            last_heard: None,
+            status: RankStatus::default(),
             pid: 0,
         };
-        let none = vec![awaited; 2];
+        let none = vec![not_joined; 2];
         assert_eq!(
             explain(&none, &Cause::Died { rank: 1, how: None }, now),
-            "rank 1 died without a word before its first step."
+            "rank 1 died without reporting an error before its first step."
         );
         assert_eq!(
-            explain(&none, &Cause::Absent { ranks: vec![0, 1] }, now),
-            "ranks 0-1 never joined the run; no rank is here."
+            explain(&none, &Cause::NotJoined { ranks: vec![0, 1] }, now),
+            "ranks 0-1 never joined the run; no rank is connected."
         );
     }
 
     #[test]
     fn a_skipped_call() {
-        let (mut ranks, now) = scene(4);
-        let call = &mut ranks[3].standing.calls[0];
+        let (mut ranks, now) = situation(4);
+        let call = &mut ranks[3].status.calls[0];
         (call.verb, call.label) = ("all-gather".to_string(), "block.6".to_string());
         assert_eq!(
             explain(&ranks, &timeout(0), now),
-            "rank 0 (host a, process 4708) ran into a time limit: made no progress for 30s. Rank 3 is in all-gather #412 of \
-             'block.6' where ranks 0-2 are in reduce-scatter #412 of 'block.7' (shard 0-3): it has skipped or repeated a call."
+            "rank 0 (host a, process 4708) timed out: made no progress for 30s. Rank 3 is in all-gather #412 of 'block.6', but \
+             ranks 0-2 are in reduce-scatter #412 of 'block.7' (shard 0-3): it has skipped or repeated a call."
         );
-        // Two against two: nobody knows who is right.
-        ranks[2].standing.calls[0] = ranks[3].standing.calls[0].clone();
+        // With two against two, nobody knows which side is right.
+        ranks[2].status.calls[0] = ranks[3].status.calls[0].clone();
         let text = explain(&ranks, &timeout(0), now);
         assert!(
-            text.contains("Ranks 0-1 are in reduce-scatter #412 of 'block.7' where ranks 2-3 are in all-gather"),
+            text.contains("Ranks 0-1 are in reduce-scatter #412 of 'block.7', but ranks 2-3 are in all-gather"),
             "{text}"
         );
         assert!(text.ends_with("one side has skipped or repeated a call."), "{text}");
@@ -693,57 +698,57 @@ mod tests {
 
     #[test]
     fn different_sizes() {
-        let (mut ranks, now) = scene(4);
-        ranks[1].standing.calls[0].elements = 4096;
-        let expected = "Rank 1 brings 4096 × f32 to reduce-scatter #412 of 'block.7' (shard 0-3) where the others bring 3145728 × f32.";
+        let (mut ranks, now) = situation(4);
+        ranks[1].status.calls[0].elements = 4096;
+        let expected = "Rank 1 passes 4096 × f32 to reduce-scatter #412 of 'block.7' (shard 0-3), but the others pass 3145728 × f32.";
         let text = explain(&ranks, &timeout(0), now);
         assert!(text.ends_with(expected), "{text}");
-        ranks.iter_mut().for_each(|seen| seen.standing.calls[0].verb = "all-to-all".to_string());
-        assert!(!explain(&ranks, &timeout(0), now).contains("brings"), "everyone brings what it likes");
-        ranks[1].standing.calls[0].dtype = "bf16".to_string();
+        ranks.iter_mut().for_each(|info| info.status.calls[0].verb = "all-to-all".to_string());
+        assert!(!explain(&ranks, &timeout(0), now).contains("passes"), "sizes may differ in an all-to-all");
+        ranks[1].status.calls[0].dtype = "bf16".to_string();
         let text = explain(&ranks, &timeout(0), now);
-        assert!(text.contains("Rank 1 brings 4096 × bf16 to all-to-all #412"), "{text}");
+        assert!(text.contains("Rank 1 passes 4096 × bf16 to all-to-all #412"), "{text}");
     }
 
     #[test]
     fn a_timeout_while_all_are_alive() {
-        let (mut ranks, now) = scene(4);
+        let (mut ranks, now) = situation(4);
         late(&mut ranks[3]);
         assert_eq!(
             explain(&ranks, &timeout(0), now),
-            "rank 0 (host a, process 4708) ran into a time limit: made no progress for 30s. Ranks 0-2 wait in reduce-scatter \
-             #412 of 'block.7' (12.6 MB, shard 0-3), 31 s so far. Rank 3 (host b, process 4711) never entered it: it has been \
-             in forward of block.2 at step 41 for 35 s."
+            "rank 0 (host a, process 4708) timed out: made no progress for 30s. Ranks 0-2 have been waiting in reduce-scatter \
+             #412 of 'block.7' (12.6 MB, shard 0-3) for 31 s. Rank 3 (host b, process 4711) never entered it: it has been in \
+             forward of block.2 at step 41 for 35 s."
         );
         ranks[3].presence = Presence::Left { code: Some(0) };
         let text = explain(&ranks, &timeout(0), now);
-        assert!(text.ends_with("it has ended with exit code 0, at step 41 in forward of block.2."), "{text}");
-        let (ranks, now) = scene(4);
+        assert!(text.ends_with("it exited with code 0, at step 41 in forward of block.2."), "{text}");
+        let (ranks, now) = situation(4);
         let text = explain(&ranks, &timeout(0), now);
-        let expected = "Every rank that belongs there has entered reduce-scatter #412 of 'block.7' (12.6 MB, shard 0-3), so look \
-                        at the network between them first. It waits for rank 3, on host b.";
+        let expected = "All ranks of the group have entered reduce-scatter #412 of 'block.7' (12.6 MB, shard 0-3), so check the \
+                        network between them first. The call is waiting for rank 3, on host b.";
         assert!(text.ends_with(expected), "{text}");
     }
 
     #[test]
-    fn a_chain_of_waiting_leads_to_its_end() {
-        // Ranks 0 and 1 are a group, and so are 1 and 2: 0 waits for 1, which waits for 2, which computes.
-        let (mut ranks, now) = scene(4);
-        let group = |first: usize, number, state, for_ms| CallStanding {
+    fn a_chain_of_waits_is_followed_to_its_end() {
+        // Ranks 0 and 1 form a group, and so do 1 and 2: 0 waits for 1, which waits for 2, which computes.
+        let (mut ranks, now) = situation(4);
+        let group = |first: usize, number, state, in_state_ms| CallStatus {
             group: format!("pair {first}-{}", first + 1),
-            ranks: Ranks::of([first, first + 1]),
+            ranks: Ranks::from_ranks([first, first + 1]),
             state,
-            for_ms,
+            in_state_ms,
             ..call(number)
         };
-        ranks[0].standing.calls = vec![group(0, 9, CallState::UnderWay, 40_000)];
-        ranks[1].standing.calls = vec![group(0, 8, CallState::Done, 1), group(1, 5, CallState::UnderWay, 30_000)];
+        ranks[0].status.calls = vec![group(0, 9, CallState::InProgress, 40_000)];
+        ranks[1].status.calls = vec![group(0, 8, CallState::Done, 1), group(1, 5, CallState::InProgress, 30_000)];
         late(&mut ranks[2]);
-        ranks[2].standing.calls = vec![group(1, 4, CallState::Done, 1)];
-        ranks[3].standing.calls.clear();
+        ranks[2].status.calls = vec![group(1, 4, CallState::Done, 1)];
+        ranks[3].status.calls.clear();
         let text = explain(&ranks, &timeout(0), now);
         assert!(
-            text.contains("Rank 1 waits in reduce-scatter #5 of 'block.7' (12.6 MB, pair 1-2), 30 s so far."),
+            text.contains("Rank 1 has been waiting in reduce-scatter #5 of 'block.7' (12.6 MB, pair 1-2) for 30 s."),
             "{text}"
         );
         assert!(
@@ -752,27 +757,27 @@ mod tests {
             ),
             "{text}"
         );
-        // And where they wait for each other, that is said.
-        ranks[1].standing.calls = vec![group(1, 5, CallState::UnderWay, 30_000)];
-        ranks[2].standing.calls = vec![group(1, 4, CallState::Done, 1), group(0, 1, CallState::UnderWay, 20_000)];
+        // If they wait for each other, the text says so.
+        ranks[1].status.calls = vec![group(1, 5, CallState::InProgress, 30_000)];
+        ranks[2].status.calls = vec![group(1, 4, CallState::Done, 1), group(0, 1, CallState::InProgress, 20_000)];
         let text = explain(&ranks, &timeout(0), now);
-        assert!(text.contains("it waits itself in"), "{text}");
+        assert!(text.contains("it is itself waiting in"), "{text}");
     }
 
     #[test]
-    fn calls_that_are_queued_ahead_are_no_fault() {
-        // Rank 0 has begun #412 and queued #414 behind it; rank 3 is at #411.
-        let (mut ranks, now) = scene(4);
-        let ahead = CallStanding { state: CallState::Queued, ..ranks[0].standing.calls[0].clone() };
-        ranks[0].standing.calls.push(CallStanding { number: 414, label: "block.5".to_string(), ..ahead });
+    fn queued_calls_are_no_mismatch() {
+        // Rank 0 has started #412 and queued #414 behind it; rank 3 is at #411.
+        let (mut ranks, now) = situation(4);
+        let ahead = CallStatus { state: CallState::Queued, ..ranks[0].status.calls[0].clone() };
+        ranks[0].status.calls.push(CallStatus { number: 414, label: "block.5".to_string(), ..ahead });
         late(&mut ranks[3]);
         let text = explain(&ranks, &timeout(0), now);
-        assert!(text.contains("Ranks 0-2 wait in reduce-scatter #412 of 'block.7'"), "{text}");
+        assert!(text.contains("Ranks 0-2 have been waiting in reduce-scatter #412 of 'block.7'"), "{text}");
     }
 
     #[test]
-    fn a_failure_in_its_own_words() {
-        let (ranks, now) = scene(4);
+    fn a_failure_with_the_text_of_the_rank() {
+        let (ranks, now) = situation(4);
         let cause = Cause::Failed {
             rank: 3,
             kind: FailureKind::Memory,
@@ -788,20 +793,20 @@ mod tests {
 
     #[test]
     fn ten_thousand_ranks_in_one_paragraph_and_a_moment() {
-        let (mut ranks, now) = scene(10_000);
+        let (mut ranks, now) = situation(10_000);
         late(&mut ranks[3]);
         let text = explain(&ranks, &timeout(0), now);
-        assert!(text.contains("Ranks 0-2 and 4-9999 wait in reduce-scatter #412"), "{text}");
+        assert!(text.contains("Ranks 0-2 and 4-9999 have been waiting in reduce-scatter #412"), "{text}");
         for rank in (0..10_000).filter(|rank| rank % 3 == 0) {
             late(&mut ranks[rank]);
-            ranks[rank].heard = ago(now, 20);
+            ranks[rank].last_heard = ago(now, 20);
         }
         let causes = [
             timeout(1),
             silent(&(0..10_000).filter(|rank| rank % 3 == 0).collect::<Vec<_>>()),
             silent(&(16..1016).collect::<Vec<_>>()),
             Cause::Died { rank: 9, how: None },
-            Cause::Absent { ranks: (5000..10_000).collect() },
+            Cause::NotJoined { ranks: (5000..10_000).collect() },
         ];
         for cause in &causes {
             let started = Instant::now();
@@ -814,30 +819,30 @@ mod tests {
         let text = explain(&ranks, &causes[2], now);
         assert!(
             text.starts_with(
-                "hosts n2, n3, n4 and 122 more are lost: ranks 16-1015, all that ran there, are silent for 0 s to 20 s."
+                "hosts n2, n3, n4 and 122 more are lost: all their ranks (ranks 16-1015) have sent no heartbeat for 0 s to 20 s."
             ),
             "{text}"
         );
     }
 
     #[test]
-    fn absurd_words_break_nothing() {
-        let (mut ranks, now) = scene(4);
-        for seen in &mut ranks {
-            seen.standing.in_phase_ms = u64::MAX;
-            seen.standing.calls[0].for_ms = u64::MAX;
-            seen.standing.calls[0].bytes = u64::MAX;
-            seen.standing.calls[0].waits_for = "0-4294967295".parse().unwrap();
+    fn absurd_statuses_break_nothing() {
+        let (mut ranks, now) = situation(4);
+        for info in &mut ranks {
+            info.status.in_phase_ms = u64::MAX;
+            info.status.calls[0].in_state_ms = u64::MAX;
+            info.status.calls[0].bytes = u64::MAX;
+            info.status.calls[0].waiting_for = "0-4294967295".parse().unwrap();
         }
-        ranks[1].standing.calls[0].ranks = Ranks::default();
-        ranks[0].standing.calls[0].ranks = "4000000000-4294967295".parse().unwrap();
+        ranks[1].status.calls[0].ranks = Ranks::default();
+        ranks[0].status.calls[0].ranks = "4000000000-4294967295".parse().unwrap();
         for cause in [
             timeout(0),
             timeout(9),
             silent(&[1, 9, 9]),
             silent(&[]),
             Cause::Died { rank: 77, how: None },
-            Cause::Absent { ranks: vec![] },
+            Cause::NotJoined { ranks: vec![] },
         ] {
             explain(&ranks, &cause, now);
         }

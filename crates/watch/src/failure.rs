@@ -1,32 +1,32 @@
-//! Kinds of failures, as ranks tell them apart.
+//! The kinds of failures that ranks report.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// What kind of failure a rank tells of. It says who is at fault, and whether another attempt may do better.
+/// The kind of a failure that a rank reports. It shows which rank is at fault, and whether a restart may help.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FailureKind {
-    /// All ranks have the same to say, and would again.
+    /// An error that all ranks report, and would report again after a restart.
     Final,
-    /// There was no memory left for the rank.
+    /// The rank ran out of memory.
     Memory,
-    /// The rank's own, of any other sort.
+    /// Any other error of the rank itself.
     Error,
-    /// Ranks compute different gradients from the same samples.
+    /// A spot check failed: ranks computed different gradients from the same samples.
     SpotCheck,
-    /// Ranks came to a collective with different calls.
+    /// Ranks entered a collective with different calls.
     Mismatch,
-    /// A call stood still for too long: the cause is elsewhere.
+    /// A call made no progress for too long. The cause is on another rank.
     Timeout,
-    /// A call failed, or could not be made any more.
+    /// A call failed, or could no longer be started.
     Transport,
 }
 
 impl FailureKind {
-    /// Whether it was found by all ranks together: whoever tells of it names those at fault, and is seldom one of them.
-    pub(crate) fn tells_of_all(self) -> bool {
+    /// Whether all ranks detected it together. Its text names the ranks at fault; the rank that reports it is seldom one of them.
+    pub(crate) fn is_collective(self) -> bool {
         matches!(self, FailureKind::SpotCheck | FailureKind::Mismatch)
     }
 }

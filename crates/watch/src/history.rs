@@ -1,13 +1,13 @@
-//! The lines of a run that someone who comes late is shown first: few, however long the run is.
+//! The journal entries that a late viewer receives first. Their number is bounded, however long the run is.
 
-use shardwise_journal::{Entry, What};
+use shardwise_journal::{Entry, EntryKind};
 
-/// How many steps are kept, and how many lines of other kinds.
+/// The maximum number of steps that are kept, and of entries of other kinds.
 const STEPS_MAX: usize = 2048;
 const OTHERS_MAX: usize = 512;
 
-/// Lines of a run's journal. Of steps that are too many every other old one is left out; of what ranks hold and send only the
-/// newest line is kept.
+/// A selection of a run's journal entries. When there are too many steps, every other old one is dropped. Of memory and traffic
+/// entries, only the newest is kept.
 #[derive(Clone, Debug, Default)]
 pub struct History {
     steps: Vec<Entry>,
@@ -17,12 +17,12 @@ pub struct History {
 }
 
 impl History {
-    /// Takes a line.
+    /// Adds an entry.
     pub fn add(&mut self, entry: Entry) {
-        match entry.what {
-            What::Memory { .. } => self.memory = Some(entry),
-            What::Traffic(_) => self.traffic = Some(entry),
-            What::Step(_) => {
+        match entry.kind {
+            EntryKind::Memory { .. } => self.memory = Some(entry),
+            EntryKind::Traffic(_) => self.traffic = Some(entry),
+            EntryKind::Step(_) => {
                 self.steps.push(entry);
                 if self.steps.len() > STEPS_MAX {
                     thin(&mut self.steps);
@@ -31,14 +31,14 @@ impl History {
             _ => {
                 self.others.push(entry);
                 if self.others.len() > OTHERS_MAX {
-                    // The first says what the run is.
+                    // The first entry identifies the run.
                     self.others.remove(1);
                 }
             }
         }
     }
 
-    /// What is kept, in the order of its times.
+    /// Returns the kept entries, ordered by time.
     pub fn entries(&self) -> Vec<&Entry> {
         let mut entries: Vec<&Entry> =
             self.steps.iter().chain(&self.others).chain(&self.memory).chain(&self.traffic).collect();
@@ -47,7 +47,7 @@ impl History {
     }
 }
 
-/// Leaves every other line of the older three quarters.
+/// Drops every other entry of the oldest three quarters.
 fn thin(steps: &mut Vec<Entry>) {
     let old = steps.len() / 4 * 3;
     let mut index = 0;
@@ -64,13 +64,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_long_run_is_a_short_history_from_its_first_step_to_its_last() {
+    fn a_long_run_has_a_short_history_from_its_first_step_to_its_last() {
         let mut history = History::default();
         for step in 1..=100_000 {
             let time_s = step as f64;
-            history.add(Entry { time_s, what: What::Step(Step { step, ..Step::default() }) });
-            history.add(Entry { time_s, what: What::Memory { step, ranks: Vec::new() } });
-            history.add(Entry { time_s, what: What::Note { step, text: String::new() } });
+            history.add(Entry { time_s, kind: EntryKind::Step(Step { step, ..Step::default() }) });
+            history.add(Entry { time_s, kind: EntryKind::Memory { step, ranks: Vec::new() } });
+            history.add(Entry { time_s, kind: EntryKind::Note { step, text: String::new() } });
         }
         let entries = history.entries();
         assert!(entries.len() <= STEPS_MAX + OTHERS_MAX + 1, "{}", entries.len());

@@ -1,87 +1,87 @@
-//! What supervisor and rank say to each other, and its form on the wire: a length of four bytes, then JSON.
+//! The messages of the channel, and their form on the wire: a four-byte length, then JSON.
 //!
-//! JSON is not the shortest form, but a beat is half a kilobyte, and what is on the wire can be read. What came is never
-//! believed: no length is reserved before the bytes are there, and every list and text has a limit.
+//! JSON is not the most compact form, but a heartbeat is only half a kilobyte, and people can read the traffic. Received data is
+//! not trusted: no memory is reserved before the bytes have arrived, and every list and text has a limit.
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use shardwise_journal::Entry;
 
-use crate::entry::{check_entry, cut_entry, is_of_a_rank};
+use crate::entry::{check_entry, is_written_by_rank, shorten_entry};
 use crate::secret::{Nonce, Proof, Secret};
-use crate::standing::{check_name, check_text};
-use crate::{Error, FailureKind, Result, Snapshot, Standing};
+use crate::status::{check_name, check_text};
+use crate::{Error, FailureKind, RankStatus, Result, Snapshot};
 
-/// The longest frame, without its length.
+/// The longest frame, not counting its length field.
 pub(crate) const FRAME_BYTES_MAX: usize = 64 << 10;
-/// The longest frame of one who has proved nothing yet.
-pub(crate) const UNPROVEN_BYTES_MAX: usize = 4 << 10;
+/// The longest frame on a connection that is not authenticated yet.
+pub(crate) const UNAUTHENTICATED_BYTES_MAX: usize = 4 << 10;
 
 const HEADER_BYTES: usize = 4;
 
-/// What the supervisor wants of its ranks.
+/// An order from the supervisor to its ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum Order {
     /// Exit at once.
     End {
-        /// Why, for people.
+        /// The reason, for people.
         reason: String,
     },
-    /// Save at the end of the step, then end.
+    /// Save at the end of the step, then stop.
     Save,
-    /// Save at the end of the step, and go on.
+    /// Save at the end of the step, and continue.
     Checkpoint,
-    /// Write down where the time of the next steps goes.
+    /// Trace the next steps.
     Trace {
-        /// How many.
+        /// The number of steps.
         steps: u64,
     },
 }
 
-/// What one who looks on may ask for. The supervisor decides.
+/// A request from a viewer. The supervisor decides whether to grant it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum Request {
-    /// A checkpoint, now.
+    /// Save a checkpoint now.
     Save,
-    /// A trace of the next steps.
+    /// Trace the next steps.
     Trace {
-        /// How many.
+        /// The number of steps.
         steps: u64,
     },
 }
 
-/// From the supervisor.
+/// A message from the supervisor.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub(crate) enum FromSupervisor {
-    /// The first word on every connection.
+    /// The first message on every connection.
     Challenge { nonce: Nonce },
-    /// The proof was right, and here is ours.
-    Welcome { proof: Proof, beat_ms: u64 },
-    /// The proof was wrong. Without a proof of ours: to one who has none, we prove nothing.
-    Stranger {},
-    /// The proof was right, and the rank is not wanted all the same.
+    /// The peer's proof was right. This carries the supervisor's own.
+    Welcome { proof: Proof, heartbeat_ms: u64 },
+    /// The peer's proof was wrong. The supervisor does not prove itself to such a peer.
+    WrongSecret {},
+    /// The peer's proof was right, but the rank or viewer is not admitted.
     Refused { reason: String, proof: Proof },
-    /// What to do.
+    /// An order.
     Order(Order),
-    /// To one who looks on: where the ranks are.
+    /// To a viewer: the state of the ranks.
     Snapshot(Snapshot),
-    /// To one who looks on: a line of the journal.
+    /// To a viewer: a journal entry.
     Entry(Entry),
-    /// To one who looks on: what became of a request.
+    /// To a viewer: the answer to a request.
     Answer { text: String },
 }
 
-/// The first word of those who come: as a rank, or to look on.
+/// The first message of a peer: it joins as a rank or as a viewer.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
-pub(crate) enum FromStranger {
-    /// The answer to a challenge, of one who is a rank.
+pub(crate) enum FirstMessage {
+    /// A rank's answer to the challenge.
     Hello(Hello),
-    /// The same, of one who wants to look on.
+    /// A viewer's answer to the challenge.
     View {
         /// The viewer's own challenge.
         nonce: Nonce,
@@ -89,30 +89,30 @@ pub(crate) enum FromStranger {
     },
 }
 
-/// From one who looks on.
+/// A message from a viewer.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub(crate) enum FromViewer {
-    Ask(Request),
+    Request(Request),
 }
 
-/// From a rank.
+/// A message from a rank.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub(crate) enum FromRank {
-    /// Alive, and here.
-    Beat(Standing),
-    /// Something went wrong; the rank will end.
-    Failed { kind: FailureKind, text: String, standing: Standing },
-    /// Something that people should read.
+    /// The rank is alive and has this status.
+    Heartbeat(RankStatus),
+    /// The rank failed and will exit.
+    Failed { kind: FailureKind, text: String, status: RankStatus },
+    /// A message for people.
     Note { text: String },
-    /// A line of the journal; from the first rank alone.
+    /// A journal entry; only rank 0 sends these.
     Entry(Entry),
-    /// The rank ends, and means to, with this exit code.
+    /// The rank exits as planned, with this exit code.
     Bye { code: i32 },
 }
 
-/// Who a rank is.
+/// The identity of a rank, with the proof that it knows the secret.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Hello {
@@ -127,7 +127,7 @@ pub(crate) struct Hello {
 }
 
 impl Hello {
-    /// The proof of a hello that says this, in answer to `challenge`.
+    /// Computes the proof for this hello, in answer to `challenge`.
     pub(crate) fn prove(&self, secret: &Secret, challenge: &Nonce) -> Proof {
         let Hello { rank, ranks, host, pid, attempt, nonce, proof: _ } = self;
         secret.proof(
@@ -145,23 +145,23 @@ impl Hello {
     }
 }
 
-/// The proof of a welcome, in answer to a rank's challenge.
-pub(crate) fn welcome_proof(secret: &Secret, nonce: &Nonce, beat_ms: u64) -> Proof {
-    secret.proof(nonce, &[b"shardwise watch 1: welcome", &beat_ms.to_le_bytes()])
+/// Computes the proof of a welcome, in answer to the peer's challenge.
+pub(crate) fn welcome_proof(secret: &Secret, nonce: &Nonce, heartbeat_ms: u64) -> Proof {
+    secret.proof(nonce, &[b"shardwise watch 1: welcome", &heartbeat_ms.to_le_bytes()])
 }
 
-/// The proof of one who wants to look on, in answer to `challenge`.
+/// Computes the proof of a viewer, in answer to `challenge`.
 pub(crate) fn view_proof(secret: &Secret, challenge: &Nonce, nonce: &Nonce) -> Proof {
     secret.proof(challenge, &[b"shardwise watch 1: view", nonce.as_bytes()])
 }
 
-/// The proof of a refusal, in answer to a rank's challenge.
+/// Computes the proof of a refusal, in answer to the peer's challenge.
 pub(crate) fn refusal_proof(secret: &Secret, nonce: &Nonce, reason: &str) -> Proof {
     secret.proof(nonce, &[b"shardwise watch 1: refused", reason.as_bytes()])
 }
 
 impl FromSupervisor {
-    /// Read, and within its limits.
+    /// Parses a message and checks its limits.
     pub(crate) fn read(frame: &[u8]) -> Result<Self> {
         let mut message = parse(frame)?;
         match &mut message {
@@ -175,35 +175,35 @@ impl FromSupervisor {
         Ok(message)
     }
 
-    /// As a frame, at the end of `out`.
+    /// Appends it to `out` as a frame.
     pub(crate) fn write(&self, out: &mut Vec<u8>) {
         let fits = write(self, out);
-        assert!(fits, "what a supervisor says is short: reasons, summaries and lines are cut before");
+        assert!(fits, "messages of a supervisor are short: reasons, summaries and entries are shortened before");
     }
 
-    /// A line of the journal as a frame; none if it cannot be read again, as one with a number that JSON has no word for.
+    /// Returns a journal entry as a frame, or `None` if the receiver could not read it, for example because of a non-finite number.
     pub(crate) fn entry(entry: Entry) -> Option<Vec<u8>> {
         let mut frame = Vec::new();
-        let fits = write(&FromSupervisor::Entry(cut_entry(entry)), &mut frame);
+        let fits = write(&FromSupervisor::Entry(shorten_entry(entry)), &mut frame);
         (fits && FromSupervisor::read(&frame[HEADER_BYTES..]).is_ok()).then_some(frame)
     }
 }
 
-impl FromStranger {
-    /// Read, and within its limits.
+impl FirstMessage {
+    /// Parses a message and checks its limits.
     pub(crate) fn read(frame: &[u8]) -> Result<Self> {
         let message = parse(frame)?;
-        if let FromStranger::Hello(hello) = &message {
+        if let FirstMessage::Hello(hello) = &message {
             check_name(&hello.host)?;
         }
         Ok(message)
     }
 
-    /// As a frame.
+    /// Returns it as a frame.
     pub(crate) fn frame(&self) -> Vec<u8> {
         let mut out = Vec::new();
         let fits = write(self, &mut out);
-        assert!(fits, "a hello is short: the host's name is cut before");
+        assert!(fits, "a hello is short: the host's name is shortened before");
         out
     }
 }
@@ -213,63 +213,64 @@ impl FromViewer {
         parse(frame)
     }
 
-    /// As a frame.
+    /// Returns it as a frame.
     pub(crate) fn frame(&self) -> Vec<u8> {
         let mut out = Vec::new();
         let fits = write(self, &mut out);
-        assert!(fits, "a request is a word and a number");
+        assert!(fits, "a request is one word and one number");
         out
     }
 }
 
 impl FromRank {
-    /// Read, and within its limits.
+    /// Parses a message and checks its limits.
     pub(crate) fn read(frame: &[u8]) -> Result<Self> {
         let mut message = parse(frame)?;
         match &mut message {
-            FromRank::Beat(standing) => standing.check()?,
-            FromRank::Failed { text, standing, .. } => {
+            FromRank::Heartbeat(status) => status.check()?,
+            FromRank::Failed { text, status, .. } => {
                 check_text(text)?;
-                standing.check()?;
+                status.check()?;
             }
             FromRank::Note { text } => check_text(text)?,
-            FromRank::Entry(entry) if is_of_a_rank(&entry.what) => check_entry(entry)?,
-            FromRank::Entry(_) => return Err(Error::Malformed("a line that is the supervisor's to write".to_string())),
+            FromRank::Entry(entry) if is_written_by_rank(&entry.kind) => check_entry(entry)?,
+            FromRank::Entry(_) => return Err(Error::Malformed("an entry that only the supervisor writes".to_string())),
             FromRank::Bye { .. } => {}
         }
         Ok(message)
     }
 
-    /// A line of the journal as a frame; none if it would not be taken, because the connection would end for it.
+    /// Returns a journal entry as a frame, or `None` if the supervisor would reject it and close the connection.
     pub(crate) fn entry(entry: Entry) -> Option<Vec<u8>> {
         let mut frame = Vec::new();
-        let fits = write(&FromRank::Entry(cut_entry(entry)), &mut frame);
+        let fits = write(&FromRank::Entry(shorten_entry(entry)), &mut frame);
         (fits && FromRank::read(&frame[HEADER_BYTES..]).is_ok()).then_some(frame)
     }
 
-    /// As a frame, at the end of `out`. Of a standing that is too long for one, its last calls are left out.
+    /// Appends it to `out` as a frame. If the status is too long for a frame, its last calls are dropped.
     pub(crate) fn write(&mut self, out: &mut Vec<u8>) {
         while !write(self, out) {
             match self {
-                FromRank::Beat(Standing { calls, .. }) | FromRank::Failed { standing: Standing { calls, .. }, .. }
+                FromRank::Heartbeat(RankStatus { calls, .. })
+                | FromRank::Failed { status: RankStatus { calls, .. }, .. }
                     if !calls.is_empty() =>
                 {
                     calls.truncate(calls.len() / 2);
                 }
-                _ => unreachable!("names and texts are cut before, so that only calls can be too long"),
+                _ => unreachable!("names and texts are shortened before, so only calls can be too long"),
             }
         }
     }
 }
 
-/// Bytes that have come and are no whole frame yet.
+/// Received bytes that are not a whole frame yet.
 #[derive(Debug, Default)]
 pub(crate) struct Inbox {
     kept: Vec<u8>,
 }
 
 impl Inbox {
-    /// Takes what has come, and hands on every whole frame of at most `bytes_max`. In the usual case that is all of it, and
+    /// Adds received bytes, and calls `each` with every whole frame of at most `bytes_max`. Usually the bytes are whole frames, and
     /// nothing is copied.
     pub(crate) fn take(
         &mut self,
@@ -286,28 +287,28 @@ impl Inbox {
         let used = frames(&self.kept, bytes_max, &mut each)?;
         self.kept.drain(..used);
         if self.kept.is_empty() {
-            // Ten thousand ranks may each have sent a long frame once.
+            // Frees the memory: ten thousand ranks may each have sent a long frame once.
             self.kept = Vec::new();
         }
         Ok(())
     }
 
-    /// Whether a frame has begun that has not ended.
-    pub(crate) fn has_rest(&self) -> bool {
+    /// Whether a frame has arrived only in part.
+    pub(crate) fn has_partial_frame(&self) -> bool {
         !self.kept.is_empty()
     }
 }
 
-/// The length in a frame's header, if it is allowed.
+/// Reads the length from a frame's header, and checks it.
 pub(crate) fn frame_bytes(header: [u8; HEADER_BYTES], bytes_max: usize) -> Result<usize> {
     let length = u32::from_le_bytes(header) as usize;
     if length == 0 || length > bytes_max {
-        return Err(Error::Malformed(format!("a frame of {length} bytes, where 1 to {bytes_max} are allowed")));
+        return Err(Error::Malformed(format!("a frame of {length} bytes, but only 1 to {bytes_max} are allowed")));
     }
     Ok(length)
 }
 
-/// Hands on the whole frames at the beginning of `bytes`, and says how many bytes they were.
+/// Calls `each` with the whole frames at the start of `bytes`, and returns their length.
 fn frames(bytes: &[u8], bytes_max: usize, each: &mut impl FnMut(&[u8]) -> Result<()>) -> Result<usize> {
     let mut used = 0;
     while let Some((header, rest)) = bytes[used..].split_first_chunk() {
@@ -321,17 +322,18 @@ fn frames(bytes: &[u8], bytes_max: usize, each: &mut impl FnMut(&[u8]) -> Result
 
 fn parse<T: DeserializeOwned>(frame: &[u8]) -> Result<T> {
     serde_json::from_slice(frame).map_err(|error| {
-        // serde's texts repeat what they do not know, which may be as long as the frame and anything at all.
+        // serde's messages quote the input, which may be long and contain anything.
         let shown: String = error.to_string().chars().filter(|letter| !letter.is_control()).take(200).collect();
         Error::Malformed(shown)
     })
 }
 
-/// Whether it fitted a frame; otherwise `out` is as it was.
+/// Appends a message as a frame. Returns false, and leaves `out` unchanged, if it does not fit.
 fn write(message: &impl Serialize, out: &mut Vec<u8>) -> bool {
     let start = out.len();
     out.extend_from_slice(&[0; HEADER_BYTES]);
-    serde_json::to_writer(&mut *out, message).expect("texts, numbers and lists are JSON, and memory takes them");
+    serde_json::to_writer(&mut *out, message)
+        .expect("texts, numbers and lists are valid JSON, and writing to memory does not fail");
     let length = out.len() - start - HEADER_BYTES;
     if length > FRAME_BYTES_MAX {
         out.truncate(start);
@@ -348,37 +350,38 @@ mod tests {
 
     use super::*;
     use crate::Ranks;
-    use crate::standing::tests::call;
+    use crate::status::tests::call;
 
     #[test]
-    fn frames_arrive_whole_however_they_are_cut() {
+    fn frames_arrive_whole_however_they_are_split() {
         let mut bytes = Vec::new();
         for step in 0..20 {
-            FromRank::Beat(Standing { step, calls: vec![call(step)], ..Standing::default() }).write(&mut bytes);
+            FromRank::Heartbeat(RankStatus { step, calls: vec![call(step)], ..RankStatus::default() })
+                .write(&mut bytes);
         }
         for cut in [1, 3, 7, 100, 1000, bytes.len()] {
             let (mut inbox, mut steps) = (Inbox::default(), Vec::new());
             for piece in bytes.chunks(cut) {
                 let each = |frame: &[u8]| {
-                    let FromRank::Beat(standing) = FromRank::read(frame)? else { panic!("a beat was sent") };
-                    steps.push(standing.step);
+                    let FromRank::Heartbeat(status) = FromRank::read(frame)? else { panic!("a heartbeat was sent") };
+                    steps.push(status.step);
                     Ok(())
                 };
                 inbox.take(piece, FRAME_BYTES_MAX, each).unwrap();
             }
             assert_eq!(steps, (0..20).collect::<Vec<_>>());
-            assert!(!inbox.has_rest());
+            assert!(!inbox.has_partial_frame());
         }
     }
 
     #[test]
     fn the_longest_message_fits_and_longer_ones_do_not() {
-        let odd = Ranks::of((0..10_000).filter(|rank| rank % 2 == 1));
+        let odd = Ranks::from_ranks((0..10_000).filter(|rank| rank % 2 == 1));
         let mut worst = call(u64::MAX);
-        (worst.ranks, worst.waits_for, worst.label) = (odd.clone(), odd, "\"".repeat(10_000));
-        let standing = Standing { calls: vec![worst; 100], ..Standing::default() }.cut();
-        let text = crate::standing::text("\u{1}\"".repeat(100_000));
-        let mut message = FromRank::Failed { kind: FailureKind::Error, text, standing };
+        (worst.ranks, worst.waiting_for, worst.label) = (odd.clone(), odd, "\"".repeat(10_000));
+        let status = RankStatus { calls: vec![worst; 100], ..RankStatus::default() }.shorten();
+        let text = crate::status::shorten_text("\u{1}\"".repeat(100_000));
+        let mut message = FromRank::Failed { kind: FailureKind::Error, text, status };
         let mut bytes = Vec::new();
         message.write(&mut bytes);
         let mut read = 0;
@@ -410,14 +413,14 @@ mod tests {
     }
 
     #[test]
-    fn a_line_that_would_not_be_taken_is_not_sent() {
-        use shardwise_journal::{Step, What};
-        let line = |what| Entry { time_s: 1., what };
-        let rate = |rate| line(What::Step(Step { rate, loss: f64::NAN, ..Step::default() }));
-        assert!(FromRank::entry(rate(1e-3)).is_some());
-        assert!(FromRank::entry(rate(f64::NAN)).is_none(), "JSON has no word for it");
-        let ended = || line(What::Ended { code: 0, restarts: 0, lost_s: 0. });
-        assert!(FromRank::entry(ended()).is_none(), "that is the supervisor's to say");
+    fn an_entry_that_would_not_be_accepted_is_not_sent() {
+        use shardwise_journal::{EntryKind, Step};
+        let entry = |kind| Entry { time_s: 1., kind };
+        let with_lr = |lr| entry(EntryKind::Step(Step { lr, loss: f64::NAN, ..Step::default() }));
+        assert!(FromRank::entry(with_lr(1e-3)).is_some());
+        assert!(FromRank::entry(with_lr(f64::NAN)).is_none(), "JSON has no literal for it");
+        let ended = || entry(EntryKind::Ended { code: 0, restarts: 0, lost_s: 0. });
+        assert!(FromRank::entry(ended()).is_none(), "only the supervisor writes it");
         assert!(FromSupervisor::entry(ended()).is_some());
     }
 
@@ -426,18 +429,18 @@ mod tests {
         fn no_bytes_break_the_reader(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
             drop(FromRank::read(&bytes));
             drop(FromSupervisor::read(&bytes));
-            drop(FromStranger::read(&bytes));
+            drop(FirstMessage::read(&bytes));
             drop(FromViewer::read(&bytes));
             drop(Inbox::default().take(&bytes, FRAME_BYTES_MAX, |_| Ok(())));
         }
 
         #[test]
-        fn no_change_to_a_message_breaks_the_reader(place in 0usize..10_000, byte in any::<u8>()) {
+        fn no_change_to_a_message_breaks_the_reader(index in 0usize..10_000, byte in any::<u8>()) {
             let mut bytes = Vec::new();
-            let standing = Standing { calls: vec![call(412)], ..Standing::default() };
-            FromRank::Failed { kind: FailureKind::Timeout, text: "…".into(), standing }.write(&mut bytes);
-            let place = place % bytes.len();
-            bytes[place] = byte;
+            let status = RankStatus { calls: vec![call(412)], ..RankStatus::default() };
+            FromRank::Failed { kind: FailureKind::Timeout, text: "…".into(), status }.write(&mut bytes);
+            let index = index % bytes.len();
+            bytes[index] = byte;
             drop(Inbox::default().take(&bytes, FRAME_BYTES_MAX, |frame| FromRank::read(frame).map(drop)));
         }
     }

@@ -1,8 +1,8 @@
-//! Sets of ranks as short texts, and as people read them.
+//! Sets of ranks, as short text for the wire and as text for people.
 //!
-//! A group of ten thousand ranks is sent as `0-9999`, and one that has every eighth of them as `0-9992/8`. It is `RankSet` of
-//! `plan` after it has left home: what came over the network promises nothing, so here it is a list of runs with a limit, and
-//! who walks through it says where the world ends.
+//! A group of ten thousand ranks is sent as `0-9999`, and one with every eighth of them as `0-9992/8`. The type is the counterpart of
+//! `RankSet` in `shardwise-plan` for data from the network. That data is not trusted, so a set is a list of runs with a length limit,
+//! and iterating over it requires the world size as a bound.
 
 use std::fmt::{self, Write};
 use std::str::FromStr;
@@ -11,13 +11,13 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::Error;
 
-/// How many runs a set may have.
+/// The maximum number of runs in a set.
 pub(crate) const RUNS_MAX: usize = 256;
 
-/// How many runs people are shown.
+/// The maximum number of runs in a text for people.
 const SHOWN_MAX: usize = 6;
 
-/// A set of ranks, as runs of evenly spaced ones.
+/// A set of ranks, stored as runs of evenly spaced ranks.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Ranks(Vec<Run>);
 
@@ -29,9 +29,9 @@ struct Run {
 }
 
 impl Ranks {
-    /// The set of these runs `(first, last, stride)`, as `RankSet::progressions` of `plan` gives them. Where there are too many to
-    /// send, the last are left out.
-    pub fn of_runs(runs: impl IntoIterator<Item = (usize, usize, usize)>) -> Self {
+    /// Creates a set of runs `(first, last, stride)`, as `RankSet::progressions` of `shardwise-plan` returns them. Runs beyond the
+    /// limit are dropped.
+    pub fn from_runs(runs: impl IntoIterator<Item = (usize, usize, usize)>) -> Self {
         let small = |number: usize| u32::try_from(number).unwrap_or(u32::MAX);
         let run = |(first, last, stride): (usize, usize, usize)| {
             let (first, stride) = (small(first), small(stride).max(1));
@@ -41,17 +41,17 @@ impl Ranks {
         Ranks(runs.into_iter().take(RUNS_MAX).map(run).collect())
     }
 
-    /// The set of these ranks, in ascending order.
-    pub fn of(ranks: impl IntoIterator<Item = usize>) -> Self {
-        Ranks::of_runs(runs(ranks).into_iter().map(|(first, last)| (first, last, 1)))
+    /// Creates a set of ranks, which must be in ascending order.
+    pub fn from_ranks(ranks: impl IntoIterator<Item = usize>) -> Self {
+        Ranks::from_runs(runs(ranks).into_iter().map(|(first, last)| (first, last, 1)))
     }
 
-    /// Whether it is empty.
+    /// Returns whether it is empty.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Whether this rank is in it.
+    /// Returns whether a rank is in it.
     pub fn contains(&self, rank: usize) -> bool {
         self.0.iter().any(|run| {
             let rank = u32::try_from(rank).ok().filter(|rank| (run.first..=run.last).contains(rank));
@@ -59,7 +59,7 @@ impl Ranks {
         })
     }
 
-    /// Its ranks in a world of that many, run by run.
+    /// Iterates over its ranks below the world size, run by run.
     pub fn iter(&self, world: usize) -> impl Iterator<Item = usize> + '_ {
         self.0.iter().flat_map(move |run| {
             let end = world.min((run.last as usize).saturating_add(1));
@@ -89,7 +89,7 @@ impl FromStr for Ranks {
 
     fn from_str(text: &str) -> Result<Self, Error> {
         let wrong = || Error::Ranks { text: text.chars().take(32).collect() };
-        // Digits only: a sign, as integers allow one, would make two texts of one set.
+        // Allow only digits: `parse` accepts a sign, and then one set would have several texts.
         let number = |text: &str| {
             text.bytes().all(|byte| byte.is_ascii_digit()).then(|| text.parse::<u32>().ok()).flatten().ok_or_else(wrong)
         };
@@ -120,15 +120,15 @@ impl<'de> Deserialize<'de> for Ranks {
     }
 }
 
-/// Ascending ranks as people read them: `rank 3`, `ranks 2-3`, `ranks 0, 1 and 3`, `ranks 0-2 and 4-9999`; of many runs the
-/// first few and a count.
-pub(crate) fn named(ranks: &[usize]) -> String {
+/// Formats ascending ranks for people: `rank 3`, `ranks 2-3`, `ranks 0, 1 and 3`, `ranks 0-2 and 4-9999`. Of many runs, only the
+/// first few are listed, with a count of the rest.
+pub(crate) fn name_ranks(ranks: &[usize]) -> String {
     let runs = runs(ranks.iter().copied());
     let mut pieces: Vec<(String, usize)> = Vec::new();
     for &(first, last) in runs.iter().take(SHOWN_MAX + 1) {
         match last - first {
             0 => pieces.push((first.to_string(), 1)),
-            // A pair among others is easier read as two.
+            // A pair among other runs is easier to read as two ranks.
             1 if runs.len() > 1 => pieces.extend([(first.to_string(), 1), (last.to_string(), 1)]),
             more => pieces.push((format!("{first}-{last}"), more + 1)),
         }
@@ -140,11 +140,11 @@ pub(crate) fn named(ranks: &[usize]) -> String {
         pieces.push((format!("{left} more"), left));
     }
     let words: Vec<String> = pieces.into_iter().map(|(word, _)| word).collect();
-    format!("{noun} {}", listed(&words))
+    format!("{noun} {}", join(&words))
 }
 
-/// `a`, `a and b`, `a, b and c`.
-pub(crate) fn listed(words: &[String]) -> String {
+/// Formats a list: `a`, `a and b`, `a, b and c`.
+pub(crate) fn join(words: &[String]) -> String {
     match words {
         [] => String::new(),
         [one] => one.clone(),
@@ -152,7 +152,7 @@ pub(crate) fn listed(words: &[String]) -> String {
     }
 }
 
-/// Ascending ranks as `(first, last)` of runs without gaps.
+/// Splits ascending ranks into runs without gaps, as `(first, last)`.
 fn runs(ranks: impl IntoIterator<Item = usize>) -> Vec<(usize, usize)> {
     let mut runs: Vec<(usize, usize)> = Vec::new();
     for rank in ranks {
@@ -172,13 +172,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sets_are_short_texts() {
-        let group = Ranks::of_runs([(0, 9992, 8)]);
+    fn sets_have_short_texts() {
+        let group = Ranks::from_runs([(0, 9992, 8)]);
         assert_eq!(group.to_string(), "0-9992/8");
         assert!(group.contains(4712) && !group.contains(4711) && !group.contains(10_000));
         assert_eq!(group.iter(17).collect::<Vec<_>>(), [0, 8, 16]);
-        assert_eq!(Ranks::of([0, 1, 2, 5]).to_string(), "0-2,5");
-        assert_eq!("0-4294967295".parse::<Ranks>().unwrap().iter(3).count(), 3, "the world ends where the caller says");
+        assert_eq!(Ranks::from_ranks([0, 1, 2, 5]).to_string(), "0-2,5");
+        assert_eq!("0-4294967295".parse::<Ranks>().unwrap().iter(3).count(), 3, "the caller gives the world size");
         assert!("".parse::<Ranks>().unwrap().is_empty());
         let many = (0..=RUNS_MAX).map(|rank| (2 * rank).to_string()).collect::<Vec<_>>().join(",");
         for wrong in ["3-1", "1-4/2", "0-4/0", "-1", "+1", "1,", "4294967296", "0-", "a", &many] {
@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_are_named_for_people() {
+    fn ranks_are_formatted_for_people() {
         let cases: [(&[usize], &str); 6] = [
             (&[3], "rank 3"),
             (&[2, 3], "ranks 2-3"),
@@ -197,16 +197,16 @@ mod tests {
             (&[1, 3, 5, 7, 9, 11, 13], "ranks 1, 3, 5, 7, 9 and 2 more"),
         ];
         for (ranks, expected) in cases {
-            assert_eq!(named(ranks), expected);
+            assert_eq!(name_ranks(ranks), expected);
         }
         let odd: Vec<usize> = (0..10_000).filter(|rank| rank % 2 == 1).collect();
-        assert_eq!(named(&odd), "ranks 1, 3, 5, 7, 9 and 4995 more");
+        assert_eq!(name_ranks(&odd), "ranks 1, 3, 5, 7, 9 and 4995 more");
     }
 
     proptest! {
         #[test]
         fn a_set_survives_text(ranks in prop::collection::btree_set(0usize..600, 0..200)) {
-            let set = Ranks::of(ranks.iter().copied());
+            let set = Ranks::from_ranks(ranks.iter().copied());
             let read: Ranks = set.to_string().parse().unwrap();
             prop_assert_eq!(&read, &set);
             prop_assert_eq!(read.iter(600).collect::<Vec<_>>(), ranks.into_iter().collect::<Vec<_>>());

@@ -1,7 +1,7 @@
-//! What a run's supervisor and its ranks know and nobody else does, and proofs of knowing it.
+//! The secret that a run's supervisor and its ranks share, and proofs of knowledge of it.
 //!
-//! The secret never travels on the channel. Each side sends a number that was never used before, and the other answers with a
-//! hash of it, keyed by the secret. How the secret comes to the ranks is the launcher's concern.
+//! The secret is never sent over the channel. Each side sends a nonce, and the other answers with a hash of it, keyed by the secret.
+//! Getting the secret to the ranks is the launcher's job.
 
 use std::fmt;
 
@@ -14,20 +14,20 @@ use crate::{Error, Result};
 pub struct Secret([u8; 32]);
 
 impl Secret {
-    /// A new one.
+    /// Generates a new secret.
     ///
     /// # Errors
-    /// If the system has no random numbers.
+    /// If the system provides no random numbers.
     pub fn new() -> Result<Self> {
         random().map(Secret)
     }
 
-    /// As text, to be handed to the ranks where nobody else can read it.
+    /// Returns it as text. Pass it to the ranks in a way that nobody else can read.
     pub fn to_hex(&self) -> String {
         hex(&self.0)
     }
 
-    /// From that text.
+    /// Parses the text of [`Secret::to_hex`].
     ///
     /// # Errors
     /// If it is not 64 lower-case hexadecimal digits. The error does not repeat the text.
@@ -35,13 +35,13 @@ impl Secret {
         from_hex(text).map(Secret).ok_or(Error::Secret)
     }
 
-    /// A proof of knowing the secret, for this occasion and these words only.
-    pub(crate) fn proof(&self, nonce: &Nonce, words: &[&[u8]]) -> Proof {
+    /// Computes a proof of knowing the secret, which is valid only for this nonce and these parts of a message.
+    pub(crate) fn proof(&self, nonce: &Nonce, parts: &[&[u8]]) -> Proof {
         let mut hasher = blake3::Hasher::new_keyed(&self.0);
         hasher.update(&nonce.0);
-        for word in words {
-            // With its length, so that no two lists of words are the same bytes.
-            hasher.update(&(word.len() as u64).to_le_bytes()).update(word);
+        for part in parts {
+            // Hash each part with its length, so that no two lists of parts hash the same bytes.
+            hasher.update(&(part.len() as u64).to_le_bytes()).update(part);
         }
         Proof(hasher.finalize())
     }
@@ -53,7 +53,7 @@ impl fmt::Debug for Secret {
     }
 }
 
-/// A number that was never used before.
+/// A random number that is used once.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Nonce([u8; 32]);
 
@@ -67,7 +67,7 @@ impl Nonce {
     }
 }
 
-/// A proof of knowing the secret. Comparing two takes the same time wherever they differ, as blake3 promises for its hashes.
+/// A proof of knowing the secret. Comparisons take constant time, which blake3 guarantees for its hashes.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Proof(blake3::Hash);
 
@@ -85,7 +85,7 @@ impl Serialize for Nonce {
 
 impl<'de> Deserialize<'de> for Nonce {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
-        digits(deserializer).map(Nonce)
+        bytes_from_hex(deserializer).map(Nonce)
     }
 }
 
@@ -97,13 +97,13 @@ impl Serialize for Proof {
 
 impl<'de> Deserialize<'de> for Proof {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
-        digits(deserializer).map(|bytes| Proof(bytes.into()))
+        bytes_from_hex(deserializer).map(|bytes| Proof(bytes.into()))
     }
 }
 
-fn digits<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<[u8; 32], D::Error> {
+fn bytes_from_hex<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<[u8; 32], D::Error> {
     let text = String::deserialize(deserializer)?;
-    from_hex(&text).ok_or_else(|| serde::de::Error::custom("64 lower-case hexadecimal digits are expected"))
+    from_hex(&text).ok_or_else(|| serde::de::Error::custom("expected 64 lower-case hexadecimal digits"))
 }
 
 fn random() -> Result<[u8; 32]> {
@@ -113,7 +113,7 @@ fn random() -> Result<[u8; 32]> {
         match rustix::rand::getrandom(&mut bytes[filled..], rustix::rand::GetRandomFlags::empty()) {
             Ok(count) => filled += count,
             Err(rustix::io::Errno::INTR) => {}
-            Err(error) => return Err(Error::io("random numbers")(error.into())),
+            Err(error) => return Err(Error::io("generating random numbers")(error.into())),
         }
     }
     Ok(bytes)
@@ -147,7 +147,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_secret_survives_text_and_is_not_shown() {
+    fn a_secret_survives_text_and_is_not_printed() {
         let secret = Secret::new().unwrap();
         let text = secret.to_hex();
         assert_eq!(Secret::from_hex(&text).unwrap().to_hex(), text);
@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn a_proof_is_for_one_secret_one_occasion_and_these_words() {
+    fn a_proof_is_for_one_secret_one_nonce_and_one_message() {
         let (secret, nonce) = (Secret::new().unwrap(), Nonce::new().unwrap());
         let proof = secret.proof(&nonce, &[b"ab", b"c"]);
         assert_eq!(proof, secret.proof(&nonce, &[b"ab", b"c"]));

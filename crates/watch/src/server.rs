@@ -1,13 +1,13 @@
-//! The supervisor's side: every rank's connection, on one thread.
+//! The supervisor's side: the connections of all ranks, on one thread.
 //!
-//! [`Server::poll`] waits for what comes, and returns what happened. Beats do not happen: they replace what is known of a rank
-//! ([`Server::ranks`]), and whoever wants to know who is silent asks ([`Server::silent`]).
+//! [`Server::poll`] waits for data and returns events. Heartbeats are not events: they update the status of a rank
+//! ([`Server::ranks`]), and [`Server::silent`] returns the ranks that have stopped sending them.
 //!
-//! Anyone on the network can reach the port. Until a connection has proved to know the secret it may send one short message, in
-//! five seconds, and when too many such connections are open the oldest goes. Ranks whose connection had to go try again.
+//! Anyone on the network can reach the port. Until a connection has proved that it knows the secret, it may send one short message
+//! within five seconds, and when too many such connections are open, the oldest is closed. Ranks whose connection was closed retry.
 //!
-//! One that knows the secret may also come to look on. It is shown what the supervisor shows ([`Server::show`]) and, every
-//! half second, where the ranks are. Nobody waits for it: one that does not take what it is sent is dropped.
+//! A peer that knows the secret may also join as a viewer. It receives what the supervisor publishes ([`Server::publish`]) and, every
+//! half second, the state of the ranks. Nothing waits for a viewer: one that does not read is dropped.
 
 use std::collections::VecDeque;
 use std::io::{self, ErrorKind, Read, Write};
@@ -21,145 +21,146 @@ use serde::{Deserialize, Serialize};
 use shardwise_journal::Entry;
 
 use crate::message::{
-    FRAME_BYTES_MAX, FromRank, FromStranger, FromSupervisor, FromViewer, Hello, Inbox, Order, Request,
-    UNPROVEN_BYTES_MAX, refusal_proof, view_proof, welcome_proof,
+    FRAME_BYTES_MAX, FirstMessage, FromRank, FromSupervisor, FromViewer, Hello, Inbox, Order, Request,
+    UNAUTHENTICATED_BYTES_MAX, refusal_proof, view_proof, welcome_proof,
 };
 use crate::secret::{Nonce, Proof, Secret};
-use crate::standing::text;
-use crate::{Error, FailureKind, History, Result, Snapshot, Standing};
+use crate::status::shorten_text;
+use crate::{Error, FailureKind, History, RankStatus, Result, Snapshot};
 
-/// How long a connection may take to prove itself.
+/// How long a connection may take to authenticate.
 const PROOF_LIMIT: Duration = Duration::from_secs(5);
-/// How often a rank says where it stands, unless told otherwise.
-const BEAT: Duration = Duration::from_millis(500);
-/// How many connections may be without proof at once, beside one for each rank.
-const UNPROVEN_SPARE: usize = 256;
-/// How many files the supervisor may have open for other things.
+/// The default heartbeat interval.
+const HEARTBEAT: Duration = Duration::from_millis(500);
+/// The maximum number of unauthenticated connections, in addition to one per rank.
+const UNAUTHENTICATED_SPARE: usize = 256;
+/// The number of open files that the supervisor needs for other purposes.
 const FILES_SPARE: usize = 64;
-/// What may wait to be sent to one rank.
+/// The maximum number of unsent bytes per rank.
 const OUTBOX_BYTES_MAX: usize = 64 << 10;
-/// The most who may look on, what may wait to be sent to one of them, how often they are told where the ranks are, and how often
-/// one may ask for something.
+/// The maximum number of viewers and of unsent bytes per viewer, the interval of snapshots, and the shortest interval between two
+/// requests from a viewer.
 const VIEWERS_MAX: usize = 16;
 const VIEWER_OUTBOX_BYTES_MAX: usize = 4 << 20;
 const SNAPSHOT_EVERY: Duration = Duration::from_millis(500);
 const REQUEST_EVERY: Duration = Duration::from_millis(200);
-/// The most lines of the journal that are taken in one turn; a rank that has more to say is not listened to.
+/// The maximum number of journal entries that are accepted in one poll; further ones are dropped.
 const ENTRIES_MAX: usize = 256;
-/// How often one connection is read from, and how many are accepted, before it is the others' turn.
+/// The maximum number of reads from one connection, and of accepted connections, before other connections get their turn.
 const READS_MAX: usize = 16;
 const ACCEPTS_MAX: usize = 1024;
 
 const LISTENER: usize = usize::MAX;
 
-/// Something happened.
+/// Something that happened on the channel.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event {
-    /// A rank is here.
+    /// A rank joined.
     Joined {
-        /// The rank.
+        /// The rank that joined.
         rank: usize,
     },
-    /// A rank says that something went wrong.
+    /// A rank reported a failure.
     Failed {
-        /// The rank.
+        /// The rank that failed.
         rank: usize,
-        /// What kind of failure.
+        /// The kind of failure.
         kind: FailureKind,
-        /// What it says.
+        /// The rank's message.
         text: String,
     },
-    /// A rank says something that people should read.
+    /// A rank sent a message for people.
     Note {
-        /// The rank.
+        /// The rank that sent it.
         rank: usize,
-        /// What it says.
+        /// The message.
         text: String,
     },
-    /// The first rank has written this line into the run's journal.
+    /// Rank 0 wrote this entry to the run's journal.
     Entry(Box<Entry>),
-    /// One who looks on asks for this.
-    Asked(Request),
-    /// A rank is gone.
+    /// A viewer sent this request.
+    Requested(Request),
+    /// A rank disconnected.
     Left {
-        /// The rank.
+        /// The rank that disconnected.
         rank: usize,
-        /// The exit code that it announced; none where its connection just ended.
+        /// The exit code that it announced; `None` if the connection just ended.
         code: Option<i32>,
     },
-    /// A rank has sent what is no message. Its connection is closed, so that it has `Left` too.
+    /// A rank sent an invalid message. Its connection is closed, so a `Left` follows.
     Malformed {
-        /// The rank.
+        /// The rank that sent it.
         rank: usize,
-        /// What is wrong with it.
+        /// What is wrong with the message.
         error: String,
     },
-    /// One that knows the secret wanted to be a rank, and may not.
+    /// A peer that knows the secret tried to join as a rank, and was refused.
     Refused {
-        /// The rank that it wanted to be.
+        /// The rank that it claimed to be.
         rank: u32,
-        /// Why not.
+        /// The reason.
         reason: String,
     },
 }
 
-/// Whether a rank is there.
+/// Whether a rank is connected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum Presence {
     /// It has not joined yet.
-    Awaited,
+    NotJoined,
     /// It is connected.
-    Here,
-    /// It was, and is gone.
+    Connected,
+    /// It has disconnected.
     Left {
-        /// The exit code that it announced; none where its connection just ended.
+        /// The exit code that it announced; `None` if the connection just ended.
         code: Option<i32>,
     },
 }
 
-/// What is known of a rank.
+/// What the supervisor knows about a rank.
 #[derive(Clone, Debug)]
-pub struct Seen {
+pub struct RankInfo {
     /// The host that it runs on; empty before it has joined.
     pub host: String,
-    /// Its process there.
+    /// Its process id there.
     pub pid: u32,
-    /// What it said last of where it stands.
-    pub standing: Standing,
-    /// When it was heard last.
-    pub heard: Option<Instant>,
-    /// Whether it is there.
+    /// Its latest status.
+    pub status: RankStatus,
+    /// When its latest message arrived.
+    pub last_heard: Option<Instant>,
+    /// Whether it is connected.
     pub presence: Presence,
 }
 
-/// The supervisor's end of the channel, for one attempt at a run.
+/// The supervisor's end of the channel, for one attempt.
 pub struct Server {
     poll: Poll,
     listener: TcpListener,
     address: SocketAddr,
     secret: Secret,
     attempt: u64,
-    beat: Duration,
-    ranks: Vec<Seen>,
+    heartbeat: Duration,
+    ranks: Vec<RankInfo>,
     slots: Vec<Option<Connection>>,
     free: Vec<usize>,
-    unproven: Unproven,
-    /// Given before all ranks were there.
+    unauthenticated: Unauthenticated,
+    /// The latest order, which ranks that join later receive as well.
     order: Option<Order>,
     events: Vec<Event>,
-    /// How many of them are lines of the journal.
+    /// The number of journal entries received in this poll.
     entries: usize,
-    /// What those who come to look on are shown first.
+    /// The entries that new viewers receive first.
     history: History,
     viewers: usize,
     next_snapshot: Instant,
-    strangers: u64,
+    /// The number of connections that ended without authentication.
+    rejected: u64,
     ready: Events,
-    /// Whose turn it is now, and who has more to say than one turn allows.
+    /// The connections to serve in this poll, and those that have more data than one turn allows.
     turn: Vec<usize>,
     again: Vec<usize>,
-    /// There was no file for a connection that waits.
+    /// Whether a connection could not be accepted for lack of open files.
     is_full: bool,
     buffer: Vec<u8>,
 }
@@ -173,16 +174,16 @@ struct Connection {
 
 #[derive(Clone, Copy)]
 enum Stage {
-    /// The challenge that it was sent, and its number among all connections.
-    Unproven { nonce: Nonce, id: u64 },
+    /// The challenge that it was sent, and its id among all connections.
+    Unauthenticated { nonce: Nonce, id: u64 },
     /// It is this rank.
-    Proven { rank: usize },
-    /// It looks on, and has last asked for something then.
-    Viewer { asked: Option<Instant> },
+    Rank { rank: usize },
+    /// It is a viewer, with the time of its last request.
+    Viewer { requested: Option<Instant> },
 }
 
-/// The connections without proof, oldest first. Those that are through with it are taken out when their turn comes.
-struct Unproven {
+/// The unauthenticated connections, oldest first. Those that have authenticated are removed lazily.
+struct Unauthenticated {
     queue: VecDeque<(u64, usize, Instant)>,
     next: u64,
     count: usize,
@@ -190,41 +191,41 @@ struct Unproven {
 }
 
 impl Server {
-    /// Listens at `address` for that many ranks of that attempt. Port 0 is one that is free.
+    /// Listens at `address` for the ranks of an attempt. Port 0 picks a free port.
     ///
     /// # Errors
-    /// If the address is not to be had, or the process may not open a file for every rank.
+    /// If the address is not available, or the process may not open a file for every rank.
     pub fn bind(address: SocketAddr, secret: Secret, ranks: usize, attempt: u64) -> io::Result<Server> {
         let files = raise_open_files(ranks)?;
         let poll = Poll::new()?;
         let mut listener = TcpListener::bind(address)?;
         poll.registry().register(&mut listener, Token(LISTENER), Interest::READABLE)?;
-        let awaited = || Seen {
+        let not_joined = || RankInfo {
             host: String::new(),
             pid: 0,
-            standing: Standing::default(),
-            heard: None,
-            presence: Presence::Awaited,
+            status: RankStatus::default(),
+            last_heard: None,
+            presence: Presence::NotJoined,
         };
-        let count_max = (ranks + UNPROVEN_SPARE).min(files.saturating_sub(ranks + FILES_SPARE)).max(1);
+        let count_max = (ranks + UNAUTHENTICATED_SPARE).min(files.saturating_sub(ranks + FILES_SPARE)).max(1);
         Ok(Server {
             poll,
             address: listener.local_addr()?,
             listener,
             secret,
             attempt,
-            beat: BEAT,
-            ranks: (0..ranks).map(|_| awaited()).collect(),
+            heartbeat: HEARTBEAT,
+            ranks: (0..ranks).map(|_| not_joined()).collect(),
             slots: Vec::new(),
             free: Vec::new(),
-            unproven: Unproven { queue: VecDeque::new(), next: 0, count: 0, count_max },
+            unauthenticated: Unauthenticated { queue: VecDeque::new(), next: 0, count: 0, count_max },
             order: None,
             events: Vec::new(),
             entries: 0,
             history: History::default(),
             viewers: 0,
             next_snapshot: Instant::now(),
-            strangers: 0,
+            rejected: 0,
             ready: Events::with_capacity(1024),
             turn: Vec::new(),
             again: Vec::new(),
@@ -233,57 +234,57 @@ impl Server {
         })
     }
 
-    /// Ranks that join from now on are asked to say this often where they stand.
-    pub fn set_beat(&mut self, beat: Duration) {
-        self.beat = beat;
+    /// Sets the heartbeat interval of ranks that join from now on.
+    pub fn set_heartbeat(&mut self, interval: Duration) {
+        self.heartbeat = interval;
     }
 
-    /// Where it listens.
+    /// Returns the address that it listens at.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// What is known of every rank.
-    pub fn ranks(&self) -> &[Seen] {
+    /// Returns what is known about every rank.
+    pub fn ranks(&self) -> &[RankInfo] {
         &self.ranks
     }
 
-    /// The ranks that are here and were not heard for longer than `limit`.
+    /// Returns the connected ranks that have sent nothing for longer than `limit`.
     pub fn silent(&self, now: Instant, limit: Duration) -> Vec<usize> {
-        let silent = |seen: &Seen| {
-            let heard = seen.heard.filter(|_| seen.presence == Presence::Here);
-            heard.is_some_and(|heard| now.saturating_duration_since(heard) > limit)
+        let is_silent = |info: &RankInfo| {
+            let last_heard = info.last_heard.filter(|_| info.presence == Presence::Connected);
+            last_heard.is_some_and(|heard| now.saturating_duration_since(heard) > limit)
         };
-        (0..self.ranks.len()).filter(|&rank| silent(&self.ranks[rank])).collect()
+        (0..self.ranks.len()).filter(|&rank| is_silent(&self.ranks[rank])).collect()
     }
 
-    /// The ranks that have not joined.
-    pub fn awaited(&self) -> Vec<usize> {
-        (0..self.ranks.len()).filter(|&rank| self.ranks[rank].presence == Presence::Awaited).collect()
+    /// Returns the ranks that have not joined.
+    pub fn not_joined(&self) -> Vec<usize> {
+        (0..self.ranks.len()).filter(|&rank| self.ranks[rank].presence == Presence::NotJoined).collect()
     }
 
-    /// How many connections went without having proved anything.
-    pub fn strangers(&self) -> u64 {
-        self.strangers
+    /// Returns the number of connections that ended without authentication.
+    pub fn rejected(&self) -> u64 {
+        self.rejected
     }
 
-    /// How many connections are open.
+    /// Returns the number of open connections.
     pub fn connections(&self) -> usize {
         self.slots.len() - self.free.len()
     }
 
-    /// How many look on.
+    /// Returns the number of viewers.
     pub fn viewers(&self) -> usize {
         self.viewers
     }
 
-    /// What those who come to look on are shown first: what earlier attempts have shown.
+    /// Sets the entries that new viewers receive first: the history of earlier attempts.
     pub fn set_history(&mut self, history: History) {
         self.history = history;
     }
 
-    /// Shows a line of the journal to all who look on, now or later.
-    pub fn show(&mut self, entry: Entry) {
+    /// Sends a journal entry to all viewers, present and future.
+    pub fn publish(&mut self, entry: Entry) {
         if self.viewers > 0
             && let Some(frame) = FromSupervisor::entry(entry.clone())
         {
@@ -292,36 +293,36 @@ impl Server {
         self.history.add(entry);
     }
 
-    /// Says to all who look on what became of a request.
-    pub fn answer(&mut self, said: &str) {
+    /// Sends the answer to a request to all viewers.
+    pub fn answer(&mut self, text: &str) {
         let mut frame = Vec::new();
-        FromSupervisor::Answer { text: text(said.to_string()) }.write(&mut frame);
+        FromSupervisor::Answer { text: shorten_text(text.to_string()) }.write(&mut frame);
         self.send_to_viewers(&frame);
     }
 
-    /// Asks the first rank that is here: ranks agree among themselves on what one of them was asked for, and one that hears of it
-    /// later than others would do it twice. Whether there is one.
-    pub fn ask_one(&mut self, order: Order) -> bool {
+    /// Sends an order to the lowest connected rank only. The ranks agree among themselves on what one of them was ordered. If all of
+    /// them got the order, it would be carried out twice if it reached one of them late. Returns whether there is a connected rank.
+    pub fn order_one(&mut self, order: Order) -> bool {
         let mut frame = Vec::new();
         FromSupervisor::Order(order).write(&mut frame);
-        let of = |slot: &usize| match self.slots[*slot].as_ref()?.stage {
-            Stage::Proven { rank } => Some(rank),
-            Stage::Unproven { .. } | Stage::Viewer { .. } => None,
+        let rank_of = |slot: &usize| match self.slots[*slot].as_ref()?.stage {
+            Stage::Rank { rank } => Some(rank),
+            Stage::Unauthenticated { .. } | Stage::Viewer { .. } => None,
         };
-        let first = (0..self.slots.len()).filter(|slot| of(slot).is_some()).min_by_key(of);
+        let first = (0..self.slots.len()).filter(|slot| rank_of(slot).is_some()).min_by_key(rank_of);
         let Some((slot, mut connection)) = first.and_then(|slot| Some((slot, self.slots[slot].take()?))) else {
             return false;
         };
-        let kept = connection.send(&frame).is_ok();
-        self.settle(slot, connection, kept);
-        kept
+        let is_open = connection.send(&frame).is_ok();
+        self.put_back(slot, connection, is_open);
+        is_open
     }
 
-    /// Tells every rank, also those that join later. The order is on its way when this returns, except to ranks that take
-    /// nothing; [`Server::poll`] sees to those.
+    /// Sends an order to every rank, including those that join later. When this returns, the order has been sent to all ranks that
+    /// read; [`Server::poll`] retries the others.
     pub fn order(&mut self, order: Order) {
         let order = match order {
-            Order::End { reason } => Order::End { reason: text(reason) },
+            Order::End { reason } => Order::End { reason: shorten_text(reason) },
             other => other,
         };
         let mut frame = Vec::new();
@@ -329,21 +330,21 @@ impl Server {
         self.order = Some(order);
         for slot in 0..self.slots.len() {
             let Some(mut connection) = self.slots[slot].take() else { continue };
-            let kept = match connection.stage {
-                Stage::Unproven { .. } | Stage::Viewer { .. } => Ok(()),
-                Stage::Proven { .. } => connection.send(&frame),
+            let sent = match connection.stage {
+                Stage::Unauthenticated { .. } | Stage::Viewer { .. } => Ok(()),
+                Stage::Rank { .. } => connection.send(&frame),
             };
-            self.settle(slot, connection, kept.is_ok());
+            self.put_back(slot, connection, sent.is_ok());
         }
     }
 
-    /// Waits for what comes, for at most `timeout`, and says what has happened.
+    /// Waits for data for at most `timeout`, and returns what happened.
     ///
     /// # Errors
-    /// If the system cannot wait. What goes wrong on a connection ends that connection only.
+    /// If waiting itself fails. An error of a connection closes only that connection.
     pub fn poll(&mut self, timeout: Duration) -> io::Result<Vec<Event>> {
-        let nothing_waits = self.again.is_empty() && self.events.is_empty();
-        let timeout = if nothing_waits { self.unproven.until(Instant::now(), timeout) } else { Duration::ZERO };
+        let is_idle = self.again.is_empty() && self.events.is_empty();
+        let timeout = if is_idle { self.unauthenticated.until(Instant::now(), timeout) } else { Duration::ZERO };
         match self.poll.poll(&mut self.ready, Some(timeout)) {
             Err(error) if error.kind() != ErrorKind::Interrupted => return Err(error),
             _ => {}
@@ -362,8 +363,8 @@ impl Server {
             }
         }
         self.turn = turn;
-        while let Some(slot) = self.unproven.overdue(now, &self.slots) {
-            self.drop_stranger(slot);
+        while let Some(slot) = self.unauthenticated.overdue(now, &self.slots) {
+            self.close(slot);
         }
         if self.viewers > 0 && now >= self.next_snapshot {
             self.next_snapshot = now + SNAPSHOT_EVERY;
@@ -380,10 +381,10 @@ impl Server {
             return;
         }
         for slot in 0..self.slots.len() {
-            let looks_on = |connection: &Connection| matches!(connection.stage, Stage::Viewer { .. });
-            if let Some(mut connection) = self.slots[slot].take_if(|connection| looks_on(connection)) {
-                let kept = connection.send(frame).is_ok();
-                self.settle(slot, connection, kept);
+            let is_viewer = |connection: &Connection| matches!(connection.stage, Stage::Viewer { .. });
+            if let Some(mut connection) = self.slots[slot].take_if(|connection| is_viewer(connection)) {
+                let is_open = connection.send(frame).is_ok();
+                self.put_back(slot, connection, is_open);
             }
         }
     }
@@ -393,26 +394,26 @@ impl Server {
             match self.listener.accept() {
                 Ok((stream, _)) => self.challenge(stream, now),
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return,
-                // No more files, or no more memory: strangers go first. Without any, it is tried again with the next poll.
-                Err(error) if is_out_of_files(&error) => match self.unproven.oldest(&self.slots) {
-                    Some(slot) => self.drop_stranger(slot),
+                // Out of files or memory: close unauthenticated connections first. If there are none, retry in the next poll.
+                Err(error) if is_out_of_files(&error) => match self.unauthenticated.oldest(&self.slots) {
+                    Some(slot) => self.close(slot),
                     None => {
                         self.is_full = true;
                         return;
                     }
                 },
-                // That connection ended before its turn came.
+                // The connection ended before it was accepted.
                 Err(_) => {}
             }
         }
         self.again.push(LISTENER);
     }
 
-    /// The first word on a new connection.
+    /// Sends the first message on a new connection.
     fn challenge(&mut self, mut stream: TcpStream, now: Instant) {
-        while self.unproven.count >= self.unproven.count_max {
-            match self.unproven.oldest(&self.slots) {
-                Some(slot) => self.drop_stranger(slot),
+        while self.unauthenticated.count >= self.unauthenticated.count_max {
+            match self.unauthenticated.oldest(&self.slots) {
+                Some(slot) => self.close(slot),
                 None => break,
             }
         }
@@ -423,122 +424,123 @@ impl Server {
         });
         let interest = Interest::READABLE | Interest::WRITABLE;
         let registered = self.poll.registry().register(&mut stream, Token(slot), interest);
-        // A beat is one small write, and nothing is gained by its waiting for the next.
+        // A heartbeat is one small write, which should not wait for the next.
         let prepared = registered.and_then(|()| stream.set_nodelay(true));
-        let id = self.unproven.add(slot, now, &self.slots);
-        let stage = Stage::Unproven { nonce, id };
+        let id = self.unauthenticated.add(slot, now, &self.slots);
+        let stage = Stage::Unauthenticated { nonce, id };
         let mut connection = Connection { stream, inbox: Inbox::default(), outbox: Vec::new(), stage };
         let mut frame = Vec::new();
         FromSupervisor::Challenge { nonce }.write(&mut frame);
-        let kept = prepared.is_ok() && connection.send(&frame).is_ok();
-        self.settle(slot, connection, kept);
+        let is_open = prepared.is_ok() && connection.send(&frame).is_ok();
+        self.put_back(slot, connection, is_open);
     }
 
-    /// A connection's turn: sends what waits, and reads what has come.
+    /// Serves a connection: sends what is pending, and reads what has arrived.
     fn serve(&mut self, slot: usize, now: Instant) {
-        // Gone already, in the same turn.
+        // It may have been closed earlier in the same poll.
         let Some(mut connection) = self.slots.get_mut(slot).and_then(Option::take) else { return };
         let mut buffer = std::mem::take(&mut self.buffer);
-        let mut kept = connection.flush().is_ok();
+        let mut is_open = connection.flush().is_ok();
         let mut reads = 0;
-        while kept {
+        while is_open {
             if reads == READS_MAX {
                 self.again.push(slot);
                 break;
             }
             reads += 1;
             match connection.stream.read(&mut buffer) {
-                Ok(0) => kept = false,
-                Ok(count) => kept = self.take(&mut connection, &buffer[..count], now),
+                Ok(0) => is_open = false,
+                Ok(count) => is_open = self.receive(&mut connection, &buffer[..count], now),
                 Err(error) if error.kind() == ErrorKind::WouldBlock => break,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(_) => kept = false,
+                Err(_) => is_open = false,
             }
         }
         self.buffer = buffer;
-        self.settle(slot, connection, kept);
+        self.put_back(slot, connection, is_open);
     }
 
-    /// Takes what has come on a connection. Whether the connection is kept.
-    fn take(&mut self, connection: &mut Connection, bytes: &[u8], now: Instant) -> bool {
+    /// Handles data from a connection. Returns whether the connection stays open.
+    fn receive(&mut self, connection: &mut Connection, bytes: &[u8], now: Instant) -> bool {
         match connection.stage {
-            Stage::Unproven { nonce, .. } => {
-                let mut word = None;
-                let taken = connection.inbox.take(bytes, UNPROVEN_BYTES_MAX, |frame| {
-                    let said = FromStranger::read(frame)?;
-                    match word.replace(said) {
+            Stage::Unauthenticated { nonce, .. } => {
+                let mut first = None;
+                let taken = connection.inbox.take(bytes, UNAUTHENTICATED_BYTES_MAX, |frame| {
+                    match first.replace(FirstMessage::read(frame)?) {
                         None => Ok(()),
-                        Some(_) => Err(Error::Malformed("more than a hello before the welcome".to_string())),
+                        Some(_) => Err(Error::Malformed("more than one message before the welcome".to_string())),
                     }
                 });
-                match (taken, word) {
+                match (taken, first) {
                     (Err(_), _) => false,
                     (Ok(()), None) => true,
-                    (Ok(()), Some(_)) if connection.inbox.has_rest() => false,
-                    (Ok(()), Some(FromStranger::Hello(hello))) => self.welcome(connection, &nonce, hello, now),
-                    (Ok(()), Some(FromStranger::View { nonce: own, proof })) => {
+                    (Ok(()), Some(_)) if connection.inbox.has_partial_frame() => false,
+                    (Ok(()), Some(FirstMessage::Hello(hello))) => self.welcome(connection, &nonce, hello, now),
+                    (Ok(()), Some(FirstMessage::View { nonce: own, proof })) => {
                         self.welcome_viewer(connection, &nonce, &own, proof)
                     }
                 }
             }
-            Stage::Viewer { ref mut asked } => {
+            Stage::Viewer { ref mut requested } => {
                 let mut requests = Vec::new();
-                let taken = connection.inbox.take(bytes, UNPROVEN_BYTES_MAX, |frame| {
-                    let FromViewer::Ask(request) = FromViewer::read(frame)?;
+                let taken = connection.inbox.take(bytes, UNAUTHENTICATED_BYTES_MAX, |frame| {
+                    let FromViewer::Request(request) = FromViewer::read(frame)?;
                     requests.push(request);
                     Ok(())
                 });
                 for request in requests {
-                    if asked.is_none_or(|asked| now.saturating_duration_since(asked) >= REQUEST_EVERY) {
-                        *asked = Some(now);
-                        self.events.push(Event::Asked(request));
+                    if requested.is_none_or(|last| now.saturating_duration_since(last) >= REQUEST_EVERY) {
+                        *requested = Some(now);
+                        self.events.push(Event::Requested(request));
                     }
                 }
                 taken.is_ok()
             }
-            Stage::Proven { rank } => {
-                let taken = connection.inbox.take(bytes, FRAME_BYTES_MAX, |frame| self.hear(rank, frame, now));
+            Stage::Rank { rank } => {
+                let taken =
+                    connection.inbox.take(bytes, FRAME_BYTES_MAX, |frame| self.handle_message(rank, frame, now));
                 if let Err(error) = taken {
                     self.events.push(Event::Malformed { rank, error: error.to_string() });
                     return false;
                 }
-                self.ranks[rank].presence == Presence::Here
+                self.ranks[rank].presence == Presence::Connected
             }
         }
     }
 
-    /// Answers one who wants to look on. Whether the connection is kept.
+    /// Answers a viewer's first message. Returns whether the connection stays open.
     fn welcome_viewer(&mut self, connection: &mut Connection, challenge: &Nonce, nonce: &Nonce, proof: Proof) -> bool {
         let mut frame = Vec::new();
         if view_proof(&self.secret, challenge, nonce) != proof {
-            FromSupervisor::Stranger {}.write(&mut frame);
+            FromSupervisor::WrongSecret {}.write(&mut frame);
             drop(connection.send(&frame));
             return false;
         }
         if self.viewers >= VIEWERS_MAX {
-            let reason = format!("{VIEWERS_MAX} look on already");
+            let reason = format!("it has {VIEWERS_MAX} viewers already");
             let proof = refusal_proof(&self.secret, nonce, &reason);
             FromSupervisor::Refused { reason, proof }.write(&mut frame);
             drop(connection.send(&frame));
             return false;
         }
-        connection.stage = Stage::Viewer { asked: None };
-        self.unproven.count -= 1;
+        connection.stage = Stage::Viewer { requested: None };
+        self.unauthenticated.count -= 1;
         self.viewers += 1;
         self.next_snapshot = Instant::now();
-        let beat_ms = SNAPSHOT_EVERY.as_millis() as u64;
-        FromSupervisor::Welcome { proof: welcome_proof(&self.secret, nonce, beat_ms), beat_ms }.write(&mut frame);
+        let heartbeat_ms = SNAPSHOT_EVERY.as_millis() as u64;
+        FromSupervisor::Welcome { proof: welcome_proof(&self.secret, nonce, heartbeat_ms), heartbeat_ms }
+            .write(&mut frame);
         for entry in self.history.entries() {
             frame.extend(FromSupervisor::entry(entry.clone()).unwrap_or_default());
         }
         connection.send(&frame).is_ok()
     }
 
-    /// Answers a hello. Whether the connection is kept.
+    /// Answers a rank's hello. Returns whether the connection stays open.
     fn welcome(&mut self, connection: &mut Connection, nonce: &Nonce, hello: Hello, now: Instant) -> bool {
         let mut frame = Vec::new();
         if hello.prove(&self.secret, nonce) != hello.proof {
-            FromSupervisor::Stranger {}.write(&mut frame);
+            FromSupervisor::WrongSecret {}.write(&mut frame);
             drop(connection.send(&frame));
             return false;
         }
@@ -550,59 +552,58 @@ impl Server {
             return false;
         }
         let rank = hello.rank as usize;
-        connection.stage = Stage::Proven { rank };
-        self.unproven.count -= 1;
-        let seen = &mut self.ranks[rank];
-        (seen.host, seen.pid, seen.heard, seen.presence) = (hello.host, hello.pid, Some(now), Presence::Here);
+        connection.stage = Stage::Rank { rank };
+        self.unauthenticated.count -= 1;
+        let info = &mut self.ranks[rank];
+        (info.host, info.pid, info.last_heard, info.presence) = (hello.host, hello.pid, Some(now), Presence::Connected);
         self.events.push(Event::Joined { rank });
-        let beat_ms = u64::try_from(self.beat.as_millis()).unwrap_or(u64::MAX).max(1);
-        let proof = welcome_proof(&self.secret, &hello.nonce, beat_ms);
-        FromSupervisor::Welcome { proof, beat_ms }.write(&mut frame);
+        let heartbeat_ms = u64::try_from(self.heartbeat.as_millis()).unwrap_or(u64::MAX).max(1);
+        let proof = welcome_proof(&self.secret, &hello.nonce, heartbeat_ms);
+        FromSupervisor::Welcome { proof, heartbeat_ms }.write(&mut frame);
         if let Some(order) = &self.order {
             FromSupervisor::Order(order.clone()).write(&mut frame);
         }
         connection.send(&frame).is_ok()
     }
 
-    /// Whether one that knows the secret may be the rank that it says it is; otherwise why not.
+    /// Checks whether a peer that knows the secret may join as the rank that it claims to be. The error says why not.
     fn admit(&self, hello: &Hello) -> std::result::Result<(), String> {
         if hello.attempt != self.attempt {
-            return Err(format!(
-                "it belongs to attempt {} of the run, and this is attempt {}",
-                hello.attempt, self.attempt
-            ));
+            return Err(format!("it belongs to attempt {}, but this is attempt {}", hello.attempt, self.attempt));
         }
         if hello.ranks as usize != self.ranks.len() {
-            return Err(format!("it counts {} ranks, and the supervisor {}", hello.ranks, self.ranks.len()));
+            return Err(format!("its world size is {}, but the supervisor's is {}", hello.ranks, self.ranks.len()));
         }
-        let Some(seen) = self.ranks.get(hello.rank as usize) else {
-            return Err(format!("there are {} ranks, counted from 0", self.ranks.len()));
+        let Some(info) = self.ranks.get(hello.rank as usize) else {
+            return Err(format!("the world size is {}, and ranks are counted from 0", self.ranks.len()));
         };
-        match seen.presence {
-            Presence::Awaited => Ok(()),
-            Presence::Here => Err(format!("it is here already, as process {} of host {}", seen.pid, seen.host)),
+        match info.presence {
+            Presence::NotJoined => Ok(()),
+            Presence::Connected => {
+                Err(format!("it is already connected, as process {} on host {}", info.pid, info.host))
+            }
             Presence::Left { .. } => {
-                Err(format!("it was here, as process {} of host {}, and has left", seen.pid, seen.host))
+                Err(format!("it was connected, as process {} on host {}, and has left", info.pid, info.host))
             }
         }
     }
 
-    /// Takes a message of a rank.
-    fn hear(&mut self, rank: usize, frame: &[u8], now: Instant) -> Result<()> {
-        let seen = &mut self.ranks[rank];
-        if seen.presence != Presence::Here {
-            return Err(Error::Malformed("words after a bye".to_string()));
+    /// Handles a message from a rank.
+    fn handle_message(&mut self, rank: usize, frame: &[u8], now: Instant) -> Result<()> {
+        let info = &mut self.ranks[rank];
+        if info.presence != Presence::Connected {
+            return Err(Error::Malformed("a message after the bye".to_string()));
         }
-        seen.heard = Some(now);
+        info.last_heard = Some(now);
         match FromRank::read(frame)? {
-            FromRank::Beat(standing) => seen.standing = standing,
-            FromRank::Failed { kind, text, standing } => {
-                seen.standing = standing;
+            FromRank::Heartbeat(status) => info.status = status,
+            FromRank::Failed { kind, text, status } => {
+                info.status = status;
                 self.events.push(Event::Failed { rank, kind, text });
             }
             FromRank::Note { text } => self.events.push(Event::Note { rank, text }),
             FromRank::Entry(_) if rank != 0 => {
-                return Err(Error::Malformed("a line of the journal, which the first rank alone writes".to_string()));
+                return Err(Error::Malformed("a journal entry, which only rank 0 may send".to_string()));
             }
             FromRank::Entry(_) if self.entries >= ENTRIES_MAX => {}
             FromRank::Entry(entry) => {
@@ -610,29 +611,29 @@ impl Server {
                 self.events.push(Event::Entry(Box::new(entry)));
             }
             FromRank::Bye { code } => {
-                seen.presence = Presence::Left { code: Some(code) };
+                info.presence = Presence::Left { code: Some(code) };
                 self.events.push(Event::Left { rank, code: Some(code) });
             }
         }
         Ok(())
     }
 
-    /// Puts a connection back where it is kept, and otherwise lets it go, and the rank with it.
-    fn settle(&mut self, slot: usize, connection: Connection, kept: bool) {
-        if kept {
+    /// Puts a connection back into its slot if it is open. Otherwise frees the slot and records the end of the connection.
+    fn put_back(&mut self, slot: usize, connection: Connection, is_open: bool) {
+        if is_open {
             self.slots[slot] = Some(connection);
             return;
         }
         self.free.push(slot);
         match connection.stage {
-            Stage::Unproven { .. } => {
-                self.unproven.count -= 1;
-                self.strangers += 1;
+            Stage::Unauthenticated { .. } => {
+                self.unauthenticated.count -= 1;
+                self.rejected += 1;
             }
             Stage::Viewer { .. } => self.viewers -= 1,
-            Stage::Proven { rank } => {
+            Stage::Rank { rank } => {
                 let presence = &mut self.ranks[rank].presence;
-                if *presence == Presence::Here {
+                if *presence == Presence::Connected {
                     *presence = Presence::Left { code: None };
                     self.events.push(Event::Left { rank, code: None });
                 }
@@ -640,21 +641,21 @@ impl Server {
         }
     }
 
-    fn drop_stranger(&mut self, slot: usize) {
+    fn close(&mut self, slot: usize) {
         if let Some(connection) = self.slots[slot].take() {
-            self.settle(slot, connection, false);
+            self.put_back(slot, connection, false);
         }
     }
 }
 
 impl Connection {
-    /// Sends at once what the system takes, and keeps the rest for later.
+    /// Sends as much as the system accepts now, and keeps the rest for later.
     fn send(&mut self, frame: &[u8]) -> io::Result<()> {
         self.outbox.extend_from_slice(frame);
         self.flush()?;
         let bytes_max = match self.stage {
             Stage::Viewer { .. } => VIEWER_OUTBOX_BYTES_MAX,
-            Stage::Unproven { .. } | Stage::Proven { .. } => OUTBOX_BYTES_MAX,
+            Stage::Unauthenticated { .. } | Stage::Rank { .. } => OUTBOX_BYTES_MAX,
         };
         if self.outbox.len() > bytes_max {
             return Err(io::Error::from(ErrorKind::StorageFull));
@@ -667,7 +668,7 @@ impl Connection {
     }
 }
 
-/// Writes as much of `outbox` as the system takes.
+/// Writes as much of `outbox` as the system accepts.
 pub(crate) fn flush(stream: &mut TcpStream, outbox: &mut Vec<u8>) -> io::Result<()> {
     let mut written = 0;
     while written < outbox.len() {
@@ -686,11 +687,11 @@ pub(crate) fn flush(stream: &mut TcpStream, outbox: &mut Vec<u8>) -> io::Result<
     Ok(())
 }
 
-impl Unproven {
+impl Unauthenticated {
     fn add(&mut self, slot: usize, now: Instant, slots: &[Option<Connection>]) -> u64 {
-        // One that takes its five seconds holds up the tidying of all that came after it.
+        // A connection that takes all of its five seconds blocks the lazy removal of all later ones.
         if self.queue.len() > 2 * self.count_max {
-            self.queue.retain(|&(id, slot, _)| is_unproven(slots, slot, id));
+            self.queue.retain(|&(id, slot, _)| is_unauthenticated(slots, slot, id));
         }
         let id = self.next;
         self.next += 1;
@@ -700,39 +701,39 @@ impl Unproven {
     }
 
     fn oldest(&mut self, slots: &[Option<Connection>]) -> Option<usize> {
-        self.tidy(slots);
+        self.remove_authenticated(slots);
         self.queue.front().map(|&(_, slot, _)| slot)
     }
 
-    /// One that has taken too long.
+    /// The oldest connection, if its time is up.
     fn overdue(&mut self, now: Instant, slots: &[Option<Connection>]) -> Option<usize> {
-        self.tidy(slots);
+        self.remove_authenticated(slots);
         let &(_, slot, since) = self.queue.front()?;
         (now.saturating_duration_since(since) >= PROOF_LIMIT).then_some(slot)
     }
 
-    /// How long to wait at most for the next to take too long.
+    /// Limits a timeout to the time until the oldest connection is overdue.
     fn until(&self, now: Instant, timeout: Duration) -> Duration {
         self.queue
             .front()
             .map_or(timeout, |&(_, _, since)| timeout.min((since + PROOF_LIMIT).saturating_duration_since(now)))
     }
 
-    fn tidy(&mut self, slots: &[Option<Connection>]) {
-        while self.queue.front().is_some_and(|&(id, slot, _)| !is_unproven(slots, slot, id)) {
+    fn remove_authenticated(&mut self, slots: &[Option<Connection>]) {
+        while self.queue.front().is_some_and(|&(id, slot, _)| !is_unauthenticated(slots, slot, id)) {
             self.queue.pop_front();
         }
     }
 }
 
-fn is_unproven(slots: &[Option<Connection>], slot: usize, id: u64) -> bool {
+fn is_unauthenticated(slots: &[Option<Connection>], slot: usize, id: u64) -> bool {
     let connection = slots.get(slot).and_then(Option::as_ref);
-    connection.is_some_and(|connection| matches!(connection.stage, Stage::Unproven { id: own, .. } if own == id))
+    connection.is_some_and(|connection| matches!(connection.stage, Stage::Unauthenticated { id: own, .. } if own == id))
 }
 
-/// Sees to it that the process may have a connection with every rank, and says how many files it may open.
+/// Raises the limit on open files so that every rank can connect, and returns the limit.
 fn raise_open_files(ranks: usize) -> io::Result<usize> {
-    let needed = (ranks + UNPROVEN_SPARE + FILES_SPARE) as u64;
+    let needed = (ranks + UNAUTHENTICATED_SPARE + FILES_SPARE) as u64;
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     let mut limit = current;
     if current.is_some_and(|current| current < needed + ranks as u64) {
@@ -740,9 +741,8 @@ fn raise_open_files(ranks: usize) -> io::Result<usize> {
         limit = maximum;
     }
     if let Some(limit) = limit.filter(|&limit| limit < needed) {
-        let ask = "raise the hard limit of open files (ulimit -Hn)";
         return Err(io::Error::other(format!(
-            "{ranks} ranks need {needed} open files, and {limit} are allowed; {ask}"
+            "{ranks} ranks need {needed} open files, but only {limit} are allowed; raise the hard limit of open files (ulimit -Hn)"
         )));
     }
     Ok(limit.map_or(usize::MAX, |limit| usize::try_from(limit).unwrap_or(usize::MAX)))

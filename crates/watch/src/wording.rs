@@ -1,49 +1,49 @@
-//! How things are put: calls, places, hosts, times and amounts in the words of a paragraph.
+//! Formats calls, positions, hosts, durations and sizes for the sentences of [`explain`](crate::explain()).
 
 use std::time::Duration;
 
-use crate::ranks::listed;
-use crate::{CallStanding, Standing};
+use crate::ranks::join;
+use crate::{CallStatus, RankStatus};
 
-/// Of how many ranks it is said where each one is.
+/// The maximum number of ranks that are described individually.
 pub(crate) const DESCRIBED_MAX: usize = 3;
-/// How much of what a rank says of its failure is repeated.
+/// The maximum length of a rank's own failure text, in characters.
 const TEXT_CHARS_MAX: usize = 600;
 
 const BEFORE: &str = "before its first step";
 
 /// `reduce-scatter #412 of 'block.7' (12.6 MB, shard 0-3)`.
-pub(crate) fn described(call: &CallStanding) -> String {
-    let CallStanding { verb, number, label, group, bytes, .. } = call;
-    let size = if *bytes == 0 { String::new() } else { format!("{}, ", megabytes(*bytes)) };
+pub(crate) fn describe_call(call: &CallStatus) -> String {
+    let CallStatus { verb, number, label, group, bytes, .. } = call;
+    let size = if *bytes == 0 { String::new() } else { format!("{}, ", byte_size(*bytes)) };
     format!("{verb} #{number} of '{label}' ({size}{group})")
 }
 
 /// `in forward of block.2 at step 41`.
-pub(crate) fn last_heard(standing: &Standing) -> String {
-    match activity(standing) {
+pub(crate) fn in_phase(status: &RankStatus) -> String {
+    match activity(status) {
         None => BEFORE.to_string(),
-        Some(activity) => format!("in {activity} at step {}", standing.step),
+        Some(activity) => format!("in {activity} at step {}", status.step),
     }
 }
 
 /// `at step 41 in forward of block.2`.
-pub(crate) fn at(standing: &Standing) -> String {
-    match activity(standing) {
+pub(crate) fn at_step(status: &RankStatus) -> String {
+    match activity(status) {
         None => BEFORE.to_string(),
-        Some(activity) => format!("at step {} in {activity}", standing.step),
+        Some(activity) => format!("at step {} in {activity}", status.step),
     }
 }
 
-/// `, last heard at step 41 in forward of block.2`, of a rank that died: it reports twice a second, and may have come further.
-pub(crate) fn until(standing: &Standing) -> String {
-    match activity(standing) {
+/// `, last heard at step 41 in forward of block.2`. The last heartbeat may be half a second old, so a rank that died may have got further.
+pub(crate) fn last_heard(status: &RankStatus) -> String {
+    match activity(status) {
         None => format!(" {BEFORE}"),
-        Some(_) => format!(", last heard {}", at(standing)),
+        Some(_) => format!(", last heard {}", at_step(status)),
     }
 }
 
-fn activity(Standing { step, phase, unit, .. }: &Standing) -> Option<String> {
+fn activity(RankStatus { step, phase, unit, .. }: &RankStatus) -> Option<String> {
     match (*step == 0 || phase.is_empty(), unit.is_empty()) {
         (true, _) => None,
         (false, true) => Some(phase.clone()),
@@ -51,25 +51,32 @@ fn activity(Standing { step, phase, unit, .. }: &Standing) -> Option<String> {
     }
 }
 
-pub(crate) fn lost(hosts: &[&str]) -> String {
-    let (noun, verb) = if hosts.len() == 1 { ("host", "is") } else { ("hosts", "are") };
-    format!("{noun} {} {verb} lost", few(hosts))
+/// `host b is lost: all its ranks`.
+pub(crate) fn lost_hosts(hosts: &[&str]) -> String {
+    match hosts.len() {
+        1 => format!("host {} is lost: all its ranks", list_names(hosts)),
+        _ => format!("hosts {} are lost: all their ranks", list_names(hosts)),
+    }
 }
 
-/// The first few of these names.
-pub(crate) fn few(names: &[&str]) -> String {
+/// Lists names. If there are many, lists the first few and counts the rest.
+pub(crate) fn list_names(names: &[&str]) -> String {
     let mut shown: Vec<String> = names.iter().take(DESCRIBED_MAX + 1).map(|name| (*name).to_string()).collect();
     if names.len() > DESCRIBED_MAX + 1 {
         shown[DESCRIBED_MAX] = format!("{} more", names.len() - DESCRIBED_MAX);
     }
-    listed(&shown)
+    join(&shown)
 }
 
-pub(crate) fn is(ranks: &[usize]) -> &'static str {
+pub(crate) fn is_or_are(ranks: &[usize]) -> &'static str {
     if ranks.len() == 1 { "is" } else { "are" }
 }
 
-fn megabytes(bytes: u64) -> String {
+pub(crate) fn has_or_have(ranks: &[usize]) -> &'static str {
+    if ranks.len() == 1 { "has" } else { "have" }
+}
+
+fn byte_size(bytes: u64) -> String {
     let (unit, name) = match bytes {
         0..1_000 => return format!("{bytes} B"),
         1_000..1_000_000 => (1e3, "kB"),
@@ -80,11 +87,11 @@ fn megabytes(bytes: u64) -> String {
     format!("{} {name}", number.strip_suffix(".0").unwrap_or(&number))
 }
 
-pub(crate) fn lasting(time: Duration) -> String {
+pub(crate) fn duration(time: Duration) -> String {
     let seconds = time.as_secs();
     match seconds {
         0..10 => {
-            // Cut rather than rounded, as the others are: nothing lasts longer than it does.
+            // Truncate, like the longer durations, and do not round: the text must never claim more time than has passed.
             let number = format!("{}.{}", seconds, time.subsec_millis() / 100);
             format!("{} s", number.strip_suffix(".0").unwrap_or(&number))
         }
@@ -94,19 +101,19 @@ pub(crate) fn lasting(time: Duration) -> String {
     }
 }
 
-/// A rank's own words as a part of a paragraph.
-pub(crate) fn shown(text: &str) -> String {
+/// A rank's own failure text, shortened to fit into a paragraph.
+pub(crate) fn quote(text: &str) -> String {
     let words: Vec<&str> = text.split_whitespace().collect();
     let text = words.join(" ");
     let text = text.trim_end_matches('.');
     match text.char_indices().nth(TEXT_CHARS_MAX) {
         Some((end, _)) => format!("{}…", &text[..end]),
-        None if text.is_empty() => "it does not say why".to_string(),
+        None if text.is_empty() => "it gave no reason".to_string(),
         None => text.to_string(),
     }
 }
 
-pub(crate) fn capital(sentence: &str) -> String {
+pub(crate) fn capitalize(sentence: &str) -> String {
     let mut letters = sentence.chars();
     letters.next().map(|first| first.to_uppercase().chain(letters).collect()).unwrap_or_default()
 }

@@ -1,4 +1,4 @@
-//! One thread watches ten thousand ranks, and finds the one that falls silent.
+//! One thread supervises ten thousand ranks, and finds the one that falls silent.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
@@ -7,15 +7,15 @@ use std::process::Command;
 use shardwise_harness::check_speed;
 
 #[test]
-fn ten_thousand_ranks_are_watched_and_the_silent_one_is_named() {
+fn the_silent_one_of_ten_thousand_ranks_is_named() {
     check_speed(|slowness| {
-        // The simulated ranks share the machine with whoever else is there, and all of them are late when it is slow.
+        // The simulated ranks share the machine with other processes, and are all late when it is slow.
         let limit_s = (4. * slowness).ceil().to_string();
         let mut command = Command::new(env!("CARGO_BIN_EXE_bench-watch"));
         let output = command.args(["10000", "5", "4711", &limit_s]).output().unwrap();
         let (text, errors) = (String::from_utf8(output.stdout).unwrap(), String::from_utf8_lossy(&output.stderr));
         println!("{text}");
-        let named = format!("rank 4711 (host n588, process 104711) is silent for {limit_s}");
+        let named = format!("rank 4711 (host n588, process 104711) has sent no heartbeat for {limit_s}");
         if !output.status.success() || !text.starts_with(&named) {
             return Err(format!("{text}\n{errors}"));
         }

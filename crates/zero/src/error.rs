@@ -1,20 +1,20 @@
-//! What can go wrong with sharded state.
+//! The error type of this crate, which names the unit at fault.
 
 use shardwise_torch::tch::TchError;
 
-/// The result of an operation on sharded state.
+/// The result of an operation on a sharded unit.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// What went wrong, and in which unit.
+/// A failed operation on a unit.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// libtorch refused.
+    /// A libtorch operation failed.
     #[error("unit {unit}: {error}")]
     Torch {
         /// The unit at fault.
         unit: String,
-        /// What libtorch says.
+        /// The libtorch error.
         error: shardwise_torch::Error,
     },
     /// Communication failed.
@@ -22,31 +22,31 @@ pub enum Error {
     Comm {
         /// The unit at fault.
         unit: String,
-        /// What went wrong.
+        /// The communication error.
         error: shardwise_comm::Error,
     },
-    /// The parameters could not be begun.
-    #[error("unit {unit}: its parameters could not be begun: {error}")]
-    Start {
+    /// The parameters or the optimizer state could not be initialized.
+    #[error("unit {unit}: its parameters could not be initialized: {error}")]
+    Init {
         /// The unit at fault.
         unit: String,
-        /// What went wrong.
-        error: StartError,
+        /// The error from the caller's init function.
+        error: InitError,
     },
-    /// There is no such stage.
+    /// An invalid ZeRO stage.
     #[error("there is no ZeRO stage {0}; stages are 0 to 3")]
     Stage(u8),
 }
 
-/// Why a parameter could not be begun.
-pub type StartError = Box<dyn std::error::Error + Send + Sync>;
+/// An error from an [`InitFn`](crate::InitFn) or [`StateInitFn`](crate::StateInitFn).
+pub type InitError = Box<dyn std::error::Error + Send + Sync>;
 
-/// Puts a unit's name to what goes wrong in it.
-pub(crate) struct Faults(String);
+/// Adds a unit's name to errors.
+pub(crate) struct UnitErrors(String);
 
-impl Faults {
-    pub(crate) fn of(unit: &str) -> Self {
-        Faults(unit.to_string())
+impl UnitErrors {
+    pub(crate) fn new(unit: &str) -> Self {
+        UnitErrors(unit.to_string())
     }
 
     pub(crate) fn unit(&self) -> &str {

@@ -1,27 +1,34 @@
-//! Parameters, gradients and optimizer state in slices across ranks.
+//! ZeRO: parameters, gradients and optimizer state sharded across ranks.
 //!
-//! A [`ShardedUnit`] holds one unit of a model: a few named tensors that are gathered, computed with, and reduced together.
-//! They are views of two flat buffers, of what is trained and of what is not. What of them a rank keeps between uses is said by
-//! [`Sharding`]; there is one code for all of ZeRO's stages. Whoever trains calls `gather`, `release`, `add_gradient`,
-//! `begin_reduce`, `update` by name; nothing happens by itself.
+//! A [`ShardedUnit`] is one unit of a model: a few parameters that are gathered, used and reduced together (FSDP2: a module
+//! with `fully_shard`). They are views of two flat buffers, one of trainable and one of frozen parameters. [`Sharding`] selects
+//! what is sharded; all ZeRO stages share the same code. There are no hooks: the trainer calls each step by name.
+//!
+//! | here | FSDP2 |
+//! | --- | --- |
+//! | [`ShardedUnit::start_gather`], [`ShardedUnit::gather`] | `unshard` |
+//! | [`ShardedUnit::release`] | `reshard` |
+//! | [`ShardedUnit::add_gradient`] | accumulation into `unsharded_accumulated_grad` |
+//! | [`ShardedUnit::start_reduce`], [`ShardedUnit::finish_reduce`] | `post_backward`: reduce-scatter, then all-reduce for HSDP |
+//! | [`ShardedUnit::update`] | `optimizer.step()` |
 //!
 //! # Note: the same bits at every stage
-//! An element is always reduced by the rank that owns it, in rank order, and always updated by the same kernel calls: those
-//! for its parameter's part of its owner's slice, cut into chunks from the beginning of that part. Where a rank has the whole
-//! (stage 0) it makes those calls for each owner in turn, because a vector kernel may round an element at the end of its range
-//! differently from one in the middle. So stages differ in who does the work and who keeps the result, and in nothing else.
+//! An element is always reduced by the rank that owns it, in rank order, and always updated by the same kernel calls: one for
+//! each chunk of the range that its parameter occupies in its owner's shard. A rank that has everything (stage 0) makes these
+//! calls for each owner in turn, because a vector kernel may round an element at the end of its range differently from one in
+//! the middle. So the stages differ only in which rank does the work and which ranks keep the result.
 //!
-//! This crate does not know what a unit computes: no attention here, no loss.
+//! This crate does not know what a unit computes: it contains no attention and no loss.
 //!
 //! ```
 //! use std::sync::Arc;
 //!
 //! use shardwise_comm::single;
 //! use shardwise_torch::tch::{Device, Kind, Tensor};
-//! use shardwise_zero::{Groups, Layout, Optimizer, Pool, Precision, Sgd, Shape, ShardedUnit, Sharding};
+//! use shardwise_zero::{Groups, Layout, Optimizer, ParameterSpec, Pool, Precision, Sgd, ShardedUnit, Sharding};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! let sgd = Optimizer::Sgd(Sgd { rate: 0.1, momentum: 0., weight_decay: 0. });
+//! let sgd = Optimizer::Sgd(Sgd { lr: 0.1, momentum: 0., weight_decay: 0. });
 //! let layout = Layout {
 //!     groups: Groups::sharded(Arc::new(single::group())),
 //!     sharding: Sharding::stage(3)?,
@@ -29,8 +36,8 @@
 //!     states: sgd.states(),
 //!     pool: Arc::new(Pool::new(Device::Cpu)),
 //! };
-//! let shapes = [Shape { dimensions: vec![2, 3], decays: true, trainable: true }];
-//! let mut unit = ShardedUnit::new("block.0", &shapes, layout, &mut |_parameter, _range, elements| {
+//! let specs = [ParameterSpec { shape: vec![2, 3], decays: true, trainable: true }];
+//! let mut unit = ShardedUnit::new("block.0", &specs, layout, &mut |_parameter, _range, elements| {
 //!     elements.fill(1.);
 //!     Ok(())
 //! })?;
@@ -38,7 +45,7 @@
 //! unit.gather()?; // … the forward and backward pass …
 //! unit.release()?;
 //! unit.add_gradient(0, &Tensor::ones([2, 3], (Kind::Float, Device::Cpu)))?;
-//! unit.begin_reduce()?; // … the next unit's backward pass …
+//! unit.start_reduce()?; // … the next unit's backward pass …
 //! unit.finish_reduce()?;
 //! unit.update(&sgd, 1.)?;
 //!
@@ -51,15 +58,15 @@
 #![forbid(unsafe_code)]
 
 mod error;
-mod flat;
+mod flat_parameter;
 mod optimizer;
 mod pool;
 mod sharding;
 mod unit;
 
-pub use error::{Error, Result, StartError};
-pub use optimizer::{Elements, Elementwise, Lamb, Optimizer, Own, Sgd};
+pub use error::{Error, InitError, Result};
+pub use optimizer::{CustomOptimizer, Elements, Elementwise, Lamb, Optimizer, Sgd};
 pub use pool::Pool;
 pub use sharding::{Groups, Precision, Sharding};
 pub use shardwise_torch::optim::AdamW;
-pub use unit::{Bytes, Layout, Saved, Shape, ShardedUnit, Start, StateStart};
+pub use unit::{Bytes, CheckpointTensor, InitFn, Layout, ParameterSpec, ShardedUnit, StateInitFn};

@@ -1,34 +1,34 @@
-//! Optimizers on slices.
+//! Optimizers, which update shards of parameters.
 //!
-//! An optimizer sees a run: consecutive elements of one parameter, inside one owner's slice. AdamW and SGD treat each element
-//! by itself, so a run is all they need. LAMB scales the update of a whole parameter by norms of that parameter; it sums
-//! squares per run, and the ranks add those up.
+//! An optimizer works on runs: consecutive elements of one parameter within one owner's shard. AdamW and SGD update each
+//! element independently, so a run is all they need. LAMB scales the update of a whole parameter by norms of that parameter:
+//! it sums squares per run, and the ranks all-reduce the sums.
 //!
-//! An optimizer of one's own treats each element by itself, and is an [`Elementwise`]. It is called here as AdamW is, so it gives
-//! the same bits at every stage, and its numbers are sliced, saved and resumed like AdamW's.
+//! A custom optimizer updates each element independently, and implements [`Elementwise`]. It is called like AdamW, so it gives
+//! the same bits at every stage, and its state is sharded, saved and restored like AdamW's.
 
 use std::fmt::Debug;
 use std::sync::Arc;
 
 use shardwise_torch::Result;
-use shardwise_torch::optim::{AdamW, AdamWSlice, adamw_step};
+use shardwise_torch::optim::{AdamW, AdamWTensors, adamw_step};
 use shardwise_torch::tch::{Kind, TchError, Tensor, no_grad};
 
-/// An optimizer with its numbers.
+/// An optimizer with its hyperparameters.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Optimizer {
-    /// Adam with decoupled weight decay, by libtorch's fused kernel.
+    /// Adam with decoupled weight decay, using libtorch's fused kernel.
     AdamW(AdamW),
     /// Stochastic gradient descent with momentum.
     Sgd(Sgd),
-    /// Adam's direction, scaled per parameter to the parameter's own norm: for very large batches.
+    /// Adam with layer-wise trust ratios, for very large batches.
     Lamb(Lamb),
-    /// One's own; [`Optimizer::own`] makes it.
-    Own(Own),
+    /// A custom optimizer; see [`Optimizer::custom`].
+    Custom(CustomOptimizer),
 }
 
-/// An optimizer that treats each element by itself, whatever its neighbours are.
+/// A custom optimizer that updates each element independently of its neighbors.
 ///
 /// Sign descent with momentum, as an example:
 ///
@@ -45,99 +45,99 @@ pub enum Optimizer {
 ///     }
 ///
 ///     fn update(&self, elements: Elements) -> Result<()> {
-///         let Elements { mut parameters, grads, mut state, rate, .. } = elements;
+///         let Elements { mut parameters, grads, mut state, lr, .. } = elements;
 ///         let momentum = state[0].f_lerp_(&grads, 1. - self.beta)?;
-///         parameters.f_sub_(&momentum.f_sign()?.f_mul_scalar(rate)?)?;
+///         parameters.f_sub_(&momentum.f_sign()?.f_mul_scalar(lr)?)?;
 ///         Ok(())
 ///     }
 /// }
 ///
-/// let optimizer = Optimizer::own(SignDescent { beta: 0.9 });
+/// let optimizer = Optimizer::custom(SignDescent { beta: 0.9 });
 /// assert_eq!(optimizer.states(), 1);
 /// ```
 pub trait Elementwise: Debug + Send + Sync {
-    /// What the numbers are called that it keeps for each element: all f32, and zero at first. Checkpoints have them by these names.
+    /// The names of the state values per element, which are f32 and start at zero. Checkpoints use these names.
     fn state_names(&self) -> &[&str];
 
-    /// Updates parameters and state in place. It is called for as many elements at a time as is convenient, without a graph.
+    /// Updates parameters and state in place. Called under `no_grad`, for any number of elements at a time.
     fn update(&self, elements: Elements) -> Result<()>;
 }
 
-/// Some consecutive elements of one parameter, to be updated; all tensors have one dimension and one length.
+/// Consecutive elements of one parameter to update; all tensors are one-dimensional and of the same length.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Elements {
-    /// f32, to be changed in place.
+    /// The f32 parameters, to update in place.
     pub parameters: Tensor,
-    /// f32, clipped and unscaled.
+    /// The f32 gradients, clipped and unscaled.
     pub grads: Tensor,
-    /// What the optimizer keeps, in the order of its [`Elementwise::state_names`]; f32, to be changed in place.
+    /// The f32 optimizer state, in the order of [`Elementwise::state_names`], to update in place.
     pub state: Vec<Tensor>,
     /// Whether weight decay applies.
     pub decays: bool,
-    /// How many updates there have been, this one included.
+    /// The number of updates including this one.
     pub step: u32,
     /// The learning rate of this step.
-    pub rate: f64,
-    /// The momentum of this step, where the schedule moves it.
+    pub lr: f64,
+    /// The momentum of this step, if the schedule sets it.
     pub momentum: Option<f64>,
 }
 
-/// An optimizer of one's own, at the pace of a step.
+/// A custom optimizer, with the learning rate and momentum of a step.
 #[derive(Clone, Debug)]
-pub struct Own {
+pub struct CustomOptimizer {
     optimizer: Arc<dyn Elementwise>,
-    rate: f64,
+    lr: f64,
     momentum: Option<f64>,
 }
 
-/// SGD's numbers. The same as PyTorch's `torch.optim.SGD` without `dampening` and `nesterov`.
+/// SGD's hyperparameters, as in PyTorch's `torch.optim.SGD` without `dampening` and `nesterov`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sgd {
     /// The learning rate.
-    pub rate: f64,
-    /// How much of the last step's direction is kept.
+    pub lr: f64,
+    /// The momentum factor.
     pub momentum: f64,
-    /// Added to the gradient, in proportion to the parameter.
+    /// The L2 penalty: this times the parameter is added to the gradient.
     pub weight_decay: f64,
 }
 
-/// LAMB's numbers. Parameters without weight decay (norms and biases) are updated as Adam would.
+/// LAMB's hyperparameters. Parameters without weight decay (norms and biases) are updated as by Adam.
 ///
-/// Of the variants of LAMB this is Algorithm 2 of its paper (You et al., 2020): both moments are corrected for their bias, weight
-/// decay is part of the update whose norm is taken, and the trust ratio is not clipped. It is 1 where either norm is zero. The
-/// oracle is `reference/lamb.py`.
+/// This is the variant in Algorithm 2 of the LAMB paper (You et al., 2020): both moments are bias-corrected, weight decay is
+/// part of the update whose norm is taken, and the trust ratio is not clipped. The trust ratio is 1 if either norm is zero.
+/// Tests compare with `reference/lamb.py`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Lamb {
     /// The learning rate.
-    pub rate: f64,
-    /// The decay of the first moment.
+    pub lr: f64,
+    /// The decay rate of the first moment.
     pub beta1: f64,
-    /// The decay of the second moment.
+    /// The decay rate of the second moment.
     pub beta2: f64,
-    /// Added to the direction, in proportion to the parameter.
+    /// Weight decay: this times the parameter is added to the direction.
     pub weight_decay: f64,
-    /// Added to the root of the second moment.
-    pub epsilon: f64,
+    /// Added to the square root of the second moment.
+    pub eps: f64,
 }
 
-/// A part of a run that is worked on at once, so that what is made on the way is small.
+/// The number of elements of a run that are updated at once, to keep temporaries small.
 const CHUNK: usize = 1 << 18;
 
-/// Consecutive elements of one parameter, all of one length: f32 parameters, f32 state, gradients of any type.
+/// Consecutive elements of one parameter, all tensors of the same length: f32 parameters, f32 state, gradients of any dtype.
 pub(crate) struct Run<'a> {
     pub(crate) parameters: Tensor,
     pub(crate) grads: Tensor,
     pub(crate) state: Vec<Tensor>,
-    /// The step, counted from one: an f32 tensor of one element.
+    /// The step number, from 1, as an f32 tensor of one element.
     pub(crate) step: &'a Tensor,
     pub(crate) step_number: u32,
     pub(crate) decays: bool,
-    /// What gradients are multiplied by on the way.
+    /// The gradients are multiplied by this, to unscale and clip them.
     pub(crate) factor: f64,
 }
 
-/// Sums of squares of a parameter and of its direction.
+/// The sums of squares of a parameter and of its update direction.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Squares {
     pub(crate) parameter: f64,
@@ -145,40 +145,39 @@ pub(crate) struct Squares {
 }
 
 impl Optimizer {
-    /// One's own. It has no rate until [`Optimizer::at`], by which a trainer's schedule gives it one.
-    pub fn own(optimizer: impl Elementwise + 'static) -> Self {
-        Optimizer::Own(Own { optimizer: Arc::new(optimizer), rate: 0., momentum: None })
+    /// Wraps a custom optimizer. Its learning rate is zero until [`Optimizer::with_lr`] sets it, which a trainer does in every
+    /// step.
+    pub fn custom(optimizer: impl Elementwise + 'static) -> Self {
+        Optimizer::Custom(CustomOptimizer { optimizer: Arc::new(optimizer), lr: 0., momentum: None })
     }
 
-    /// The same with another rate and, where the schedule moves it, another momentum (AdamW's and LAMB's `beta1`).
-    pub fn at(&self, rate: f64, momentum: Option<f64>) -> Self {
+    /// Returns a copy with this learning rate and, if given, this momentum (AdamW and LAMB: `beta1`).
+    pub fn with_lr(&self, lr: f64, momentum: Option<f64>) -> Self {
         match self.clone() {
-            Optimizer::AdamW(adamw) => {
-                Optimizer::AdamW(AdamW { rate, beta1: momentum.unwrap_or(adamw.beta1), ..adamw })
-            }
-            Optimizer::Sgd(sgd) => Optimizer::Sgd(Sgd { rate, momentum: momentum.unwrap_or(sgd.momentum), ..sgd }),
-            Optimizer::Lamb(lamb) => Optimizer::Lamb(Lamb { rate, beta1: momentum.unwrap_or(lamb.beta1), ..lamb }),
-            Optimizer::Own(own) => Optimizer::Own(Own { rate, momentum, ..own }),
+            Optimizer::AdamW(adamw) => Optimizer::AdamW(AdamW { lr, beta1: momentum.unwrap_or(adamw.beta1), ..adamw }),
+            Optimizer::Sgd(sgd) => Optimizer::Sgd(Sgd { lr, momentum: momentum.unwrap_or(sgd.momentum), ..sgd }),
+            Optimizer::Lamb(lamb) => Optimizer::Lamb(Lamb { lr, beta1: momentum.unwrap_or(lamb.beta1), ..lamb }),
+            Optimizer::Custom(custom) => Optimizer::Custom(CustomOptimizer { lr, momentum, ..custom }),
         }
     }
 
-    /// How many f32 numbers it keeps for each element.
+    /// The number of f32 values that it keeps per element.
     pub fn states(&self) -> usize {
         self.state_names().len()
     }
 
-    /// What they are called.
+    /// The names of the values that it keeps per element.
     pub fn state_names(&self) -> &[&str] {
         match self {
             Optimizer::AdamW(_) | Optimizer::Lamb(_) => &["first_moment", "second_moment"],
             Optimizer::Sgd(_) => &["momentum"],
-            Optimizer::Own(own) => own.optimizer.state_names(),
+            Optimizer::Custom(custom) => custom.optimizer.state_names(),
         }
     }
 }
 
 impl Run<'_> {
-    /// Elements from `start` on, as many as are worked on at once.
+    /// The chunk that starts at element `start`, with its gradients in f32 and multiplied by `factor`.
     fn chunk(&self, start: usize) -> std::result::Result<Run<'_>, TchError> {
         let len = CHUNK.min(self.parameters.numel() - start) as i64;
         let part = |whole: &Tensor| whole.f_narrow(0, start as i64, len);
@@ -201,14 +200,14 @@ impl Run<'_> {
         for chunk in self.chunks() {
             let Run { mut parameters, grads, state, step, .. } = chunk?;
             let [mut first_moments, mut second_moments] = pair(state);
-            let slice = AdamWSlice {
+            let tensors = AdamWTensors {
                 parameters: &mut parameters,
                 grads: &grads,
                 first_moments: &mut first_moments,
                 second_moments: &mut second_moments,
                 step,
             };
-            adamw_step(AdamW { weight_decay, ..adamw }, &mut [slice])?;
+            adamw_step(AdamW { weight_decay, ..adamw }, &mut [tensors])?;
         }
         Ok(())
     }
@@ -222,16 +221,16 @@ impl Run<'_> {
             };
             let mut direction = state.remove(0);
             let direction = direction.f_mul_scalar_(sgd.momentum)?.f_add_(&grads)?;
-            let _ = parameters.f_sub_(&direction.f_mul_scalar(sgd.rate)?)?;
+            let _ = parameters.f_sub_(&direction.f_mul_scalar(sgd.lr)?)?;
         }
         Ok(())
     }
 
-    pub(crate) fn own(&self, own: &Own) -> Result<()> {
-        let Own { optimizer, rate, momentum } = own;
+    pub(crate) fn custom(&self, custom: &CustomOptimizer) -> Result<()> {
+        let CustomOptimizer { optimizer, lr, momentum } = custom;
         for chunk in self.chunks() {
             let Run { parameters, grads, state, decays, step_number: step, .. } = chunk?;
-            let elements = Elements { parameters, grads, state, decays, step, rate: *rate, momentum: *momentum };
+            let elements = Elements { parameters, grads, state, decays, step, lr: *lr, momentum: *momentum };
             no_grad(|| optimizer.update(elements))?;
         }
         Ok(())
@@ -261,7 +260,7 @@ impl Run<'_> {
         };
         for chunk in self.chunks() {
             let mut chunk = chunk?;
-            let change = chunk.lamb_direction(lamb)?.f_mul_scalar(lamb.rate * trust)?;
+            let change = chunk.lamb_direction(lamb)?.f_mul_scalar(lamb.lr * trust)?;
             let _ = chunk.parameters.f_sub_(&change)?;
         }
         Ok(())
@@ -269,7 +268,7 @@ impl Run<'_> {
 
     fn lamb_direction(&self, lamb: Lamb) -> std::result::Result<Tensor, TchError> {
         let corrected = |beta: f64| 1. - beta.powi(self.step_number as i32);
-        let root = self.state[1].f_div_scalar(corrected(lamb.beta2))?.f_sqrt()?.f_add_scalar(lamb.epsilon)?;
+        let root = self.state[1].f_div_scalar(corrected(lamb.beta2))?.f_sqrt()?.f_add_scalar(lamb.eps)?;
         let direction = self.state[0].f_div_scalar(corrected(lamb.beta1))?.f_div(&root)?;
         match self.decays {
             true => direction.f_add(&self.parameters.f_mul_scalar(lamb.weight_decay)?),
@@ -282,13 +281,13 @@ fn pair(state: Vec<Tensor>) -> [Tensor; 2] {
     state.try_into().expect("AdamW has two moments")
 }
 
-/// Elements whose squares are added at once, in f32 but in pairs of pairs, so that nothing is lost.
+/// The number of elements whose squares are added at once in f32, with libtorch's pairwise summation.
 const NORM_CHUNK: usize = 1 << 16;
 
 /// The sum of the squares, without a second copy of the elements.
 pub(crate) fn sum_of_squares(elements: &Tensor) -> std::result::Result<f64, TchError> {
     let sum = sum_of_squares_in(elements, Kind::Float)?;
-    // The square of a large number can be beyond f32 where the number is not.
+    // The square of a large number can overflow f32 although the number does not.
     if sum.is_finite() { Ok(sum) } else { sum_of_squares_in(elements, Kind::Double) }
 }
 

@@ -1,4 +1,4 @@
-//! Memory that units use in turn.
+//! A pool of memory that units share.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -6,9 +6,8 @@ use shardwise_plan::Dtype;
 use shardwise_torch::tch::Device;
 use shardwise_torch::{Block, Result};
 
-/// Blocks that are lent and given back: the parameters of units while they are whole, and their gradients until they are
-/// reduced. A step lends the same sizes in the same order every time, so after the first step nothing more is asked of the
-/// system, and memory is flat.
+/// A pool of blocks for unsharded parameters, and for gradients until they are reduced. Every step allocates the same sizes
+/// in the same order, so after the first step the pool needs no more memory from the system.
 pub struct Pool {
     device: Device,
     blocks: Mutex<Blocks>,
@@ -20,36 +19,36 @@ struct Blocks {
     bytes: usize,
 }
 
-/// How many times larger than asked for a lent block may be. The embedding's memory can be the head's, but a small unit does
-/// not take the memory that a large one will want next.
-const LARGER: usize = 2;
+/// How many times larger than requested a block may be. The head can use the embedding's block, but a small unit does not
+/// take a block that a large one will need next.
+const OVERSIZE_MAX: usize = 2;
 
 impl Pool {
-    /// An empty pool of a device's memory.
+    /// Creates an empty pool for a device.
     pub fn new(device: Device) -> Self {
         Pool { device, blocks: Mutex::default() }
     }
 
-    /// The device.
+    /// The device that the memory is on.
     pub fn device(&self) -> Device {
         self.device
     }
 
-    /// All that it has, lent or not.
+    /// The total size of all blocks, in use or free.
     pub fn bytes(&self) -> usize {
         self.lock().bytes
     }
 
-    /// A block with arbitrary contents.
-    pub(crate) fn lend(&self, dtype: Dtype, len: usize) -> Result<Block> {
+    /// Returns a free block that fits, or a new one. Its contents are unspecified.
+    pub(crate) fn allocate(&self, dtype: Dtype, len: usize) -> Result<Block> {
         let bytes = len.saturating_mul(dtype.bytes());
         let mut blocks = self.lock();
-        let fits = |block: &Block| (bytes..=bytes.saturating_mul(LARGER)).contains(&block.capacity_bytes());
+        let fits = |block: &Block| (bytes..=bytes.saturating_mul(OVERSIZE_MAX)).contains(&block.capacity_bytes());
         let best = (0..blocks.free.len())
             .filter(|&index| fits(&blocks.free[index]))
             .min_by_key(|&index| blocks.free[index].capacity_bytes());
         match best {
-            Some(index) => Ok(blocks.free.swap_remove(index).reused(dtype, len)),
+            Some(index) => Ok(blocks.free.swap_remove(index).reuse(dtype, len)),
             None => {
                 let block = Block::new(dtype, len, self.device)?;
                 blocks.bytes += block.capacity_bytes();
@@ -58,8 +57,8 @@ impl Pool {
         }
     }
 
-    /// Takes a block back.
-    pub(crate) fn give_back(&self, block: Block) {
+    /// Returns a block to the pool.
+    pub(crate) fn free(&self, block: Block) {
         self.lock().free.push(block);
     }
 
@@ -73,18 +72,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn blocks_come_back_and_are_lent_again() {
+    fn freed_blocks_are_reused() {
         let pool = Pool::new(Device::Cpu);
-        let large = pool.lend(Dtype::F32, 1000).expect("memory");
+        let large = pool.allocate(Dtype::F32, 1000).expect("memory");
         let address = large.as_ptr();
-        pool.give_back(large);
-        // A tenth of it would waste the rest.
-        let small = pool.lend(Dtype::F32, 100).expect("memory");
+        pool.free(large);
+        // The freed block is ten times too large, so it is not reused.
+        let small = pool.allocate(Dtype::F32, 100).expect("memory");
         assert_ne!(small.as_ptr(), address);
-        let other = pool.lend(Dtype::Bf16, 1500).expect("memory");
+        let other = pool.allocate(Dtype::Bf16, 1500).expect("memory");
         assert_eq!((other.as_ptr(), other.len(), other.dtype()), (address, 1500, Dtype::Bf16));
-        pool.give_back(other);
-        pool.give_back(small);
+        pool.free(other);
+        pool.free(small);
         assert_eq!(pool.bytes(), 4400);
     }
 }

@@ -1,4 +1,4 @@
-//! What of a unit is sliced, among whom, and in which types it is kept.
+//! What is sharded, among which ranks, and in which dtypes.
 
 use std::sync::Arc;
 
@@ -7,19 +7,19 @@ use shardwise_plan::Dtype;
 
 use crate::{Error, Result};
 
-/// What a rank keeps only its slice of, between uses. ZeRO's stages are settings of it.
+/// What is sharded. A rank keeps only its own shard of everything that is selected here. The ZeRO stages are presets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sharding {
-    /// The optimizer's state. Costs nothing: who updates a slice needs no other's state.
+    /// The optimizer state. Costs no communication: the owner of a shard needs no other rank's state.
     pub optimizer: bool,
     /// The gradients, once they are reduced.
     pub gradients: bool,
-    /// The parameters. Costs a gather before each use.
+    /// The parameters. Costs an all-gather before each use.
     pub parameters: bool,
 }
 
 impl Sharding {
-    /// ZeRO's stage 0 (nothing sliced), 1 (optimizer state), 2 (and gradients) or 3 (and parameters).
+    /// The preset for ZeRO stage 0 (nothing is sharded), 1 (optimizer state), 2 (plus gradients) or 3 (plus parameters).
     pub fn stage(stage: u8) -> Result<Self> {
         match stage {
             0..=3 => Ok(Sharding { optimizer: stage >= 1, gradients: stage >= 2, parameters: stage >= 3 }),
@@ -28,39 +28,38 @@ impl Sharding {
     }
 }
 
-/// Who holds what: the ranks of `shard` have one slice each of a unit, those of `replicate` have the same slice. Plain ZeRO
-/// has one replica; hybrid sharding has several, each of which gathers among its own ranks and shares its sums with the
-/// others.
+/// The groups of hybrid sharding (FSDP2: HSDP with a two-dimensional mesh). Each replica shards its units among its own ranks,
+/// gathers them there, and all-reduces gradients with the other replicas. Plain ZeRO has one replica.
 #[derive(Clone)]
 pub struct Groups {
-    /// The ranks among which a unit is cut.
+    /// The ranks of this replica, among which each unit is sharded.
     pub shard: Arc<Group>,
-    /// The ranks that hold this rank's slice, in other replicas.
+    /// The ranks that hold the same shard, one in each replica.
     pub replicate: Arc<Group>,
 }
 
 impl Groups {
-    /// One replica, cut among all ranks of `shard`.
+    /// One replica, sharded among all ranks of `shard`.
     pub fn sharded(shard: Arc<Group>) -> Self {
         Groups { shard, replicate: Arc::new(shardwise_comm::single::group()) }
     }
 }
 
-/// In which types numbers are kept and sent. Optimizer state and the parameters that it updates are f32 throughout.
+/// Mixed precision (FSDP2: `MixedPrecisionPolicy`). Optimizer state and the parameters that it updates are always f32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Precision {
-    /// Parameters as units compute with them, and as they are gathered. Where this is not f32, a rank keeps an f32 master of
-    /// what it updates beside them.
-    pub parameters: Dtype,
-    /// Gradients, as they are added up over micro-batches and sent to be reduced. The reduction itself adds in f32.
-    pub gradients: Dtype,
+    /// The dtype of parameters in the computation and in all-gathers. If it is not f32, a rank also keeps f32 master copies of
+    /// the shards that it updates.
+    pub param_dtype: Dtype,
+    /// The dtype in which gradients are accumulated over micro-batches and sent. The reduction itself accumulates in f32.
+    pub reduce_dtype: Dtype,
 }
 
 impl Precision {
     /// Everything in f32.
-    pub const F32: Precision = Precision { parameters: Dtype::F32, gradients: Dtype::F32 };
+    pub const F32: Precision = Precision { param_dtype: Dtype::F32, reduce_dtype: Dtype::F32 };
     /// bf16 with f32 masters and f32 reduction.
-    pub const BF16: Precision = Precision { parameters: Dtype::Bf16, gradients: Dtype::F32 };
+    pub const BF16: Precision = Precision { param_dtype: Dtype::Bf16, reduce_dtype: Dtype::F32 };
     /// f16 with f32 masters and f32 reduction. Gradients need a loss scale.
-    pub const F16: Precision = Precision { parameters: Dtype::F16, gradients: Dtype::F32 };
+    pub const F16: Precision = Precision { param_dtype: Dtype::F16, reduce_dtype: Dtype::F32 };
 }

@@ -1,288 +1,297 @@
-//! One unit's parameters, gradients and optimizer state.
+//! A unit's parameters, gradients and optimizer state (FSDP2: `FSDPParamGroup`).
 
 use std::ops::Range;
 use std::sync::Arc;
 
-use shardwise_comm::{Part, Pending, Reduce};
+use shardwise_comm::{Part, Pending, ReduceOp};
 use shardwise_plan::{Dtype, Partition};
 use shardwise_torch::tch::{Device, Kind, TchError, Tensor, no_grad};
 use shardwise_torch::{Block, storage};
 
-use crate::error::{Faults, StartError};
-use crate::flat::Flat;
+use crate::error::{InitError, UnitErrors};
+use crate::flat_parameter::FlatParameter;
 use crate::optimizer::{Run, Squares, sum_of_squares};
 use crate::{Error, Groups, Lamb, Optimizer, Pool, Precision, Result, Sharding};
 
-/// A parameter of a unit.
+/// The declaration of a parameter of a unit.
 #[derive(Clone, Debug)]
-pub struct Shape {
-    /// Its dimensions.
-    pub dimensions: Vec<i64>,
-    /// Whether weight decay applies to it.
+pub struct ParameterSpec {
+    /// The unsharded shape.
+    pub shape: Vec<i64>,
+    /// Whether weight decay applies.
     pub decays: bool,
-    /// Whether it is trained. One that is not has no gradient, no master and no optimizer state.
+    /// Whether it is trained (PyTorch: `requires_grad`). A frozen parameter has no gradient, master or optimizer state.
     pub trainable: bool,
 }
 
-/// How a unit is held.
+/// How a unit is sharded and stored.
 #[derive(Clone)]
 pub struct Layout {
-    /// Among whom.
+    /// The ranks that shard and replicate the unit.
     pub groups: Groups,
-    /// What is sliced.
+    /// What is sharded.
     pub sharding: Sharding,
-    /// In which types.
+    /// The dtypes of parameters and gradients.
     pub precision: Precision,
-    /// How many numbers the optimizer keeps for each element: [`Optimizer::states`].
+    /// The number of values that the optimizer keeps per element: [`Optimizer::states`].
     pub states: usize,
-    /// Where the memory for passing use comes from; its device is the unit's.
+    /// The memory for unsharded parameters and gradients; its device is the unit's.
     pub pool: Arc<Pool>,
 }
 
-/// Writes the beginning of some elements of a parameter: which parameter, which of its elements, where to.
-pub type Start<'a> = dyn FnMut(usize, Range<usize>, &mut [f32]) -> std::result::Result<(), StartError> + 'a;
+/// Initializes some elements of a parameter. Arguments: the parameter's index, the range of its elements, the output.
+pub type InitFn<'a> = dyn FnMut(usize, Range<usize>, &mut [f32]) -> std::result::Result<(), InitError> + 'a;
 
-/// The same of the optimizer's numbers: which parameter, which of its numbers, which elements, where to.
-pub type StateStart<'a> = dyn FnMut(usize, usize, Range<usize>, &mut [f32]) -> std::result::Result<(), StartError> + 'a;
+/// Initializes some elements of the optimizer state. Arguments: the parameter's index, the index of the state, the range of
+/// the parameter's elements, the output.
+pub type StateInitFn<'a> = dyn FnMut(usize, usize, Range<usize>, &mut [f32]) -> std::result::Result<(), InitError> + 'a;
 
-/// Bytes that a rank holds, by what for. The pool's are not among them.
+/// The memory that a rank holds for a unit, by purpose. Excludes memory of the pool.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Bytes {
-    /// Parameters, in the type in which units compute.
+    /// Parameters, in the dtype of the computation.
     pub parameters: usize,
-    /// Gradients, from the backward pass to the update. Whole ones that will be sliced are in the pool's memory.
+    /// Gradients, from the backward pass to the update. Unsharded gradients that will be sharded are in the pool.
     pub gradients: usize,
-    /// f32 masters and the optimizer's state.
+    /// f32 masters and optimizer state.
     pub optimizer: usize,
 }
 
-/// A tensor of [`ShardedUnit::saved`].
-pub struct Saved {
-    /// Its elements, which it shares with the unit.
+/// A tensor to save in a checkpoint; see [`ShardedUnit::checkpoint_tensors`].
+pub struct CheckpointTensor {
+    /// The tensor, which shares its memory with the unit.
     pub tensor: Tensor,
-    /// Whether they stay as they are until the next update. Others are lent to the network when the unit is gathered.
-    pub stays: bool,
+    /// Whether the tensor keeps its memory until the next update. If not, an all-gather of the unit borrows the memory.
+    pub is_stable: bool,
 }
 
-/// A unit of a model, as one rank holds it.
+/// A unit of a model, as one rank holds it: parameters that are gathered, used and reduced together (FSDP2: `FSDPParamGroup`).
 pub struct ShardedUnit {
-    faults: Faults,
+    errors: UnitErrors,
     layout: Layout,
-    trainable: Flat,
-    frozen: Flat,
-    /// All parameters in their order: leaves of autograd's where they are trainable, and views of one of the flat buffers.
+    trainable: FlatParameter,
+    frozen: FlatParameter,
+    /// All parameters in order: views of one of the flat buffers, and autograd leaves.
     views: Vec<Tensor>,
-    /// Where a parameter stands in the trainable buffer, if it does.
-    places: Vec<Option<Range<usize>>>,
-    /// The same of the frozen buffer.
-    frozen_places: Vec<Option<Range<usize>>>,
-    /// Which parameters have ever received a gradient on this rank.
+    /// The range of each trainable parameter in `trainable`.
+    trainable_ranges: Vec<Option<Range<usize>>>,
+    /// The range of each frozen parameter in `frozen`.
+    frozen_ranges: Vec<Option<Range<usize>>>,
+    /// Which parameters have ever had a gradient on this rank.
     received: Vec<bool>,
-    own: Own,
-    sums: Sums,
-    /// What this rank updates.
-    slices: Vec<Slice>,
+    local_grads: LocalGrads,
+    reduced_grads: ReducedGrads,
+    /// The shards that this rank updates.
+    shards: Vec<OptimizerShard>,
     steps: u32,
 }
 
-/// This rank's own gradients. `bytes` are those of their type.
-enum Own {
-    /// None.
+/// This rank's gradients until they are fully reduced. The variants say what memory they hold.
+enum LocalGrads {
+    /// No gradients.
     None,
-    /// Of the whole unit, added up over micro-batches: `bytes` for each element.
-    Adding {
-        /// In memory of the pool's where gradients are sliced; otherwise in that of the sums.
+    /// Gradients of the whole unit, accumulated over micro-batches (FSDP2: `unsharded_accumulated_grad`).
+    Accumulating {
+        /// In memory of the pool if gradients are sharded; otherwise it becomes the memory of the reduced gradients.
         whole: Tensor,
-        /// Which parameters have one yet.
-        begun: Vec<bool>,
+        /// Which parameters have a gradient already.
+        has_grad: Vec<bool>,
     },
-    /// On their way to the ranks that own them: memory as before, and that of the sums.
-    Scattering(Scattering),
-    /// Summed inside the shard group, and on their way between replicas: memory of the sums.
-    Replicating(Replicating),
+    /// The reduction in the shard group is running: memory as before, plus that of the reduced gradients.
+    ReduceScatter(ReduceScatter),
+    /// Reduced in the shard group, while the all-reduce between replicas is running: memory of the reduced gradients.
+    AllReduce(AllReduce),
 }
 
-enum Scattering {
+enum ReduceScatter {
     Whole(Pending<Block>),
-    Sliced(Pending<(Block, Block)>),
+    Sharded(Pending<(Block, Block)>),
 }
 
-enum Replicating {
+enum AllReduce {
     Whole(Pending<Part<Block>>),
-    Sliced(Pending<Block>),
+    Sharded(Pending<Block>),
 }
 
-/// Gradients summed over all ranks: of this rank's slice, where gradients are sliced; otherwise of the whole, of which the
-/// slices that this rank updates are the sums.
-enum Sums {
-    /// None. The next ones are given memory again: what the allocator keeps of the last ones is free for activations meanwhile,
-    /// and the peak of a step, which is in the head's forward pass, is lower by all gradients.
+/// Gradients summed over all ranks: this rank's shard if gradients are sharded; otherwise a buffer for the whole unit, of
+/// which only the shards that this rank updates are valid.
+enum ReducedGrads {
+    /// No gradients. The next step allocates their memory again. Until then it is free for activations, which lowers the peak
+    /// of a step, in the head's forward pass, by the size of all gradients.
     None,
-    /// Over all micro-batches that were reduced since the last update.
-    Summed(Tensor),
+    /// The sum over all micro-batches that were reduced since the last update.
+    Sum(Tensor),
 }
 
-/// What of the unit this rank updates: its own slice or, where optimizer state is not sliced, everyone's.
-struct Slice {
+/// The optimizer state of one shard. A rank has one for its own shard or, if optimizer state is not sharded, for each rank's.
+struct OptimizerShard {
     owner: usize,
-    /// f32 parameters, where the unit does not compute with f32.
+    /// The f32 master parameters, if the unit computes in a different dtype.
     master: Option<Tensor>,
     state: Vec<Tensor>,
-    runs: Vec<Place>,
+    spans: Vec<ParameterSpan>,
 }
 
-/// The part of a parameter that is in a slice.
-struct Place {
+/// The range of a shard that belongs to one parameter.
+struct ParameterSpan {
     parameter: usize,
     range: Range<usize>,
     decays: bool,
 }
 
-/// Elements of a parameter that are begun at once.
-const START_CHUNK: usize = 1 << 20;
+/// The number of elements that are initialized at once.
+const INIT_CHUNK: usize = 1 << 20;
 
 impl ShardedUnit {
-    /// A unit with these parameters. `start` is asked for the elements that this rank keeps, and for no others.
-    pub fn new(name: &str, shapes: &[Shape], layout: Layout, start: &mut Start<'_>) -> Result<Self> {
-        let faults = Faults::of(name);
-        let [mut trained, mut frozen_len] = [0, 0];
-        let both: Vec<Range<usize>> = shapes
+    /// Creates a unit with these parameters. `init` is called for the elements that this rank keeps, and for no others.
+    pub fn new(name: &str, specs: &[ParameterSpec], layout: Layout, init: &mut InitFn<'_>) -> Result<Self> {
+        let errors = UnitErrors::new(name);
+        let [mut trainable_len, mut frozen_len] = [0, 0];
+        let ranges: Vec<Range<usize>> = specs
             .iter()
-            .map(|shape| {
-                let end = if shape.trainable { &mut trained } else { &mut frozen_len };
-                let begin = *end;
-                *end += shape.dimensions.iter().product::<i64>() as usize;
-                begin..*end
+            .map(|spec| {
+                let end = if spec.trainable { &mut trainable_len } else { &mut frozen_len };
+                let start = *end;
+                *end += spec.shape.iter().product::<i64>() as usize;
+                start..*end
             })
             .collect();
         let flat = |len| {
             let (group, pool) = (layout.groups.shard.clone(), layout.pool.clone());
-            Flat::new(name, group, pool, layout.precision.parameters, len, layout.sharding.parameters)
+            FlatParameter::new(name, group, pool, layout.precision.param_dtype, len, layout.sharding.parameters)
         };
-        let (trainable, frozen) = (flat(trained)?, flat(frozen_len)?);
-        let views = both
+        let (trainable, frozen) = (flat(trainable_len)?, flat(frozen_len)?);
+        let views = ranges
             .iter()
-            .zip(shapes)
-            .map(|(place, shape)| {
-                let flat = if shape.trainable { &trainable } else { &frozen };
-                flat.view(place.clone(), &shape.dimensions).set_requires_grad(shape.trainable)
+            .zip(specs)
+            .map(|(range, spec)| {
+                let flat = if spec.trainable { &trainable } else { &frozen };
+                flat.view(range.clone(), &spec.shape).set_requires_grad(spec.trainable)
             })
             .collect();
-        let places: Vec<Option<Range<usize>>> =
-            both.iter().zip(shapes).map(|(place, shape)| shape.trainable.then(|| place.clone())).collect();
-        let frozen_places =
-            both.iter().zip(shapes).map(|(place, shape)| (!shape.trainable).then(|| place.clone())).collect();
+        let trainable_ranges: Vec<Option<Range<usize>>> =
+            ranges.iter().zip(specs).map(|(range, spec)| spec.trainable.then(|| range.clone())).collect();
+        let frozen_ranges =
+            ranges.iter().zip(specs).map(|(range, spec)| (!spec.trainable).then(|| range.clone())).collect();
 
         let group = &layout.groups.shard;
         let owners = if layout.sharding.optimizer { group.rank()..group.rank() + 1 } else { 0..group.size() };
-        let slices = owners
+        let shards = owners
             .map(|owner| {
                 let range = trainable.partition().range(owner);
-                let zeros = || zeros(&faults, range.len(), layout.pool.device());
-                let master = (layout.precision.parameters != Dtype::F32).then(zeros).transpose()?;
+                let zeros = || zeros(&errors, range.len(), layout.pool.device());
+                let master = (layout.precision.param_dtype != Dtype::F32).then(zeros).transpose()?;
                 let state = (0..layout.states).map(|_| zeros()).collect::<Result<_>>()?;
-                let runs = places.iter().zip(shapes).enumerate().filter_map(|(parameter, (place, shape))| {
-                    let inside = intersection(place.as_ref()?, &range)?;
+                let spans = trainable_ranges.iter().zip(specs).enumerate().filter_map(|(parameter, (whole, spec))| {
+                    let inside = intersection(whole.as_ref()?, &range)?;
                     let range = inside.start - range.start..inside.end - range.start;
-                    Some(Place { parameter, range, decays: shape.decays })
+                    Some(ParameterSpan { parameter, range, decays: spec.decays })
                 });
-                Ok(Slice { owner, master, state, runs: runs.collect() })
+                Ok(OptimizerShard { owner, master, state, spans: spans.collect() })
             })
             .collect::<Result<_>>()?;
         let mut unit = ShardedUnit {
-            faults,
+            errors,
             layout,
             trainable,
             frozen,
             views,
-            received: vec![false; places.len()],
-            places,
-            frozen_places,
-            own: Own::None,
-            sums: Sums::None,
-            slices,
+            received: vec![false; trainable_ranges.len()],
+            trainable_ranges,
+            frozen_ranges,
+            local_grads: LocalGrads::None,
+            reduced_grads: ReducedGrads::None,
+            shards,
             steps: 0,
         };
-        for (parameter, place) in both.into_iter().enumerate() {
-            unit.begin(parameter, place, shapes[parameter].trainable, start)?;
+        for (parameter, range) in ranges.into_iter().enumerate() {
+            unit.init_parameter(parameter, range, specs[parameter].trainable, init)?;
         }
         Ok(unit)
     }
 
-    /// Asks `start` for what this rank keeps of a parameter, a piece at a time.
-    fn begin(&mut self, parameter: usize, place: Range<usize>, trainable: bool, start: &mut Start<'_>) -> Result<()> {
+    /// Initializes the elements of a parameter that this rank keeps, a chunk at a time. `whole` is the parameter's range in its
+    /// flat buffer.
+    fn init_parameter(
+        &mut self,
+        parameter: usize,
+        whole: Range<usize>,
+        trainable: bool,
+        init: &mut InitFn<'_>,
+    ) -> Result<()> {
         let flat = if trainable { &self.trainable } else { &self.frozen };
-        let kept = flat.kept();
-        let Some(wanted) = intersection(&place, &kept) else { return Ok(()) };
-        let mut places = vec![(flat.kept_elements(), kept)];
+        let local_range = flat.local_range();
+        let Some(wanted) = intersection(&whole, &local_range) else { return Ok(()) };
+        let mut targets = vec![(flat.local_elements(), local_range)];
         if trainable {
-            let masters = self.slices.iter().filter_map(|slice| Some((slice.master.as_ref()?, slice.owner)));
-            places.extend(masters.map(|(master, owner)| (master.shallow_clone(), flat.partition().range(owner))));
+            let masters = self.shards.iter().filter_map(|shard| Some((shard.master.as_ref()?, shard.owner)));
+            targets.extend(masters.map(|(master, owner)| (master.shallow_clone(), flat.partition().range(owner))));
         }
         let mut elements = Vec::new();
-        for from in wanted.clone().step_by(START_CHUNK) {
-            let range = from..wanted.end.min(from + START_CHUNK);
+        for from in wanted.clone().step_by(INIT_CHUNK) {
+            let range = from..wanted.end.min(from + INIT_CHUNK);
             elements.resize(range.len(), 0f32);
-            start(parameter, range.start - place.start..range.end - place.start, &mut elements)
-                .map_err(|error| Error::Start { unit: self.name().to_string(), error })?;
-            let chunk = self.faults.tch(Tensor::f_from_slice(&elements))?;
-            for (tensor, standing) in &places {
-                self.faults.tch(copy(&chunk, &range, tensor, standing))?;
+            init(parameter, range.start - whole.start..range.end - whole.start, &mut elements)
+                .map_err(|error| Error::Init { unit: self.name().to_string(), error })?;
+            let chunk = self.errors.tch(Tensor::f_from_slice(&elements))?;
+            for (target, target_range) in &targets {
+                self.errors.tch(copy_overlap(&chunk, &range, target, target_range))?;
             }
         }
         Ok(())
     }
 
-    /// The unit's name.
+    /// The unit's name, which is also the label of its collectives.
     pub fn name(&self) -> &str {
-        self.faults.unit()
+        self.errors.unit()
     }
 
-    /// The parameters, as leaves of autograd's. They can be read while they are whole, and fail with the unit's name
-    /// otherwise.
+    /// The parameters, as autograd leaves. They can be read while the unit is gathered; otherwise, reading them is an error that
+    /// names the unit.
     pub fn parameters(&self) -> &[Tensor] {
         &self.views
     }
 
-    /// Whether any of them is trained.
+    /// Whether any parameter is trainable.
     pub fn is_trainable(&self) -> bool {
         !self.trainable.partition().is_empty()
     }
 
-    /// What this rank holds of the unit.
+    /// The memory that this rank holds for the unit.
     pub fn bytes(&self) -> Bytes {
         let floats = |tensor: &Tensor| tensor.numel() * Dtype::F32.bytes();
-        let gradient_bytes = self.layout.precision.gradients.bytes();
+        let gradient_bytes = self.layout.precision.reduce_dtype.bytes();
         Bytes {
             parameters: self.trainable.bytes() + self.frozen.bytes(),
-            gradients: match (&self.sums, &self.own) {
-                (Sums::Summed(sums), _) => sums.numel() * gradient_bytes,
-                (Sums::None, Own::None) => 0,
-                // Whole, in the pool's.
-                (Sums::None, Own::Adding { .. }) if self.layout.sharding.gradients => 0,
-                // With this rank's own gradients, or under way.
-                (Sums::None, _) => self.sums_len() * gradient_bytes,
+            gradients: match (&self.reduced_grads, &self.local_grads) {
+                (ReducedGrads::Sum(sums), _) => sums.numel() * gradient_bytes,
+                (ReducedGrads::None, LocalGrads::None) => 0,
+                // In the pool.
+                (ReducedGrads::None, LocalGrads::Accumulating { .. }) if self.layout.sharding.gradients => 0,
+                // The memory holds this rank's gradients, or is being written by a reduction.
+                (ReducedGrads::None, _) => self.reduced_len() * gradient_bytes,
             },
-            optimizer: self.slices.iter().flat_map(|slice| slice.master.iter().chain(&slice.state)).map(floats).sum(),
+            optimizer: self.shards.iter().flat_map(|shard| shard.master.iter().chain(&shard.state)).map(floats).sum(),
         }
     }
 
     // ---- parameters ---------------------------------------------------------------------------------------------------
 
-    /// Starts to make the parameters whole, if they are not.
-    pub fn begin_gather(&mut self) -> Result<()> {
-        self.trainable.begin_gather()?;
-        self.frozen.begin_gather()
+    /// Starts an all-gather of the parameters, if they are sharded: a prefetch (FSDP2: `unshard(async_op=True)`).
+    pub fn start_gather(&mut self) -> Result<()> {
+        self.trainable.start_gather()?;
+        self.frozen.start_gather()
     }
 
-    /// Makes the parameters whole.
+    /// Makes the parameters available: all-gathers them if they are sharded (FSDP2: `unshard`); otherwise waits for the
+    /// all-gather after the last update, if there is one.
     pub fn gather(&mut self) -> Result<()> {
-        self.begin_gather()?;
+        self.start_gather()?;
         self.trainable.gather()?;
         self.frozen.gather()
     }
 
-    /// Gives the memory of the whole back, where parameters are sliced.
+    /// Frees the unsharded parameters and keeps the shard (FSDP2: `reshard`). Does nothing if parameters are not sharded.
     pub fn release(&mut self) -> Result<()> {
         self.trainable.release()?;
         self.frozen.release()
@@ -290,38 +299,38 @@ impl ShardedUnit {
 
     // ---- gradients ----------------------------------------------------------------------------------------------------
 
-    /// Adds to the gradient of one parameter.
+    /// Adds a gradient of one parameter to its sum over micro-batches.
     pub fn add_gradient(&mut self, parameter: usize, grad: &Tensor) -> Result<()> {
-        let place = self.places[parameter].clone().expect("a gradient is of a parameter that is trained");
-        if let Own::None = self.own {
-            self.begin_adding()?;
+        let range = self.trainable_ranges[parameter].clone().expect("only trainable parameters have gradients");
+        if let LocalGrads::None = self.local_grads {
+            self.start_accumulating()?;
         }
-        let Own::Adding { whole, begun } = &mut self.own else {
-            panic!("{}: gradients are added before they are reduced, and after they were used", self.faults.unit());
+        let LocalGrads::Accumulating { whole, has_grad } = &mut self.local_grads else {
+            panic!("{}: a gradient cannot be added while gradients are being reduced", self.errors.unit());
         };
-        let first = !std::mem::replace(&mut begun[parameter], true);
+        let first = !std::mem::replace(&mut has_grad[parameter], true);
         let added = no_grad(|| {
-            let mut sum = whole.f_narrow(0, place.start as i64, place.len() as i64)?;
+            let mut sum = whole.f_narrow(0, range.start as i64, range.len() as i64)?;
             let grad = grad.f_reshape(-1)?;
             match first {
                 true => sum.f_copy_(&grad),
                 false => sum.f_add_(&grad).map(drop),
             }
         });
-        self.faults.tch(added)
+        self.errors.tch(added)
     }
 
-    fn begin_adding(&mut self) -> Result<()> {
-        let memory = self.memory_for_own()?;
-        let whole = self.faults.torch(memory.into_tensor())?;
-        self.own = Own::Adding { whole, begun: vec![false; self.places.len()] };
+    fn start_accumulating(&mut self) -> Result<()> {
+        let memory = self.allocate_local_grads()?;
+        let whole = self.errors.torch(memory.into_tensor())?;
+        self.local_grads = LocalGrads::Accumulating { whole, has_grad: vec![false; self.trainable_ranges.len()] };
         Ok(())
     }
 
     /// The trainable parameters that have never received a gradient on this rank.
-    pub fn without_gradient(&self) -> impl Iterator<Item = usize> + '_ {
-        let missing = |(place, received): (&Option<Range<usize>>, &bool)| place.is_some() && !received;
-        self.places
+    pub fn parameters_without_gradient(&self) -> impl Iterator<Item = usize> + '_ {
+        let missing = |(range, received): (&Option<Range<usize>>, &bool)| range.is_some() && !received;
+        self.trainable_ranges
             .iter()
             .zip(&self.received)
             .enumerate()
@@ -329,134 +338,137 @@ impl ShardedUnit {
             .map(|(index, _)| index)
     }
 
-    /// Where the whole's gradients are added up: in the pool's memory until they are sliced, otherwise in that of the sums.
-    fn memory_for_own(&self) -> Result<Block> {
-        let (dtype, len) = (self.layout.precision.gradients, self.partition().len());
-        match (&self.sums, self.layout.sharding.gradients) {
-            (_, true) => self.faults.torch(self.layout.pool.lend(dtype, len)),
-            (Sums::None, false) => self.new_sums(),
-            (Sums::Summed(_), false) => {
-                panic!("{}: gradients that are kept whole are reduced once a step", self.name())
+    /// Allocates memory to accumulate gradients: from the pool if they will be sharded; otherwise it will hold the reduced
+    /// gradients too.
+    fn allocate_local_grads(&self) -> Result<Block> {
+        let (dtype, len) = (self.layout.precision.reduce_dtype, self.partition().len());
+        match (&self.reduced_grads, self.layout.sharding.gradients) {
+            (_, true) => self.errors.torch(self.layout.pool.allocate(dtype, len)),
+            (ReducedGrads::None, false) => self.allocate_reduced(),
+            (ReducedGrads::Sum(_), false) => {
+                panic!("{}: gradients that are not sharded can be reduced only once per step", self.name())
             }
         }
     }
 
-    /// How many gradients this rank keeps once they are summed.
-    fn sums_len(&self) -> usize {
+    /// The number of reduced gradients that this rank keeps.
+    fn reduced_len(&self) -> usize {
         match self.layout.sharding.gradients {
             true => self.partition().part_len(self.layout.groups.shard.rank()),
             false => self.partition().len(),
         }
     }
 
-    /// Memory for sums.
-    fn new_sums(&self) -> Result<Block> {
-        self.faults.torch(Block::new(self.layout.precision.gradients, self.sums_len(), self.layout.pool.device()))
+    /// Allocates memory for reduced gradients.
+    fn allocate_reduced(&self) -> Result<Block> {
+        self.errors.torch(Block::new(self.layout.precision.reduce_dtype, self.reduced_len(), self.layout.pool.device()))
     }
 
-    /// Starts to sum the gradients over all ranks, and adds the result to what was reduced since the last update. A
-    /// parameter without a gradient on this rank counts as zero: on other ranks it may have one.
-    pub fn begin_reduce(&mut self) -> Result<()> {
+    /// Starts to reduce the accumulated gradients over all ranks: a reduce-scatter at stages 1 to 3, an all-reduce at stage 0.
+    /// The result is added to the gradients reduced since the last update. A parameter without a gradient on this rank
+    /// contributes zeros, because it may have one on other ranks.
+    pub fn start_reduce(&mut self) -> Result<()> {
         if !self.is_trainable() {
             return Ok(());
         }
-        if let Own::None = self.own {
-            self.begin_adding()?;
+        if let LocalGrads::None = self.local_grads {
+            self.start_accumulating()?;
         }
-        let Own::Adding { whole, begun } = std::mem::replace(&mut self.own, Own::None) else {
-            panic!("{}: its gradients are being reduced already", self.name());
+        let LocalGrads::Accumulating { whole, has_grad } = std::mem::replace(&mut self.local_grads, LocalGrads::None)
+        else {
+            panic!("{}: its gradients are already being reduced", self.name());
         };
-        for ((place, received), begun) in self.places.iter().zip(&mut self.received).zip(begun) {
-            *received |= begun;
-            if let (Some(place), false) = (place, begun) {
-                let mut unused = whole.narrow(0, place.start as i64, place.len() as i64);
-                self.faults.tch(unused.f_zero_().map(drop))?;
+        for ((range, received), has_grad) in self.trainable_ranges.iter().zip(&mut self.received).zip(has_grad) {
+            *received |= has_grad;
+            if let (Some(range), false) = (range, has_grad) {
+                let mut unused = whole.narrow(0, range.start as i64, range.len() as i64);
+                self.errors.tch(unused.f_zero_().map(drop))?;
             }
         }
-        let whole = self.faults.torch(storage::take(&whole, "the gradients are being reduced"))?;
-        let part = match (&self.sums, self.layout.sharding.gradients) {
+        let whole = self.errors.torch(storage::take(&whole, "the gradients are being reduced"))?;
+        let part = match (&self.reduced_grads, self.layout.sharding.gradients) {
             (_, false) => None,
-            (Sums::None, true) => Some(self.new_sums()?),
-            // They are added to the sums that there are, and not needed any more then.
-            (Sums::Summed(_), true) => {
-                Some(self.faults.torch(self.layout.pool.lend(self.layout.precision.gradients, self.sums_len()))?)
-            }
+            (ReducedGrads::None, true) => Some(self.allocate_reduced()?),
+            // Temporary: it will be added to the existing sum.
+            (ReducedGrads::Sum(_), true) => Some(
+                self.errors.torch(self.layout.pool.allocate(self.layout.precision.reduce_dtype, self.reduced_len()))?,
+            ),
         };
-        let (group, label) = (&self.layout.groups.shard, self.faults.unit());
-        self.own = Own::Scattering(if let Some(part) = part {
-            Scattering::Sliced(group.reduce_scatter(label, Reduce::Sum, whole, part))
+        let (group, label) = (&self.layout.groups.shard, self.errors.unit());
+        self.local_grads = LocalGrads::ReduceScatter(if let Some(part) = part {
+            ReduceScatter::Sharded(group.reduce_scatter(label, ReduceOp::Sum, whole, part))
         } else if self.layout.sharding.optimizer {
-            Scattering::Whole(group.reduce_scatter_in_place(label, Reduce::Sum, whole))
+            ReduceScatter::Whole(group.reduce_scatter_in_place(label, ReduceOp::Sum, whole))
         } else {
-            Scattering::Whole(group.all_reduce(label, Reduce::Sum, whole))
+            ReduceScatter::Whole(group.all_reduce(label, ReduceOp::Sum, whole))
         });
         Ok(())
     }
 
-    /// Waits until this rank's own gradients are sent, and starts to sum between replicas.
-    pub fn settle_reduce(&mut self) -> Result<()> {
-        let (group, label) = (&self.layout.groups.replicate, self.faults.unit());
-        self.own = match std::mem::replace(&mut self.own, Own::None) {
-            Own::Scattering(Scattering::Sliced(pending)) => {
-                let (whole, part) = self.faults.comm(pending.wait())?;
-                self.layout.pool.give_back(whole);
-                Own::Replicating(Replicating::Sliced(group.all_reduce(label, Reduce::Sum, part)))
+    /// Waits for the reduce-scatter, and starts the all-reduce between replicas.
+    pub fn finish_reduce_scatter(&mut self) -> Result<()> {
+        let (group, label) = (&self.layout.groups.replicate, self.errors.unit());
+        self.local_grads = match std::mem::replace(&mut self.local_grads, LocalGrads::None) {
+            LocalGrads::ReduceScatter(ReduceScatter::Sharded(pending)) => {
+                let (whole, part) = self.errors.comm(pending.wait())?;
+                self.layout.pool.free(whole);
+                LocalGrads::AllReduce(AllReduce::Sharded(group.all_reduce(label, ReduceOp::Sum, part)))
             }
-            Own::Scattering(Scattering::Whole(pending)) => {
-                let whole = self.faults.comm(pending.wait())?;
+            LocalGrads::ReduceScatter(ReduceScatter::Whole(pending)) => {
+                let whole = self.errors.comm(pending.wait())?;
                 let summed = match self.layout.sharding.optimizer {
                     true => self.partition().range(self.layout.groups.shard.rank()),
                     false => 0..self.partition().len(),
                 };
                 let part = Part::new(whole, summed);
-                Own::Replicating(Replicating::Whole(group.all_reduce(label, Reduce::Sum, part)))
+                LocalGrads::AllReduce(AllReduce::Whole(group.all_reduce(label, ReduceOp::Sum, part)))
             }
-            settled => settled,
+            other => other,
         };
         Ok(())
     }
 
-    /// Finishes what `begin_reduce` started.
+    /// Waits for the whole reduction that [`ShardedUnit::start_reduce`] started.
     pub fn finish_reduce(&mut self) -> Result<()> {
-        self.settle_reduce()?;
-        let summed = match std::mem::replace(&mut self.own, Own::None) {
-            Own::Replicating(Replicating::Sliced(pending)) => self.faults.comm(pending.wait())?,
-            Own::Replicating(Replicating::Whole(pending)) => self.faults.comm(pending.wait())?.into_whole(),
-            Own::None => return Ok(()),
-            _ => panic!("{}: no reduction is under way", self.name()),
+        self.finish_reduce_scatter()?;
+        let summed = match std::mem::replace(&mut self.local_grads, LocalGrads::None) {
+            LocalGrads::AllReduce(AllReduce::Sharded(pending)) => self.errors.comm(pending.wait())?,
+            LocalGrads::AllReduce(AllReduce::Whole(pending)) => self.errors.comm(pending.wait())?.into_whole(),
+            LocalGrads::None => return Ok(()),
+            _ => panic!("{}: no reduction is running", self.name()),
         };
-        let summed = self.faults.torch(summed.into_tensor())?;
-        self.sums = match std::mem::replace(&mut self.sums, Sums::None) {
-            Sums::None => Sums::Summed(summed),
-            Sums::Summed(mut sums) => {
-                self.faults.tch(sums.f_add_(&summed).map(drop))?;
-                let memory = self.faults.torch(storage::take(&summed, "the sums have been added"))?;
-                self.layout.pool.give_back(memory);
-                Sums::Summed(sums)
+        let summed = self.errors.torch(summed.into_tensor())?;
+        self.reduced_grads = match std::mem::replace(&mut self.reduced_grads, ReducedGrads::None) {
+            ReducedGrads::None => ReducedGrads::Sum(summed),
+            ReducedGrads::Sum(mut sums) => {
+                self.errors.tch(sums.f_add_(&summed).map(drop))?;
+                let memory = self.errors.torch(storage::take(&summed, "the sums have been added"))?;
+                self.layout.pool.free(memory);
+                ReducedGrads::Sum(sums)
             }
         };
         Ok(())
     }
 
-    /// The sum of the squares of this rank's slice of the reduced gradients.
-    pub fn gradient_squares(&self) -> Result<f64> {
+    /// The sum of squares of this rank's shard of the reduced gradients.
+    pub fn grad_norm_squared(&self) -> Result<f64> {
         if !self.is_trainable() {
             return Ok(0.);
         }
-        self.faults.tch(sum_of_squares(&self.summed_slice(self.layout.groups.shard.rank())))
+        self.errors.tch(sum_of_squares(&self.reduced_shard(self.layout.groups.shard.rank())))
     }
 
-    /// The first parameter of which this rank's slice of the reduced gradients has an element that is not finite.
-    pub fn first_not_finite(&self) -> Result<Option<usize>> {
+    /// The first parameter with a non-finite gradient in this rank's shard.
+    pub fn first_nonfinite_gradient(&self) -> Result<Option<usize>> {
         if !self.is_trainable() {
             return Ok(None);
         }
-        self.first_run_not_finite(|slice| self.summed_slice(slice.owner))
+        self.first_nonfinite(|shard| self.reduced_shard(shard.owner))
     }
 
-    /// The first parameter, trained or frozen, of which this rank's slice has an element that is not finite.
-    pub fn first_parameter_not_finite(&self) -> Result<Option<usize>> {
-        for parameter in 0..self.places.len() {
+    /// The first parameter, trainable or frozen, with a non-finite element in this rank's shard.
+    pub fn first_nonfinite_parameter(&self) -> Result<Option<usize>> {
+        for parameter in 0..self.trainable_ranges.len() {
             if !self.is_parameter_finite(parameter)? {
                 return Ok(Some(parameter));
             }
@@ -464,32 +476,33 @@ impl ShardedUnit {
         Ok(None)
     }
 
-    /// Whether all elements of a parameter are finite that are in this rank's slice: as they are updated, where they are trained.
+    /// Whether all elements of a parameter in this rank's shard are finite: in the f32 copy that is updated, if it is trainable.
     pub fn is_parameter_finite(&self, parameter: usize) -> Result<bool> {
-        let part = match &self.frozen_places[parameter] {
-            Some(place) => {
-                let kept = self.frozen.kept();
-                let inside = intersection(place, &kept);
-                inside.map(|inside| (self.frozen.kept_elements(), inside.start - kept.start..inside.end - kept.start))
+        let part = match &self.frozen_ranges[parameter] {
+            Some(whole) => {
+                let local = self.frozen.local_range();
+                let inside = intersection(whole, &local);
+                inside
+                    .map(|inside| (self.frozen.local_elements(), inside.start - local.start..inside.end - local.start))
             }
             None => {
-                let own = self.own_slice();
-                let run = own.runs.iter().find(|run| run.parameter == parameter);
-                run.map(|run| (self.updated(own), run.range.clone()))
+                let own = self.own_shard();
+                let span = own.spans.iter().find(|span| span.parameter == parameter);
+                span.map(|span| (self.f32_parameters(own), span.range.clone()))
             }
         };
         let Some((elements, range)) = part else { return Ok(true) };
-        self.faults.tch(is_finite(&elements.narrow(0, range.start as i64, range.len() as i64)))
+        self.errors.tch(is_finite(&elements.narrow(0, range.start as i64, range.len() as i64)))
     }
 
-    /// The first parameter that is not finite in `elements`, looked for in this rank's own slice.
-    fn first_run_not_finite(&self, elements: impl Fn(&Slice) -> Tensor) -> Result<Option<usize>> {
-        let own = self.own_slice();
+    /// The first parameter with a non-finite value in `elements` of this rank's shard.
+    fn first_nonfinite(&self, elements: impl Fn(&OptimizerShard) -> Tensor) -> Result<Option<usize>> {
+        let own = self.own_shard();
         let elements = elements(own);
-        for run in &own.runs {
-            let part = elements.narrow(0, run.range.start as i64, run.range.len() as i64);
-            if !self.faults.tch(is_finite(&part))? {
-                return Ok(Some(run.parameter));
+        for span in &own.spans {
+            let part = elements.narrow(0, span.range.start as i64, span.range.len() as i64);
+            if !self.errors.tch(is_finite(&part))? {
+                return Ok(Some(span.parameter));
             }
         }
         Ok(None)
@@ -497,138 +510,140 @@ impl ShardedUnit {
 
     // ---- the update ---------------------------------------------------------------------------------------------------
 
-    /// One step of the optimizer on what this rank updates, with the gradients multiplied by `factor`. They are used up, and
-    /// where every rank keeps the whole, it starts to gather the others' updates.
+    /// Takes an optimizer step on the shards that this rank updates, with the gradients multiplied by `factor`, and discards the
+    /// gradients. If optimizer state is sharded and parameters are not, starts an all-gather of the updated parameters.
     pub fn update(&mut self, optimizer: &Optimizer, factor: f64) -> Result<()> {
         if !self.is_trainable() {
             return Ok(());
         }
         self.steps += 1;
         let step = Tensor::from(self.steps as f32).to_device(self.layout.pool.device());
-        let runs: Vec<Vec<Run<'_>>> = self.slices.iter().map(|slice| self.runs_of(slice, &step, factor)).collect();
+        let runs: Vec<Vec<Run<'_>>> = self.shards.iter().map(|shard| self.runs(shard, &step, factor)).collect();
         let mut every = runs.iter().flatten();
         match optimizer {
-            Optimizer::AdamW(adamw) => self.faults.torch(every.try_for_each(|run| run.adamw(*adamw)))?,
-            Optimizer::Sgd(sgd) => self.faults.torch(every.try_for_each(|run| run.sgd(*sgd)))?,
+            Optimizer::AdamW(adamw) => self.errors.torch(every.try_for_each(|run| run.adamw(*adamw)))?,
+            Optimizer::Sgd(sgd) => self.errors.torch(every.try_for_each(|run| run.sgd(*sgd)))?,
             Optimizer::Lamb(lamb) => self.update_by_lamb(*lamb, &runs)?,
-            Optimizer::Own(own) => self.faults.torch(every.try_for_each(|run| run.own(own)))?,
+            Optimizer::Custom(custom) => self.errors.torch(every.try_for_each(|run| run.custom(custom)))?,
         }
         drop(runs);
-        for slice in &self.slices {
-            if let Some(master) = &slice.master {
-                self.faults.tch(self.trainable.slice(slice.owner).f_copy_(master))?;
+        for shard in &self.shards {
+            if let Some(master) = &shard.master {
+                self.errors.tch(self.trainable.shard(shard.owner).f_copy_(master))?;
             }
         }
         self.discard_gradients();
-        if self.layout.sharding.optimizer { self.trainable.begin_update() } else { Ok(()) }
+        if self.layout.sharding.optimizer { self.trainable.start_update_gather() } else { Ok(()) }
     }
 
-    /// Moments first, then the norms of whole parameters, which all owners add up, then the step.
+    /// LAMB's update: the moments, then the norms of whole parameters, summed over all owners, then the step.
     fn update_by_lamb(&self, lamb: Lamb, runs: &[Vec<Run<'_>>]) -> Result<()> {
-        let moments = |run: &Run<'_>| self.faults.torch(run.lamb_moments(lamb));
+        let moments = |run: &Run<'_>| self.errors.torch(run.lamb_moments(lamb));
         let squares: Vec<Vec<Squares>> =
-            runs.iter().map(|slice| slice.iter().map(moments).collect()).collect::<Result<_>>()?;
-        let total = self.squares_of_all(&squares)?;
-        for (slice, runs) in self.slices.iter().zip(runs) {
-            for (place, run) in slice.runs.iter().zip(runs) {
-                self.faults.torch(run.lamb_step(lamb, total[place.parameter]))?;
+            runs.iter().map(|shard| shard.iter().map(moments).collect()).collect::<Result<_>>()?;
+        let total = self.sum_squares(&squares)?;
+        for (shard, runs) in self.shards.iter().zip(runs) {
+            for (span, run) in shard.spans.iter().zip(runs) {
+                self.errors.torch(run.lamb_step(lamb, total[span.parameter]))?;
             }
         }
         Ok(())
     }
 
-    /// Gives the memory of the reduced gradients up: they have been used, or the step is not taken.
+    /// Frees the reduced gradients, after an update or to skip one.
     pub fn discard_gradients(&mut self) {
-        self.sums = Sums::None;
+        self.reduced_grads = ReducedGrads::None;
     }
 
-    fn runs_of<'a>(&self, slice: &Slice, step: &'a Tensor, factor: f64) -> Vec<Run<'a>> {
-        let parameters = self.updated(slice);
-        let grads = self.summed_slice(slice.owner);
-        let run = |place: &Place| {
-            let part = |whole: &Tensor| whole.narrow(0, place.range.start as i64, place.range.len() as i64);
+    fn runs<'a>(&self, shard: &OptimizerShard, step: &'a Tensor, factor: f64) -> Vec<Run<'a>> {
+        let parameters = self.f32_parameters(shard);
+        let grads = self.reduced_shard(shard.owner);
+        let run = |span: &ParameterSpan| {
+            let part = |whole: &Tensor| whole.narrow(0, span.range.start as i64, span.range.len() as i64);
             Run {
                 parameters: part(&parameters),
                 grads: part(&grads),
-                state: slice.state.iter().map(part).collect(),
+                state: shard.state.iter().map(part).collect(),
                 step,
                 step_number: self.steps,
-                decays: place.decays,
+                decays: span.decays,
                 factor,
             }
         };
-        slice.runs.iter().map(run).collect()
+        shard.spans.iter().map(run).collect()
     }
 
-    /// The f32 parameters of a slice.
-    fn updated(&self, slice: &Slice) -> Tensor {
-        match &slice.master {
+    /// The f32 parameters of a shard, which the optimizer updates.
+    fn f32_parameters(&self, shard: &OptimizerShard) -> Tensor {
+        match &shard.master {
             Some(master) => master.shallow_clone(),
-            None => self.trainable.slice(slice.owner),
+            None => self.trainable.shard(shard.owner),
         }
     }
 
-    /// Each parameter's squares, added up over all slices in the order of their owners.
-    fn squares_of_all(&self, squares: &[Vec<Squares>]) -> Result<Vec<Squares>> {
-        let mut totals = vec![0f64; 2 * self.places.len()];
-        for (slice, squares) in self.slices.iter().zip(squares) {
-            for (place, squares) in slice.runs.iter().zip(squares) {
-                totals[2 * place.parameter] += squares.parameter;
-                totals[2 * place.parameter + 1] += squares.direction;
+    /// The sums of squares per parameter, over all shards in the order of their owners.
+    fn sum_squares(&self, squares: &[Vec<Squares>]) -> Result<Vec<Squares>> {
+        let mut totals = vec![0f64; 2 * self.trainable_ranges.len()];
+        for (shard, squares) in self.shards.iter().zip(squares) {
+            for (span, squares) in shard.spans.iter().zip(squares) {
+                totals[2 * span.parameter] += squares.parameter;
+                totals[2 * span.parameter + 1] += squares.direction;
             }
         }
         if self.layout.sharding.optimizer {
             let shard = &self.layout.groups.shard;
             let own = Tensor::from_slice(&totals).to_device(self.layout.pool.device());
-            let own = self.faults.torch(storage::take(&own, "LAMB's norms are being summed"))?;
-            let all = self.faults.comm(shard.all_reduce("LAMB's norms", Reduce::Sum, own).wait())?;
-            totals = self.faults.tch(Vec::try_from(self.faults.torch(all.into_tensor())?))?;
+            let own = self.errors.torch(storage::take(&own, "LAMB's norms are being summed"))?;
+            let all = self.errors.comm(shard.all_reduce("LAMB's norms", ReduceOp::Sum, own).wait())?;
+            totals = self.errors.tch(Vec::try_from(self.errors.torch(all.into_tensor())?))?;
         }
         Ok(totals.chunks_exact(2).map(|pair| Squares { parameter: pair[0], direction: pair[1] }).collect())
     }
 
     // ---- checkpoints --------------------------------------------------------------------------------------------------
 
-    /// Waits until updated parameters have come to where they are kept.
-    pub fn settle(&mut self) -> Result<()> {
-        self.trainable.settle()
+    /// Waits for the all-gather of updated parameters, if there is one.
+    pub fn wait_for_update(&mut self) -> Result<()> {
+        self.trainable.wait_for_update()
     }
 
-    /// What a checkpoint keeps of this rank's slice, once it is settled: f32 parameters and the optimizer's numbers for each of
-    /// them; then the slice of what is not trained, in the type in which the unit computes.
-    pub fn saved(&self) -> Vec<Saved> {
-        let own = self.own_slice();
+    /// Returns this rank's shard for a checkpoint: the f32 parameters, the optimizer states, then the frozen parameters in the
+    /// dtype of the computation. Call [`ShardedUnit::wait_for_update`] first.
+    pub fn checkpoint_tensors(&self) -> Vec<CheckpointTensor> {
+        let own = self.own_shard();
         let gathered = self.layout.sharding.parameters;
-        let master = Saved { tensor: self.updated(own), stays: own.master.is_some() || !gathered };
-        let state = own.state.iter().map(|state| Saved { tensor: state.shallow_clone(), stays: true });
-        let frozen = Saved { tensor: self.frozen.slice(self.layout.groups.shard.rank()), stays: !gathered };
+        let master =
+            CheckpointTensor { tensor: self.f32_parameters(own), is_stable: own.master.is_some() || !gathered };
+        let state = own.state.iter().map(|state| CheckpointTensor { tensor: state.shallow_clone(), is_stable: true });
+        let frozen =
+            CheckpointTensor { tensor: self.frozen.shard(self.layout.groups.shard.rank()), is_stable: !gathered };
         std::iter::once(master).chain(state).chain([frozen]).collect()
     }
 
-    /// How many updates there have been.
+    /// The number of updates so far.
     pub fn updates(&self) -> u32 {
         self.steps
     }
 
-    /// Goes on after so many updates: `start` is asked for the optimizer's numbers, of which it is told the first, second and so
-    /// on, of what this rank updates.
-    pub fn resume(&mut self, updates: u32, start: &mut StateStart<'_>) -> Result<()> {
+    /// Restores the number of updates, and the optimizer state of the shards that this rank updates, which `init` supplies.
+    pub fn resume(&mut self, updates: u32, init: &mut StateInitFn<'_>) -> Result<()> {
         self.steps = updates;
         let mut elements = Vec::new();
-        for slice in &self.slices {
-            let first = self.partition().range(slice.owner).start;
-            for run in &slice.runs {
-                let parameter = self.places[run.parameter].as_ref().expect("a run is of a parameter that is trained");
-                for (index, state) in slice.state.iter().enumerate() {
-                    for from in run.range.clone().step_by(START_CHUNK) {
-                        let range = from..run.range.end.min(from + START_CHUNK);
+        for shard in &self.shards {
+            let first = self.partition().range(shard.owner).start;
+            for span in &shard.spans {
+                let whole =
+                    self.trainable_ranges[span.parameter].as_ref().expect("shards have trainable parameters only");
+                for (index, state) in shard.state.iter().enumerate() {
+                    for from in span.range.clone().step_by(INIT_CHUNK) {
+                        let range = from..span.range.end.min(from + INIT_CHUNK);
                         elements.resize(range.len(), 0f32);
-                        // From places in the slice to places in the parameter.
-                        let within = first + range.start - parameter.start..first + range.end - parameter.start;
-                        start(run.parameter, index, within, &mut elements)
-                            .map_err(|error| Error::Start { unit: self.name().to_string(), error })?;
-                        let chunk = self.faults.tch(Tensor::f_from_slice(&elements))?;
-                        self.faults.tch(copy(&chunk, &range, state, &(0..state.numel())))?;
+                        // The same elements, as a range of the parameter.
+                        let within = first + range.start - whole.start..first + range.end - whole.start;
+                        init(span.parameter, index, within, &mut elements)
+                            .map_err(|error| Error::Init { unit: self.name().to_string(), error })?;
+                        let chunk = self.errors.tch(Tensor::f_from_slice(&elements))?;
+                        self.errors.tch(copy_overlap(&chunk, &range, state, &(0..state.numel())))?;
                     }
                 }
             }
@@ -636,32 +651,32 @@ impl ShardedUnit {
         Ok(())
     }
 
-    fn own_slice(&self) -> &Slice {
-        let own = self.slices.iter().find(|slice| slice.owner == self.layout.groups.shard.rank());
-        own.expect("a rank updates its own slice, whatever else")
+    fn own_shard(&self) -> &OptimizerShard {
+        let own = self.shards.iter().find(|shard| shard.owner == self.layout.groups.shard.rank());
+        own.expect("a rank always updates its own shard")
     }
 
     fn partition(&self) -> Partition {
         self.trainable.partition()
     }
 
-    fn summed_slice(&self, owner: usize) -> Tensor {
-        match &self.sums {
-            Sums::Summed(slice) if self.layout.sharding.gradients => slice.shallow_clone(),
-            Sums::Summed(whole) => {
+    fn reduced_shard(&self, owner: usize) -> Tensor {
+        match &self.reduced_grads {
+            ReducedGrads::Sum(shard) if self.layout.sharding.gradients => shard.shallow_clone(),
+            ReducedGrads::Sum(whole) => {
                 let range = self.partition().range(owner);
                 whole.narrow(0, range.start as i64, range.len() as i64)
             }
-            Sums::None => panic!("{}: the gradients are not reduced", self.name()),
+            ReducedGrads::None => panic!("{}: there are no reduced gradients", self.name()),
         }
     }
 }
 
-/// f32 zeros. On the CPU no page is touched for them: moments become resident in the first update, not at the start.
-fn zeros(faults: &Faults, len: usize, device: Device) -> Result<Tensor> {
+/// Allocates f32 zeros. On the CPU this touches no page, so moments become resident in the first update, not at startup.
+fn zeros(errors: &UnitErrors, len: usize, device: Device) -> Result<Tensor> {
     match device {
-        Device::Cpu => faults.torch(Block::zeros(Dtype::F32, len).and_then(Block::into_tensor)),
-        device => faults.tch(Tensor::f_zeros([len as i64], (Kind::Float, device))),
+        Device::Cpu => errors.torch(Block::zeros(Dtype::F32, len).and_then(Block::into_tensor)),
+        device => errors.tch(Tensor::f_zeros([len as i64], (Kind::Float, device))),
     }
 }
 
@@ -674,16 +689,16 @@ fn intersection(a: &Range<usize>, b: &Range<usize>) -> Option<Range<usize>> {
     (both.start < both.end).then_some(both)
 }
 
-/// Copies what `from`, which stands at `from_place`, and `to`, which stands at `to_place`, have in common.
-fn copy(
+/// Copies the overlap of two tensors that hold the given ranges of a flat buffer.
+fn copy_overlap(
     from: &Tensor,
-    from_place: &Range<usize>,
+    from_range: &Range<usize>,
     to: &Tensor,
-    to_place: &Range<usize>,
+    to_range: &Range<usize>,
 ) -> std::result::Result<(), TchError> {
-    let Some(both) = intersection(from_place, to_place) else { return Ok(()) };
-    let part = |tensor: &Tensor, place: &Range<usize>| {
-        tensor.f_narrow(0, (both.start - place.start) as i64, both.len() as i64)
+    let Some(both) = intersection(from_range, to_range) else { return Ok(()) };
+    let part = |tensor: &Tensor, range: &Range<usize>| {
+        tensor.f_narrow(0, (both.start - range.start) as i64, both.len() as i64)
     };
-    part(to, to_place)?.f_copy_(&part(from, from_place)?)
+    part(to, to_range)?.f_copy_(&part(from, from_range)?)
 }

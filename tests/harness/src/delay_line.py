@@ -1,6 +1,6 @@
-"""A switch that hands every frame on after a delay: delay_line.py SECONDS TAP...
+"""A switch that forwards every frame after a delay: delay_line.py SECONDS TAP...
 
-Makes the named TAP devices, for kernels whose tc has no netem. Ends when it is killed.
+Creates the named TAP devices, for kernels whose tc has no netem. Runs until it is killed.
 """
 
 import collections
@@ -20,17 +20,17 @@ for name in sys.argv[2:]:
     fcntl.ioctl(tap, TUNSETIFF, struct.pack("16sH22x", name.encode(), IFF_TAP | IFF_NO_PI))
     taps.append(tap)
 
-under_way = collections.deque()  # (due, source, frame), in order, for every frame waits equally long
+queue = collections.deque()  # (due, source, frame), in order, because every frame waits equally long
 where = {}  # hardware address -> tap
 while True:
-    wait = max(0.0, under_way[0][0] - time.monotonic()) if under_way else None
+    wait = max(0.0, queue[0][0] - time.monotonic()) if queue else None
     for tap in select.select(taps, [], [], wait)[0]:
         try:
-            under_way.append((time.monotonic() + delay, tap, os.read(tap, 65536 + 64)))
+            queue.append((time.monotonic() + delay, tap, os.read(tap, 65536 + 64)))
         except OSError:
             pass  # the link is down
-    while under_way and under_way[0][0] <= time.monotonic():
-        _, source, frame = under_way.popleft()
+    while queue and queue[0][0] <= time.monotonic():
+        _, source, frame = queue.popleft()
         where[frame[6:12]] = source
         known = where.get(frame[:6])
         for tap in [known] if known is not None else taps:

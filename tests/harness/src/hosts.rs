@@ -1,11 +1,11 @@
-//! Several hosts on one machine: network namespaces, joined by links whose rate and delay `tc` sets.
+//! Several hosts on one machine: network namespaces, connected by links whose rate and delay `tc` sets.
 //!
-//! Each host has a namespace with its own name and two links to a switch, which is a namespace as well: `data`, with the
-//! rate and delay asked for, over which ranks talk, and `control`, over which the launcher does. So a test can cut a host's
-//! data link (`ip link set data down`, on that host) and still learn what became of the ranks.
+//! Each host is a namespace with its own host name and two links to a switch, which is a namespace too: `data`, with the given
+//! rate and delay, for the ranks; and `control`, for the launcher. So a test can cut a host's data link (`ip link set data down`,
+//! on that host) and still see what happens to the ranks.
 //!
-//! The delay is `tc`'s netem. Where the kernel has none, the data links end in a small program in the switch's namespace
-//! (`delay_line.py`) that hands every frame on after the delay; frames are then up to 64 KB long, so that it keeps up.
+//! The delay comes from `tc`'s netem. If the kernel lacks it, the data links end in a small program in the switch's namespace
+//! (`delay_line.py`) that forwards every frame after the delay; frames are then up to 64 KB long, so that the program keeps up.
 
 use std::fmt;
 use std::io::{BufRead, BufReader, Write};
@@ -14,59 +14,59 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Hosts to be made.
+/// The hosts to create.
 #[derive(Clone, Debug)]
 pub struct Hosts {
-    /// How many.
+    /// The number of hosts.
     pub hosts: usize,
-    /// How many ranks each runs.
+    /// The number of ranks per host.
     pub ranks_per_host: usize,
-    /// The rate of each host's data link, in `tc`'s words: `1gbit`.
+    /// The rate of each host's data link, in `tc`'s syntax: `1gbit`.
     pub rate: String,
-    /// The delay of each host's data link, one way, in `tc`'s words: `1ms`.
+    /// The one-way delay of each host's data link, in `tc`'s syntax: `1ms`.
     pub delay: String,
 }
 
-/// Why there are no hosts.
+/// Why the hosts could not be created.
 #[derive(Debug)]
 pub struct HostsError(String);
 
 impl fmt::Display for HostsError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "the hosts could not be made: {}", self.0)
+        write!(f, "the hosts could not be created: {}", self.0)
     }
 }
 
 impl std::error::Error for HostsError {}
 
-/// Hosts that exist until this is dropped, or its process ends in whatever way.
+/// Running hosts. They are removed when this is dropped or this process ends, however it ends.
 pub struct Network {
     hosts: Hosts,
     names: Vec<String>,
     agent: PathBuf,
-    /// The process that has made everything and takes it down when its standard input ends, which it does with this process at
-    /// the latest, also when that is killed.
+    /// The process that created everything. It cleans up when its standard input is closed, which happens at the latest when this
+    /// process ends, even if it is killed.
     guard: Child,
 }
 
 impl Hosts {
-    /// Makes the hosts. Needs root and Debian's `iproute2`.
+    /// Creates the hosts. Needs root and Debian's `iproute2`.
     pub fn start(&self) -> Result<Network, HostsError> {
         static COUNT: AtomicUsize = AtomicUsize::new(0);
         if !(1..=200).contains(&self.hosts) || self.ranks_per_host == 0 {
-            return Err(HostsError("between 1 and 200 hosts, each with at least one rank, can be made".to_string()));
+            return Err(HostsError("there must be 1 to 200 hosts with at least one rank each".to_string()));
         }
         let delay_s = seconds(&self.delay).ok_or_else(|| {
-            HostsError(format!("'{}' is not a delay; write it as 0ms, 500us, 1ms or 0.1s", self.delay))
+            HostsError(format!("'{}' is not a delay; write, for example, 0ms, 500us, 1ms or 0.1s", self.delay))
         })?;
         let prefix = format!("sw{}x{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
         let names: Vec<String> = (0..self.hosts).map(|host| format!("{prefix}h{host}")).collect();
         let switch = format!("{prefix}s");
         let agent = std::env::temp_dir().join(format!("{prefix}-agent"));
 
-        // One process makes the hosts and takes them down, so none can be made after the end.
+        // One process creates the hosts and removes them, so that none can be created after the cleanup.
         let mut guard = Command::new("setsid")
-            .args(["bash", "-c", GUARD, "guard", MAKE])
+            .args(["bash", "-c", GUARD, "guard", CREATE])
             .arg(&agent)
             .args([&switch, &self.rate, &self.delay, &delay_s.to_string(), DELAY_LINE])
             .args(&names)
@@ -74,23 +74,23 @@ impl Hosts {
             .stdout(Stdio::piped())
             .spawn()
             .map_err(|error| HostsError(format!("setsid: {error}")))?;
-        let said = guard.stdout.take().map(BufReader::new);
+        let output = guard.stdout.take().map(BufReader::new);
         let network = Network { hosts: self.clone(), names, agent, guard };
-        network.make_agent().map_err(|error| HostsError(format!("{}: {error}", network.agent.display())))?;
+        network.write_agent().map_err(|error| HostsError(format!("{}: {error}", network.agent.display())))?;
         let mut problem = String::new();
-        for line in said.into_iter().flat_map(BufReader::lines) {
+        for line in output.into_iter().flat_map(BufReader::lines) {
             match line {
-                Ok(line) if line == "made" => return Ok(network),
+                Ok(line) if line == "created" => return Ok(network),
                 Ok(line) => problem += &(line + "\n"),
                 Err(error) => problem += &error.to_string(),
             }
         }
-        let needs = "it takes root and Debian's iproute2; the rate and delay are in tc's words: 1gbit, 1ms";
+        let needs = "this needs root and Debian's iproute2; rate and delay use tc's syntax: 1gbit, 1ms";
         Err(HostsError(format!("{problem}({needs})")))
     }
 }
 
-/// A delay in `tc`'s words.
+/// Parses a delay in `tc`'s syntax.
 fn seconds(delay: &str) -> Option<f64> {
     let units = [("us", 1e-6), ("ms", 1e-3), ("s", 1.)];
     let (number, unit) = units.iter().find_map(|&(name, unit)| Some((delay.strip_suffix(name)?, unit)))?;
@@ -100,7 +100,7 @@ fn seconds(delay: &str) -> Option<f64> {
 
 const DELAY_LINE: &str = include_str!("delay_line.py");
 
-const MAKE: &str = r#"
+const CREATE: &str = r#"
 switch=$1 rate=$2 delay=$3 delay_s=$4 delay_line=$5
 shift 5
 ip netns add "$switch"
@@ -116,7 +116,7 @@ if [ "$how" = line ]; then
     tries=0
     until ip -n "$switch" link show "tap$#" >/dev/null 2>&1; do
         tries=$((tries + 1))
-        [ "$tries" -lt 200 ] || { echo "the delay line did not start: it takes python3 and /dev/net/tun" >&2; exit 1; }
+        [ "$tries" -lt 200 ] || { echo "the delay line did not start: it needs python3 and /dev/net/tun" >&2; exit 1; }
         sleep 0.05
     done
 fi
@@ -152,13 +152,13 @@ for host in "$@"; do
 done
 "#;
 
-/// Makes the hosts, says `made` or why not, and takes them down when its standard input ends.
+/// Creates the hosts, prints `created` or the error, and removes the hosts when its standard input is closed.
 const GUARD: &str = r#"
 trap '' INT TERM HUP
-make=$1 agent=$2
+create=$1 agent=$2
 shift 2
-if bash -euc "$make" make "$@" 2>&1 </dev/null; then
-    echo made
+if bash -euc "$create" create "$@" 2>&1 </dev/null; then
+    echo created
     exec >/dev/null 2>&1
     cat
 fi
@@ -166,7 +166,7 @@ exec >/dev/null 2>&1
 switch=$1
 shift 5
 for host in "$@" "$switch"; do
-    # Programs may still be starting others.
+    # Programs may still be starting other programs.
     for try in 1 2 3 4 5 6 7 8 9 10; do
         pids=$(ip netns pids "$host")
         [ -n "$pids" ] || break
@@ -180,7 +180,7 @@ rm -f "$agent"
 "#;
 
 impl Network {
-    /// A command that runs on the first host.
+    /// Returns a command that runs on the first host.
     pub fn on_first_host(&self, program: &str) -> Command {
         let host = &self.names[0];
         let mut command = Command::new("ip");
@@ -199,12 +199,12 @@ impl Network {
         command
     }
 
-    /// The hosts' names. The addresses of their control links are 10.90.0.1 and so on.
+    /// The hosts' names. The addresses of their control links are 10.90.0.1, 10.90.0.2 and so on.
     pub fn names(&self) -> &[String] {
         &self.names
     }
 
-    /// A program that runs the rest of its arguments on the host that the first one names, as `ssh` would.
+    /// The path of a program that runs a command on a host, like `ssh`.
     pub fn agent(&self) -> &Path {
         &self.agent
     }
@@ -214,8 +214,8 @@ impl Network {
         self.set_links(host, "down");
     }
 
-    /// Mends them.
-    pub fn mend(&self, host: usize) {
+    /// Restores all links of a host.
+    pub fn restore(&self, host: usize) {
         self.set_links(host, "up");
     }
 
@@ -226,7 +226,7 @@ impl Network {
         }
     }
 
-    /// Which networks Open MPI is to use for what, as variables of its environment.
+    /// Open MPI's network settings, as environment variables.
     pub fn mpi_settings(&self) -> Vec<(String, String)> {
         self.settings().into_iter().map(|(key, value)| (format!("OMPI_MCA_{key}"), value.to_string())).collect()
     }
@@ -236,7 +236,7 @@ impl Network {
         [("btl", transports), ("btl_tcp_if_include", "10.89.0.0/24"), ("oob_tcp_if_include", "10.90.0.0/24")]
     }
 
-    /// What `mpirun` on the first host needs to know of the others.
+    /// The arguments of `mpirun` on the first host.
     pub(crate) fn mpirun_arguments(&self) -> Vec<String> {
         let slots: Vec<String> =
             self.names.iter().map(|name| format!("{name}:{}", self.hosts.ranks_per_host)).collect();
@@ -248,7 +248,7 @@ impl Network {
         arguments
     }
 
-    fn make_agent(&self) -> std::io::Result<()> {
+    fn write_agent(&self) -> std::io::Result<()> {
         let mut file = std::fs::File::create(&self.agent)?;
         file.write_all(
             b"#!/bin/sh\nhost=$1\nshift\nexec ip netns exec \"$host\" unshare --uts sh -c \"hostname $host; $*\"\n",
@@ -260,7 +260,7 @@ impl Network {
 impl Drop for Network {
     fn drop(&mut self) {
         drop(self.guard.stdin.take());
-        // It has been told; if it cannot be waited for, it still does its work.
+        // If waiting fails, the guard still cleans up.
         drop(self.guard.wait());
     }
 }

@@ -1,4 +1,4 @@
-//! Starting ranks, and saying what became of them.
+//! Launches ranks, and reports their outcome.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -10,17 +10,17 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, SystemTime};
 
 use crate::hosts::{Hosts, Network};
-use crate::pace::Stopwatch;
+use crate::stopwatch::Stopwatch;
 
-/// Set on the ranks: where the closure stands that they run.
+/// The environment variable, on the ranks, with the source location of the closure to run.
 const SITE_VARIABLE: &str = "SHARDWISE_RANKS_SITE";
 const OUTPUT_VARIABLE: &str = "SHARDWISE_RANKS_OUTPUT";
 
-/// Lines of a rank's output that a failure shows.
+/// The number of lines of a rank's output that a failure shows.
 const LINES_SHOWN: usize = 25;
 
-/// Keeps a rank's output and exit code apart from those of the others, under any launcher.
-const KEEP_APART: &str = r#"
+/// Captures each rank's output and exit code in separate files, under any launcher.
+const CAPTURE_OUTPUT: &str = r#"
 rank=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-${PMIX_RANK:?the launcher sets no rank}}}
 "$@" >"$SHARDWISE_RANKS_OUTPUT/$rank.output" 2>&1 </dev/null
 code=$?
@@ -28,19 +28,19 @@ echo "$code" >"$SHARDWISE_RANKS_OUTPUT/$rank.code"
 exit "$code"
 "#;
 
-/// How many ranks, where, and for how long.
+/// How to launch ranks.
 #[derive(Clone, Debug)]
 pub struct Launch {
     ranks: usize,
     hosts: Option<Hosts>,
-    limit: Duration,
+    timeout: Duration,
     variables: Vec<(String, String)>,
 }
 
 impl Launch {
     /// Ranks on this host.
     pub fn ranks(ranks: usize) -> Self {
-        Launch { ranks, hosts: None, limit: Duration::from_secs(120), variables: Vec::new() }
+        Launch { ranks, hosts: None, timeout: Duration::from_secs(120), variables: Vec::new() }
     }
 
     /// Ranks on several hosts. Needs root, for the namespaces.
@@ -48,13 +48,13 @@ impl Launch {
         Launch { hosts: Some(hosts.clone()), ..Launch::ranks(hosts.hosts * hosts.ranks_per_host) }
     }
 
-    /// The time after which ranks that are not done are stopped; two minutes unless said otherwise. It is counted by a
-    /// [`Stopwatch`], so a machine that is busy with others does not use it up.
-    pub fn limit(self, limit: Duration) -> Self {
-        Launch { limit, ..self }
+    /// Sets the time after which unfinished ranks are stopped. Defaults to two minutes. A [`Stopwatch`] measures it, so time
+    /// that the hypervisor gives to others does not count.
+    pub fn timeout(self, timeout: Duration) -> Self {
+        Launch { timeout, ..self }
     }
 
-    /// Sets a variable on every rank.
+    /// Sets an environment variable on every rank.
     pub fn variable(mut self, name: &str, value: &str) -> Self {
         self.variables.push((name.to_string(), value.to_string()));
         self
@@ -70,38 +70,38 @@ impl From<usize> for Launch {
 /// How a rank ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Exit {
-    /// With this code; 101 is a panic, and 128 + s is signal s.
+    /// With this exit code; 101 is a panic, and 128 + s is signal s.
     Code(i32),
-    /// By the launcher or the time limit, because of another rank or its own standstill.
+    /// Stopped by the launcher because of another rank, or by the timeout.
     Stopped,
 }
 
-/// What became of one rank.
+/// The outcome of one rank.
 #[derive(Clone, Debug)]
 pub struct Rank {
     /// How it ended.
     pub exit: Exit,
-    /// What it printed.
+    /// Its standard output and error.
     pub output: String,
 }
 
-/// What became of all ranks, by rank.
+/// The outcome of all ranks.
 #[derive(Clone, Debug)]
 pub struct Report {
-    /// One for each rank.
+    /// One entry per rank.
     pub ranks: Vec<Rank>,
 }
 
-/// Why a run failed. Its text names the ranks at fault, with their last lines.
+/// A failed run. Its message shows the last lines of the ranks at fault.
 #[derive(Clone, Debug)]
 pub struct Failure {
-    /// What happened, in a sentence.
+    /// What happened.
     pub reason: String,
-    /// The rank that was first to fail, where one failed by itself.
+    /// The first rank that failed, unless all were stopped from outside.
     pub rank: Option<usize>,
-    /// What became of all ranks.
+    /// The outcome of all ranks.
     pub report: Report,
-    launcher_said: String,
+    launcher_output: String,
 }
 
 impl fmt::Display for Failure {
@@ -113,17 +113,17 @@ impl fmt::Display for Failure {
             }
             let lines: Vec<&str> = outcome.output.lines().collect();
             let shown = &lines[lines.len().saturating_sub(LINES_SHOWN)..];
-            writeln!(f, "---- rank {rank}: {} ----", described(&outcome.exit))?;
+            writeln!(f, "---- rank {rank}: {} ----", describe(&outcome.exit))?;
             shown.iter().try_for_each(|line| writeln!(f, "    {line}"))?;
         }
         if self.rank.is_none() {
-            writeln!(f, "---- the launcher ----\n{}", self.launcher_said)?;
+            writeln!(f, "---- the launcher ----\n{}", self.launcher_output)?;
         }
         Ok(())
     }
 }
 
-fn described(exit: &Exit) -> String {
+fn describe(exit: &Exit) -> String {
     match exit {
         Exit::Code(101) => "panicked".to_string(),
         Exit::Code(code @ 129..) => format!("was killed by signal {}", code - 128),
@@ -132,18 +132,17 @@ fn described(exit: &Exit) -> String {
     }
 }
 
-/// Runs `body` here if this process is a rank that was started for it, and does not return; otherwise starts the ranks, and
-/// says what became of them. Called by the macros; `place` is the path of an item in the test function, and `site` where the
-/// macro stands.
-pub fn run(launch: impl Into<Launch>, place: &str, site: &str, body: impl FnOnce()) -> Result<Report, Failure> {
-    let test = test_name(place);
+/// If this process is a rank that was launched for `body`, runs it and exits; otherwise launches the ranks and returns their
+/// outcome. Called by the macros; `path` is the path of an item in the test function, `site` the source location of the macro.
+pub fn run(launch: impl Into<Launch>, path: &str, site: &str, body: impl FnOnce()) -> Result<Report, Failure> {
+    let test = test_name(path);
     if let Ok(wanted) = std::env::var(SITE_VARIABLE) {
         if wanted != site {
-            // On the way to a later closure of the same test.
+            // This rank was launched for another closure of the same test.
             return Ok(Report { ranks: Vec::new() });
         }
         body();
-        // Whoever does not come this far has run nothing, whatever its exit code says.
+        // A rank that does not get here has not run the closure, whatever its exit code.
         println!("{DONE}");
         std::process::exit(0);
     }
@@ -152,22 +151,22 @@ pub fn run(launch: impl Into<Launch>, place: &str, site: &str, body: impl FnOnce
     launch.into().start(&test, site, &program, &arguments)
 }
 
-/// What a rank says last.
+/// The last line of a rank's output, if the closure has run.
 const DONE: &str = "shardwise-harness: the closure has run";
 
 /// `crate::module::test::here` is the test `module::test`.
-fn test_name(place: &str) -> String {
-    let parts: Vec<&str> = place.split("::").filter(|part| *part != "{{closure}}").collect();
+fn test_name(path: &str) -> String {
+    let parts: Vec<&str> = path.split("::").filter(|part| *part != "{{closure}}").collect();
     parts[1..parts.len() - 1].join("::")
 }
 
 impl Launch {
     fn start(&self, test: &str, site: &str, program: &Path, arguments: &[OsString]) -> Result<Report, Failure> {
         let folder = Folder::new().unwrap_or_else(|error| panic!("no folder for the ranks' output: {error}"));
-        let _turn = turn().unwrap_or_else(|error| panic!("no lock file for test runs: {error}"));
+        let _turn = lock_runs().unwrap_or_else(|error| panic!("no lock file for test runs: {error}"));
         let network = self.hosts.as_ref().map(|hosts| hosts.start().unwrap_or_else(|error| panic!("{error}")));
 
-        let mut command = launcher(network.as_ref(), self.ranks, SLOWEST * self.limit);
+        let mut command = launcher(network.as_ref(), self.ranks, SLOWDOWN_MAX * self.timeout);
         for (name, value) in [
             (SITE_VARIABLE, site),
             (OUTPUT_VARIABLE, &folder.0.to_string_lossy()),
@@ -177,18 +176,18 @@ impl Launch {
         .into_iter()
         .chain(self.variables.iter().map(|(name, value)| (name.as_str(), value.as_str())))
         {
-            // `env` on every rank, because launchers differ in how they pass variables to other hosts.
+            // Set it with `env` on every rank, because launchers differ in how they pass variables to other hosts.
             command.arg(format!("{name}={value}"));
         }
-        command.args(["sh", "-c", KEEP_APART, "rank"]).arg(program).args(arguments);
-        let (output, overdue) = run_within(self.limit, &mut command)
+        command.args(["sh", "-c", CAPTURE_OUTPUT, "rank"]).arg(program).args(arguments);
+        let (output, timed_out) = run_within(self.timeout, &mut command)
             .unwrap_or_else(|error| panic!("mpirun could not be started ({error}); install it with scripts/setup"));
 
         let report = Report { ranks: (0..self.ranks).map(|rank| folder.rank(rank)).collect() };
         let idle = report.ranks.iter().position(|rank| rank.exit == Exit::Code(0) && !rank.output.contains(DONE));
         if let Some(rank) = idle {
             panic!(
-                "{test}: rank {rank} of {} ended without running the closure at {site}; ranks! must stand in the test function \
+                "{test}: rank {rank} of {} ended without running the closure at {site}; ranks! must be in the test function \
                  itself\n{}",
                 self.ranks, report.ranks[rank].output
             );
@@ -200,39 +199,39 @@ impl Launch {
             .filter(|&rank| matches!(report.ranks[rank].exit, Exit::Code(code) if code != 0))
             .min_by_key(|&rank| folder.ended(rank));
         let reason = match (first, output.status.code()) {
-            (None, _) if overdue => {
+            (None, _) if timed_out => {
                 let left: Vec<String> = (0..self.ranks)
                     .filter(|&rank| report.ranks[rank].exit == Exit::Stopped)
                     .map(|rank| rank.to_string())
                     .collect();
-                format!("{test}: after {:?}, rank {} of {} was not done", self.limit, left.join(", "), self.ranks)
+                format!("{test}: after {:?}, rank {} of {} was not done", self.timeout, left.join(", "), self.ranks)
             }
-            (Some(rank), _) => format!("{test}: rank {rank} of {} {}", self.ranks, described(&report.ranks[rank].exit)),
+            (Some(rank), _) => format!("{test}: rank {rank} of {} {}", self.ranks, describe(&report.ranks[rank].exit)),
             (None, code) => format!("{test}: the launcher failed with code {code:?}"),
         };
-        let launcher_said = String::from_utf8_lossy(&output.stderr).into_owned();
-        Err(Failure { reason, rank: first, report, launcher_said })
+        let launcher_output = String::from_utf8_lossy(&output.stderr).into_owned();
+        Err(Failure { reason, rank: first, report, launcher_output })
     }
 }
 
-/// How many times longer than its limit a run may take, however slow the machine is.
-const SLOWEST: u32 = 20;
+/// How many times longer than its timeout a run may take, however slow the machine is.
+const SLOWDOWN_MAX: u32 = 20;
 
-/// Runs a command, and asks it to end once the limit has passed. Returns whether that was necessary.
-fn run_within(limit: Duration, command: &mut Command) -> io::Result<(Output, bool)> {
+/// Runs a command, and terminates it after the timeout. Returns its output, and whether it timed out.
+fn run_within(timeout: Duration, command: &mut Command) -> io::Result<(Output, bool)> {
     let child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
     let (process, watch) = (child.id().to_string(), Stopwatch::start());
-    let (done, is_done) = channel::<()>();
+    let (done, done_receiver) = channel::<()>();
     std::thread::scope(|scope| {
         let guard = scope.spawn(move || {
             loop {
-                match is_done.recv_timeout(Duration::from_millis(200)) {
-                    Err(RecvTimeoutError::Timeout) if watch.elapsed() < limit => (),
+                match done_receiver.recv_timeout(Duration::from_millis(200)) {
+                    Err(RecvTimeoutError::Timeout) if watch.elapsed() < timeout => (),
                     Err(RecvTimeoutError::Timeout) => break,
                     _ => return false,
                 }
             }
-            // If it cannot be asked to, it has just ended.
+            // If this fails, the process has just ended.
             drop(Command::new("kill").arg(process).status());
             true
         });
@@ -242,21 +241,23 @@ fn run_within(limit: Duration, command: &mut Command) -> io::Result<(Output, boo
     })
 }
 
-/// A command that runs what is appended to it on `ranks` ranks, through `env`, for at most `limit`.
-pub fn launcher(network: Option<&Network>, ranks: usize, limit: Duration) -> Command {
+/// Returns a command that launches the program appended to it on `ranks` ranks, through `env`, with a timeout.
+pub fn launcher(network: Option<&Network>, ranks: usize, timeout: Duration) -> Command {
     let mut command = match network {
         None => Command::new("timeout"),
         Some(network) => network.on_first_host("timeout"),
     };
-    command.args(["--kill-after=10", &format!("{}", limit.as_secs_f64())]);
+    command.args(["--kill-after=10", &format!("{}", timeout.as_secs_f64())]);
     command.arg(mpirun()).args(["-n", &ranks.to_string()]);
     if is_open_mpi() {
         command.args(["--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]);
         // See the note on full duplex in shardwise_comm::mpi.
         command.args(["--mca", "btl_tcp_flags", "1"]);
-        // The engine for shared memory and TCP. Looking for other networks takes 0.2 s.
+        // The layer for shared memory and TCP. Probing for other networks takes 0.2 s.
         command.args(["--mca", "pml", "ob1"]);
-        // In a root-only environment, such as a container, Open MPI wants to be told that it is meant.
+        // As in `shardwise train`: trying munge takes 2 s if it is installed and its daemon does not answer.
+        command.env("PMIX_MCA_psec", "native");
+        // Open MPI refuses to run as root, as in a container, unless told otherwise.
         command.arg("--allow-run-as-root");
     }
     if let Some(network) = network {
@@ -266,7 +267,7 @@ pub fn launcher(network: Option<&Network>, ranks: usize, limit: Duration) -> Com
     command
 }
 
-/// The launcher of the MPI that the program was built with, as scripts/setup has found it.
+/// The launcher of the MPI that the program was built with, as found by scripts/setup.
 fn mpirun() -> PathBuf {
     let built_with = option_env!("MPIRUN").unwrap_or("mpirun");
     std::env::var_os("MPIRUN").map_or_else(|| PathBuf::from(built_with), PathBuf::from)
@@ -277,19 +278,19 @@ fn is_open_mpi() -> bool {
         .arg("--version")
         .output()
         .unwrap_or_else(|error| panic!("mpirun could not be started ({error}); install it with scripts/setup"));
-    // It calls itself by the one name or, where its file has another name than mpirun, by the other.
+    // Open MPI's launcher prints the second name if its file is not called mpirun.
     let version = String::from_utf8_lossy(&version.stdout);
     version.contains("Open MPI") || version.contains("OpenRTE")
 }
 
-/// Waits for the runs of other tests, in this process or another.
-fn turn() -> io::Result<File> {
+/// Waits for the runs of other tests, in this or another process.
+fn lock_runs() -> io::Result<File> {
     let file = File::create(std::env::temp_dir().join("shardwise-ranks.lock"))?;
     file.lock()?;
     Ok(file)
 }
 
-/// Where the ranks' outputs are kept until the run is over.
+/// A temporary folder for the ranks' output.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -313,7 +314,7 @@ impl Folder {
 
 impl Drop for Folder {
     fn drop(&mut self) {
-        // What is left in the temporary folder harms nobody.
+        // Leftovers in the temporary folder do no harm.
         drop(fs::remove_dir_all(&self.0));
     }
 }

@@ -1,6 +1,6 @@
 //! Runs a test function on several ranks.
 //!
-//! A test states its ranks and what each does:
+//! A test specifies the number of ranks, and what each of them runs:
 //!
 //! ```no_run
 //! # use shardwise_harness::ranks;
@@ -10,10 +10,10 @@
 //! }
 //! ```
 //!
-//! The process that `cargo test` or `cargo nextest` started runs `mpirun`, which starts this same test program on every
-//! rank with the name of this one test; there `ranks!` runs the closure. Each rank's output is kept apart. The test fails,
-//! with the name and the last lines of the rank that was first to fail, when a rank panics, exits, is killed, or is not
-//! done within the time limit. Runs take turns, because tests that share two cores measure each other.
+//! The process that `cargo test` or `cargo nextest` started runs `mpirun`, which starts the same test program on every rank
+//! with the name of this test; there `ranks!` runs the closure. Each rank's output is captured separately. The test fails if a
+//! rank panics, exits, is killed, or does not finish within the timeout, and shows the last lines of the first rank that
+//! failed. Only one test launches ranks at a time, because tests that share two cores disturb each other.
 //!
 //! [`Hosts`] puts the ranks on several hosts: network namespaces of this machine, with links of a given rate and delay.
 
@@ -21,22 +21,22 @@
 
 mod hosts;
 mod launch;
-mod pace;
 mod processes;
 mod python;
 mod readme;
 mod slurm;
+mod stopwatch;
 
 pub use hosts::{Hosts, Network};
 pub use launch::{Exit, Failure, Launch, Rank, Report, launcher, run};
-pub use pace::{Stopwatch, check_speed, patience, slowness};
-pub use processes::ranks_of;
-pub use python::{python, tensorboard, transformers};
+pub use processes::rank_pids;
+pub use python::{python, run_with_tensorboard, run_with_transformers};
 pub use readme::readme_commands;
 pub use slurm::Slurm;
+pub use stopwatch::{Stopwatch, check_speed, scale_timeout, slowdown};
 
-/// Runs a closure on every rank, and panics with an explanation where a rank fails. The first argument is a number of
-/// ranks or a [`Launch`].
+/// Runs a closure on every rank, and panics with an explanation if a rank fails. The first argument is a number of ranks or a
+/// [`Launch`].
 #[macro_export]
 macro_rules! ranks {
     ($launch:expr, $body:expr) => {
@@ -46,8 +46,8 @@ macro_rules! ranks {
     };
 }
 
-/// Runs a closure on every rank, and returns what became of them. It stands in the test function itself, because the ranks
-/// find their way to it by the test's name; a test may have several.
+/// Runs a closure on every rank, and returns the outcome. It must be in the test function itself, because the ranks find it by
+/// the test's name; a test may have several.
 #[macro_export]
 macro_rules! try_ranks {
     ($launch:expr, $body:expr) => {{

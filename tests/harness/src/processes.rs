@@ -2,11 +2,11 @@
 
 use std::path::Path;
 
-/// The ranks that run a recipe, by their processes' numbers.
-pub fn ranks_of(recipe: &Path) -> Vec<u32> {
+/// Returns the process ids of the ranks that run a recipe.
+pub fn rank_pids(recipe: &Path) -> Vec<u32> {
     let recipe = recipe.to_string_lossy();
     let is_rank = |id: &u32| {
-        // The launcher has the same words in its command line.
+        // The launcher's command line contains the recipe too.
         let name = std::fs::read_to_string(format!("/proc/{id}/comm")).unwrap_or_default();
         let arguments = std::fs::read(format!("/proc/{id}/cmdline")).unwrap_or_default();
         name.trim() == "shardwise-rank" && String::from_utf8_lossy(&arguments).contains(&*recipe)

@@ -1,31 +1,30 @@
-//! The Python of the oracle, of the peers and of Hugging Face's transformers.
+//! Runs Python scripts: the oracle, the peers and Hugging Face's transformers.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The Python that scripts/setup installed torch into, or why there is none.
+/// Returns the Python that scripts/setup installed torch into.
 pub fn python() -> Result<PathBuf, &'static str> {
     let libtorch = option_env!("LIBTORCH").ok_or("LIBTORCH is set by .cargo/local.toml: run scripts/setup")?;
     let mut environments = Path::new(libtorch).ancestors().map(|folder| folder.join("bin/python"));
     environments
         .find(|python| python.exists())
-        .ok_or("libtorch does not stand in a Python environment: run scripts/setup without --libtorch")
+        .ok_or("libtorch is not in a Python environment: run scripts/setup without --libtorch")
 }
 
-/// Runs a script of `reference` with Hugging Face's packages, which it installs where they are not, and returns what it printed;
-/// or why it failed.
-pub fn transformers(script: &str, arguments: &[&Path]) -> Result<String, String> {
+/// Runs a script of `reference` with Hugging Face's packages, which it installs if necessary, and returns its output.
+pub fn run_with_transformers(script: &str, arguments: &[&Path]) -> Result<String, String> {
     reference("transformers", script, arguments)
 }
 
-/// The same with TensorBoard's.
-pub fn tensorboard(script: &str, arguments: &[&Path]) -> Result<String, String> {
+/// Runs a script of `reference` with TensorBoard's packages, which it installs if necessary, and returns its output.
+pub fn run_with_tensorboard(script: &str, arguments: &[&Path]) -> Result<String, String> {
     reference("tensorboard", script, arguments)
 }
 
 fn reference(package: &str, script: &str, arguments: &[&Path]) -> Result<String, String> {
     let reference = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).map(|root| root.join("reference"));
-    let reference = reference.ok_or("the harness stands in the checkout")?;
+    let reference = reference.ok_or("the harness is in the checkout")?;
     let printed = |command: &mut Command| {
         let output = command.output().map_err(|error| format!("{command:?}: {error}"))?;
         match output.status.success() {

@@ -1,18 +1,18 @@
-//! A real Slurm of one node, on loopback: Debian's `slurmctld`, `slurmd` and `munged`.
+//! A real one-node Slurm cluster on loopback: Debian's `slurmctld`, `slurmd` and `munged`.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// A cluster of this host alone, until it is dropped.
+/// A Slurm cluster of this host only. Dropping it stops the cluster.
 pub struct Slurm {
     folder: PathBuf,
 }
 
-const NEEDED: &str = "it takes root and Debian's slurm-wlm and munge: apt-get install slurm-wlm munge";
+const NEEDED: &str = "this needs root and Debian's slurm-wlm and munge: apt-get install slurm-wlm munge";
 
 impl Slurm {
-    /// Starts it, with all of its files in a folder of its own.
+    /// Starts a cluster with all its files in `folder`.
     pub fn start(folder: &Path) -> Result<Slurm, String> {
         let fail = |what: &str, problem: &dyn std::fmt::Display| format!("{what}: {problem} ({NEEDED})");
         let host = std::fs::read_to_string("/proc/sys/kernel/hostname").map_err(|error| fail("hostname", &error))?;
@@ -44,24 +44,24 @@ impl Slurm {
             }
         }
         let started = Instant::now();
-        while !slurm.says("sinfo", &["-h", "-o", "%t"]).contains("idle") {
+        while !slurm.output("sinfo", &["-h", "-o", "%t"]).contains("idle") {
             if started.elapsed() > Duration::from_secs(30) {
-                return Err(fail("sinfo", &slurm.says("sinfo", &[])));
+                return Err(fail("sinfo", &slurm.output("sinfo", &[])));
             }
             std::thread::sleep(Duration::from_millis(200));
         }
         Ok(slurm)
     }
 
-    /// A command that talks to this cluster.
+    /// Returns a command that uses this cluster.
     pub fn command(&self, program: &str) -> Command {
         let mut command = Command::new(program);
         command.env("SLURM_CONF", self.folder.join("slurm.conf")).stdin(Stdio::null());
         command
     }
 
-    /// What a command says.
-    pub fn says(&self, program: &str, arguments: &[&str]) -> String {
+    /// Returns the standard output of a command.
+    pub fn output(&self, program: &str, arguments: &[&str]) -> String {
         let output = self.command(program).args(arguments).output();
         output.map_or_else(|error| error.to_string(), |output| String::from_utf8_lossy(&output.stdout).into_owned())
     }
@@ -74,8 +74,8 @@ impl Drop for Slurm {
             let id = std::fs::read_to_string(self.folder.join(format!("{name}.pid"))).unwrap_or_default();
             drop(Command::new("kill").arg(id.trim()).stderr(Stdio::null()).status());
         }
-        // Jobs that the daemons have not come to end, which would be at work for hours beside all other tests. They have this in
-        // their environment from whoever submitted them, and nobody else has.
+        // Kill jobs that the daemons did not get around to ending: they would disturb other tests for hours. They inherited this
+        // variable from the process that submitted them, and no other process has it.
         let own = format!("SLURM_CONF={}", self.folder.join("slurm.conf").display());
         for entry in std::fs::read_dir("/proc").into_iter().flatten().flatten() {
             let environment = std::fs::read(entry.path().join("environ")).unwrap_or_default();
@@ -86,7 +86,7 @@ impl Drop for Slurm {
     }
 }
 
-/// Two ports that nobody listens on.
+/// Finds two unused ports.
 fn free_ports() -> std::io::Result<[u16; 2]> {
     let listeners = [std::net::TcpListener::bind("127.0.0.1:0")?, std::net::TcpListener::bind("127.0.0.1:0")?];
     Ok([listeners[0].local_addr()?.port(), listeners[1].local_addr()?.port()])

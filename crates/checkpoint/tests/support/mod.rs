@@ -1,4 +1,4 @@
-//! Checkpoints without a model: what is in them follows from the names.
+//! Checkpoints without a model: their contents follow from the names.
 
 #![allow(dead_code, reason = "each test uses some of it")]
 
@@ -6,24 +6,24 @@ use std::sync::Arc;
 
 use serde_json::json;
 use shardwise_checkpoint::{
-    Band, Checkpoint, FORMAT, Hash, Manifest, SaveId, Store, Tensor, UnitLayout, elements, write_file, write_manifest,
-    write_table,
+    Checkpoint, FORMAT, FlatBuffer, Hash, Manifest, SaveId, Store, Tensor, UnitLayout, elements, write_file,
+    write_manifest, write_table,
 };
 use shardwise_plan::Dtype;
 
-/// Units of tensors with these shapes, each with a master and two moments, in files of at least so many bytes.
+/// Units of tensors with these shapes, each with a master and two moments, in files of at least `file_bytes`.
 pub(crate) fn units(shapes: &[&[&[u64]]], owners: usize, file_bytes: u64) -> Vec<UnitLayout> {
-    let unit = |(turn, shapes): (usize, &&[&[u64]])| {
-        let band = |ending: &str| Band {
+    let unit = |(unit, shapes): (usize, &&[&[u64]])| {
+        let buffer = |ending: &str| FlatBuffer {
             dtype: Dtype::F32,
             tensors: shapes
                 .iter()
                 .enumerate()
-                .map(|(index, shape)| Tensor { name: format!("unit.{turn}.{index}{ending}"), shape: shape.to_vec() })
+                .map(|(index, shape)| Tensor { name: format!("unit.{unit}.{index}{ending}"), shape: shape.to_vec() })
                 .collect(),
         };
-        let bands = vec![band(""), band("/first_moment"), band("/second_moment")];
-        UnitLayout { name: format!("unit.{turn}"), bands, owners, turn, file_bytes }
+        let buffers = vec![buffer(""), buffer("/first_moment"), buffer("/second_moment")];
+        UnitLayout { name: format!("unit.{unit}"), buffers, owners, index: unit, file_bytes }
     };
     shapes.iter().enumerate().map(unit).collect()
 }
@@ -42,11 +42,11 @@ fn at(key: u64, index: u64) -> f32 {
     (mixed >> 40) as f32
 }
 
-/// The bytes of some elements of a band.
-fn bytes(step: u64, band: &Band, range: std::ops::Range<u64>) -> Vec<u8> {
+/// The bytes of some elements of a buffer.
+fn bytes(step: u64, buffer: &FlatBuffer, range: std::ops::Range<u64>) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(4 * (range.end - range.start) as usize);
     let mut begin = 0;
-    for tensor in &band.tensors {
+    for tensor in &buffer.tensors {
         let end = begin + elements(&tensor.shape).unwrap();
         let key = key(step, &tensor.name);
         for index in range.start.max(begin)..range.end.min(end) {
@@ -62,14 +62,14 @@ pub(crate) fn save(store: &Store, step: u64, layouts: &[UnitLayout], save: SaveI
     write_manifest(store, &save_but_manifest(store, step, layouts, save), &mut || ()).unwrap();
 }
 
-/// The same up to the manifest.
+/// Writes everything except the manifest, and returns it.
 pub(crate) fn save_but_manifest(store: &Store, step: u64, layouts: &[UnitLayout], save: SaveId) -> Manifest {
     let mut units = Vec::new();
     for layout in layouts {
         let mut pieces: Vec<Hash> = Vec::new();
         for file in layout.files(save) {
             let segments =
-                file.segments.iter().map(|segment| bytes(step, &layout.bands[segment.band], segment.range.clone()));
+                file.segments.iter().map(|segment| bytes(step, &layout.buffers[segment.buffer], segment.range.clone()));
             let contents: Vec<_> = std::iter::once(file.header.clone()).chain(segments).map(Into::into).collect();
             pieces.extend(write_file(store, step, &file.name, &contents).unwrap());
         }
@@ -82,12 +82,12 @@ pub(crate) fn save_but_manifest(store: &Store, step: u64, layouts: &[UnitLayout]
     Manifest { format: FORMAT, written_by: "a test".to_string(), step, training, units }
 }
 
-/// Reads all of a checkpoint as `owners` ranks would, and compares it with what was written.
+/// Reads a whole checkpoint, and compares it with what was written.
 pub(crate) fn load(store: &Arc<Store>, step: u64, layouts: &[UnitLayout]) -> Result<(), shardwise_checkpoint::Error> {
     let checkpoint = Checkpoint::open(store, step)?;
     for layout in layouts {
         let mut reader = checkpoint.unit(&layout.name)?;
-        for tensor in layout.bands.iter().flat_map(|band| &band.tensors) {
+        for tensor in layout.buffers.iter().flat_map(|buffer| &buffer.tensors) {
             let len = elements(&tensor.shape).unwrap();
             let mut found = vec![0f32; len as usize];
             reader.read_f32(&tensor.name, &tensor.shape, 0..len, &mut found)?;
@@ -100,7 +100,7 @@ pub(crate) fn load(store: &Arc<Store>, step: u64, layouts: &[UnitLayout]) -> Res
     Ok(())
 }
 
-/// The newest step that can be read, and why the ones after it cannot.
+/// The newest step that can be read, and the errors of the later ones.
 pub(crate) fn newest(store: &Arc<Store>, layouts: &[UnitLayout]) -> (Option<u64>, Vec<shardwise_checkpoint::Error>) {
     let mut reasons = Vec::new();
     for step in store.steps().unwrap() {

@@ -1,4 +1,4 @@
-//! The program that runs on every rank. `shardwise` starts it; people do not.
+//! The program that runs on every rank. `shardwise` starts it; users do not.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -8,45 +8,45 @@ use std::sync::Arc;
 use anyhow::{Result, bail};
 use clap::{Parser, Subcommand, ValueEnum};
 use serde_json::json;
-use shardwise_comm::{CallFault, Fault, Group, Reduce, mpi};
+use shardwise_comm::{CallFault, CallFaultKind, Group, ReduceOp, mpi};
 use shardwise_journal::spans::Trace;
-use shardwise_journal::svg;
+use shardwise_journal::trace_svg;
 use shardwise_torch::tch::{Cuda, Kind, Tensor};
-use shardwise_train::fit::{self, Need, gib};
+use shardwise_train::memory_estimate::{self, MemoryEstimate, format_bytes};
 use shardwise_train::recipe::schema;
 use shardwise_train::{
-    Asked, Deed, Ended, Error, PlannedTrace, Position, Profiling, Recipe, Sabotage, Sampling, Wanted, evaluate,
-    profile, run, write_text,
+    Error, FaultInjection, FaultKind, GenerationRequest, PlannedTrace, PositionTracker, ProfileOptions, Recipe,
+    Requests, RunOutcome, Sampling, evaluate, generate_text, profile, run,
 };
 use shardwise_watch::FailureKind;
 use signal_hook::consts::{SIGTERM, SIGUSR1, SIGUSR2};
 
-#[path = "../launched.rs"]
-mod launched;
-use launched::{RANK, REFUSED, RESUME, launched, number};
+#[path = "../launcher_env.rs"]
+mod launcher_env;
+use launcher_env::{RANK, REFUSED, RESUME, env_number, launcher_env};
 #[path = "../layers.rs"]
 mod layers;
 use layers::Layers;
 #[path = "../profile_table.rs"]
 mod profile_table;
 use profile_table::table;
-#[path = "../profiling.rs"]
-mod profiling;
+#[path = "../profile_flags.rs"]
+mod profile_flags;
 #[path = "../rank_count.rs"]
 mod rank_count;
 use rank_count::RankCount;
-#[path = "../sampling.rs"]
-mod sampling;
-use sampling::Text;
-#[path = "../tracing.rs"]
-mod tracing;
-use tracing::Tracing;
-#[path = "../watched.rs"]
-mod watched;
-use watched::Watched;
+#[path = "../generate_flags.rs"]
+mod generate_flags;
+use generate_flags::GenerateFlags;
+#[path = "../trace_flags.rs"]
+mod trace_flags;
+use trace_flags::TraceFlags;
+#[path = "../supervisor_link.rs"]
+mod supervisor_link;
+use supervisor_link::SupervisorLink;
 
 #[derive(Parser)]
-#[command(name = "shardwise-rank", about = "Started by shardwise; see `shardwise --help`")]
+#[command(name = "shardwise-rank", about = "Run one rank; started by shardwise, see `shardwise --help`")]
 struct Arguments {
     #[command(subcommand)]
     command: Command,
@@ -54,312 +54,326 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Command {
-    Probe {
-        what: Probe,
-    },
+    /// Print the version of a library and check that it works
+    Probe { library: Library },
+    /// Check that a recipe can run and fits into memory
     Check {
         #[command(flatten)]
-        layered: Layered,
-        /// How many of the ranks run on this host; all unless said otherwise.
+        recipe: RecipeArguments,
+        /// Assume that this many of the ranks run on this host, instead of all
         #[arg(long)]
         ranks_here: Option<usize>,
         #[arg(long)]
         fault: Vec<String>,
         #[command(flatten)]
-        tracing: Tracing,
+        trace: TraceFlags,
     },
-    Config(Layered),
+    /// Print the resolved recipe
+    Config(RecipeArguments),
+    /// Print the JSON schema of recipes
     Schema,
     Train {
         #[command(flatten)]
-        layered: Layered,
-        /// What is to go wrong.
+        recipe: RecipeArguments,
         #[arg(long)]
         fault: Vec<String>,
         #[command(flatten)]
-        tracing: Tracing,
+        trace: TraceFlags,
     },
     Profile {
         #[command(flatten)]
-        layered: Layered,
+        recipe: RecipeArguments,
         #[command(flatten)]
-        profiling: profiling::Profiling,
+        flags: profile_flags::ProfileFlags,
         #[arg(long)]
         width: Option<usize>,
     },
     Evaluate {
         #[command(flatten)]
-        layered: Layered,
+        recipe: RecipeArguments,
         #[arg(long)]
         corpus: Option<PathBuf>,
     },
     Generate {
         #[command(flatten)]
-        layered: Layered,
+        recipe: RecipeArguments,
         #[command(flatten)]
-        text: Text,
+        flags: GenerateFlags,
     },
 }
 
 #[derive(Clone, Copy, ValueEnum)]
-enum Probe {
+enum Library {
     Libtorch,
     Mpi,
     Nccl,
 }
 
-/// A recipe with what is laid over it.
+/// A recipe and its layers.
 #[derive(clap::Args)]
-struct Layered {
-    recipe: PathBuf,
+struct RecipeArguments {
+    #[arg(value_name = "RECIPE")]
+    path: PathBuf,
     #[arg(long)]
     ranks: Option<RankCount>,
     #[command(flatten)]
     layers: Layers,
 }
 
-impl Layered {
+impl RecipeArguments {
     fn read(&self) -> Result<Recipe, String> {
         let Layers { deepspeed, set } = &self.layers;
-        Recipe::layered(&self.recipe, deepspeed.as_deref(), set).map_err(|error| error.to_string())
+        Recipe::read_layered(&self.path, deepspeed.as_deref(), set).map_err(|error| error.to_string())
     }
 }
 
 fn main() -> Result<ExitCode> {
     match Arguments::parse().command {
-        Command::Probe { what: Probe::Libtorch } => probe_libtorch()?,
-        Command::Probe { what: Probe::Mpi } => probe_mpi()?,
-        Command::Probe { what: Probe::Nccl } => probe_nccl()?,
-        Command::Check { layered, ranks_here, fault, tracing } => {
-            return Ok(told(planned(&tracing).and_then(|_| check(&layered, ranks_here, &fault))));
+        Command::Probe { library: Library::Libtorch } => probe_libtorch()?,
+        Command::Probe { library: Library::Mpi } => probe_mpi()?,
+        Command::Probe { library: Library::Nccl } => probe_nccl()?,
+        Command::Check { recipe, ranks_here, fault, trace } => {
+            return Ok(print_result(parse_trace(&trace).and_then(|_| check(&recipe, ranks_here, &fault))));
         }
-        Command::Config(layered) => return Ok(told(config(&layered))),
-        Command::Schema => return Ok(told(Ok(format!("{:#}", schema())))),
-        Command::Train { layered, fault, tracing } => return train(&layered, &fault, &tracing),
-        Command::Profile { layered, profiling, width } => return profiled(&layered, &profiling, width),
-        Command::Evaluate { layered, corpus } => {
-            return unwatched(&layered, |recipe, world| {
+        Command::Config(recipe) => return Ok(print_result(resolve(&recipe))),
+        Command::Schema => return Ok(print_result(Ok(format!("{:#}", schema())))),
+        Command::Train { recipe, fault, trace } => return train(&recipe, &fault, &trace),
+        Command::Profile { recipe, flags, width } => return run_profile(&recipe, &flags, width),
+        Command::Evaluate { recipe, corpus } => {
+            return run_unsupervised(&recipe, |recipe, world| {
                 let figures = evaluate(recipe, world, corpus, &mut std::io::stdout())?;
                 if world.rank() == 0 {
                     drop(writeln!(std::io::stdout(), "{figures}"));
                 }
-                Ok(Ended::Finished)
+                Ok(RunOutcome::Finished)
             });
         }
-        Command::Generate { layered, text } => {
-            let Text { prompt, tokens, temperature, top_k, top_p, seed } = text;
-            let wanted = Wanted { prompt, tokens, sampling: Sampling { temperature, top_k, top_p, seed } };
-            return unwatched(&layered, |recipe, world| {
-                write_text(recipe, world, &wanted, &mut std::io::stdout(), &mut std::io::stderr())?;
-                Ok(Ended::Finished)
+        Command::Generate { recipe, flags } => {
+            let GenerateFlags { prompt, tokens, temperature, top_k, top_p, seed } = flags;
+            let request = GenerationRequest { prompt, tokens, sampling: Sampling { temperature, top_k, top_p, seed } };
+            return run_unsupervised(&recipe, |recipe, world| {
+                generate_text(recipe, world, &request, &mut std::io::stdout(), &mut std::io::stderr())?;
+                Ok(RunOutcome::Finished)
             });
         }
     }
     Ok(ExitCode::SUCCESS)
 }
 
-/// Says what came out, or why nothing did.
-fn told(outcome: Result<String, String>) -> ExitCode {
-    match outcome {
+/// Prints the result to standard output, or the error to standard error.
+fn print_result(result: Result<String, String>) -> ExitCode {
+    match result {
         Err(reason) => {
             eprintln!("{reason}");
             ExitCode::from(REFUSED)
         }
         Ok(text) => {
-            // Whoever reads the output may be gone; that is no fault of the recipe's.
+            // A closed standard output is not an error.
             drop(writeln!(std::io::stdout(), "{}", text.trim_end()));
             ExitCode::SUCCESS
         }
     }
 }
 
-/// Whether a recipe is right and fits on so many ranks of this host.
-fn check(layered: &Layered, ranks_here: Option<usize>, faults: &[String]) -> Result<String, String> {
-    sabotage(faults)?;
-    let asked = layered.ranks.unwrap_or(RankCount { least: 1, most: 1 });
-    let recipe = layered.read()?;
-    let counts = counts(&recipe, asked)?;
-    let ranks = counts.last().copied().unwrap_or(asked.most);
-    let need = match ranks_here {
-        // What other hosts have is theirs to say.
-        Some(0) => Need::of(&recipe, ranks).map_err(|error| error.to_string())?,
-        here => fits(layered, &recipe, ranks, here.unwrap_or(ranks))?,
+/// Checks that a recipe is valid and fits into the memory of this host. Returns JSON for `shardwise`.
+fn check(arguments: &RecipeArguments, ranks_here: Option<usize>, faults: &[String]) -> Result<String, String> {
+    parse_faults(faults)?;
+    let asked = arguments.ranks.unwrap_or(RankCount { min: 1, max: 1 });
+    let recipe = arguments.read()?;
+    let sizes = world_sizes(&recipe, asked)?;
+    let ranks = sizes.last().copied().unwrap_or(asked.max);
+    let estimate = match ranks_here {
+        // No rank runs on this host, and only the other hosts know their memory.
+        Some(0) => MemoryEstimate::of(&recipe, ranks).map_err(|error| error.to_string())?,
+        here => check_memory(arguments, &recipe, ranks, here.unwrap_or(ranks))?,
     };
-    let checked = json!({
-        "text": format!("a rank needs about {} of memory:\n{need}", gib(need.total())),
-        "ranks": counts,
+    let report = json!({
+        "text": format!("a rank needs about {} of memory:\n{estimate}", format_bytes(estimate.total())),
+        "ranks": sizes,
         "folder": recipe.folder(),
         "saves": recipe.checkpoints.is_some(),
-        "silence_s": recipe.supervision.silence_s,
-        "restarts": recipe.supervision.restarts,
+        "heartbeat_timeout_s": recipe.supervision.heartbeat_timeout_s,
+        "max_restarts": recipe.supervision.max_restarts,
     });
-    Ok(checked.to_string())
+    Ok(report.to_string())
 }
 
-/// The numbers of ranks in a range that a recipe can be run on, all with the same global batch.
-fn counts(recipe: &Recipe, asked: RankCount) -> Result<Vec<usize>, String> {
+/// The world sizes in a range that a recipe can run on. All of them must have the same global batch size.
+fn world_sizes(recipe: &Recipe, asked: RankCount) -> Result<Vec<usize>, String> {
     let batch = |ranks: usize| {
         recipe.check_replicas(ranks)?;
-        Ok::<_, Error>(recipe.batch(ranks)?.global)
+        Ok::<_, Error>(recipe.batch(ranks)?.global_batch_size)
     };
     let found: Vec<(usize, usize)> =
-        (asked.least..=asked.most).filter_map(|ranks| Some((ranks, batch(ranks).ok()?))).collect();
-    let Some(&(most, global)) = found.last() else {
-        return Err(batch(asked.most).err().map_or_else(String::new, |error| error.to_string()));
+        (asked.min..=asked.max).filter_map(|ranks| Some((ranks, batch(ranks).ok()?))).collect();
+    let Some(&(largest, global)) = found.last() else {
+        return Err(batch(asked.max).err().map_or_else(String::new, |error| error.to_string()));
     };
     if let Some((ranks, other)) = found.iter().find(|(_, other)| *other != global) {
         return Err(format!(
-            "-n {asked}: a step would have {other} sequences on {ranks} ranks and {global} on {most}; give batch.global and \
-             batch.sequences, and leave batch.micro_batches out"
+            "-n {asked}: a step would have {other} sequences on {ranks} ranks and {global} on {largest}; set batch.global_batch_size and \
+             batch.micro_batch_size, and leave batch.gradient_accumulation_steps out"
         ));
     }
     Ok(found.into_iter().map(|(ranks, _)| ranks).collect())
 }
 
-/// A recipe as it comes out.
-fn config(layered: &Layered) -> Result<String, String> {
-    layered.read()?.resolved(layered.ranks.map(|ranks| ranks.most)).map_err(|error| error.to_string())
+/// The resolved recipe as TOML.
+fn resolve(arguments: &RecipeArguments) -> Result<String, String> {
+    arguments.read()?.resolved_toml(arguments.ranks.map(|ranks| ranks.max)).map_err(|error| error.to_string())
 }
 
-/// What a recipe that fits needs; or why it does not, with the figures and the setting that would make it fit.
-fn fits(layered: &Layered, recipe: &Recipe, ranks: usize, ranks_here: usize) -> Result<Need, String> {
-    let need = Need::of(recipe, ranks).map_err(|error| error.to_string())?;
-    let limit = fit::limit(ranks_here, 0).filter(|limit| need.total() > limit.bytes);
-    let Some(fit::Limit { bytes: limit, what, .. }) = limit else {
-        return Ok(need);
+/// Estimates the memory of a rank. If it does not fit, the error has the figures, and the settings with which it would fit.
+fn check_memory(
+    arguments: &RecipeArguments,
+    recipe: &Recipe,
+    ranks: usize,
+    ranks_here: usize,
+) -> Result<MemoryEstimate, String> {
+    let estimate = MemoryEstimate::of(recipe, ranks).map_err(|error| error.to_string())?;
+    let limit = memory_estimate::memory_limit(ranks_here, 0).filter(|limit| estimate.total() > limit.bytes);
+    let Some(memory_estimate::MemoryLimit { bytes: limit, what, .. }) = limit else {
+        return Ok(estimate);
     };
-    let remedy = match fit::remedy(recipe, ranks, limit) {
-        Some((keys, then)) => format!("{} would fit, with {}", keys.join(" and "), gib(then.total())),
+    let remedy = match memory_estimate::find_settings_that_fit(recipe, ranks, limit) {
+        Some((keys, then)) => format!("{} would fit, with {}", keys.join(" and "), format_bytes(then.total())),
         None => {
-            "no setting makes it fit on these ranks: use more ranks, a smaller batch or a smaller model".to_string()
+            "no settings make it fit on these ranks: use more ranks, a smaller batch or a smaller model".to_string()
         }
     };
-    let (stage, total, limit) = (recipe.sharding.stage, gib(need.total()), gib(limit));
-    let path = layered.recipe.display();
-    Err(format!("{path}: at stage {stage} a rank would need about {total}, and {what} is {limit}:\n{need}\n{remedy}"))
+    let (stage, total, limit) = (recipe.zero.stage, format_bytes(estimate.total()), format_bytes(limit));
+    let path = arguments.path.display();
+    Err(format!(
+        "{path}: at stage {stage} a rank would need about {total}, but {what} is {limit}:\n{estimate}\n{remedy}"
+    ))
 }
 
-/// What is asked of a rank's memory before it starts.
-enum Memory {
-    /// What training needs.
-    OfTraining,
-    /// Parameters and little else, which training had room for.
-    OfUse,
+/// Whether to check the memory before a rank starts.
+enum MemoryCheck {
+    Training,
+    /// Inference needs little more memory than the parameters, for which training had room.
+    Skip,
 }
 
-/// Trains, watched by the supervisor that started this rank, if one did.
-fn train(layered: &Layered, faults: &[String], tracing: &Tracing) -> Result<ExitCode> {
-    let planned = planned(tracing).map_err(anyhow::Error::msg)?;
-    let faults = sabotage(faults).map_err(anyhow::Error::msg)?;
-    let told = launched().unwrap_or_default();
-    let (rank, ranks) = (number(RANK).unwrap_or(0), told.ranks.unwrap_or(1));
-    let faults: Vec<Sabotage> = faults.into_iter().filter(|fault| fault.rank == rank).collect();
+/// Trains, and reports to the supervisor if one started this rank.
+fn train(arguments: &RecipeArguments, faults: &[String], trace: &TraceFlags) -> Result<ExitCode> {
+    let planned = parse_trace(trace).map_err(anyhow::Error::msg)?;
+    let faults = parse_faults(faults).map_err(anyhow::Error::msg)?;
+    let launcher = launcher_env().unwrap_or_default();
+    let (rank, ranks) = (env_number(RANK).unwrap_or(0), launcher.world_size.unwrap_or(1));
+    let faults: Vec<FaultInjection> = faults.into_iter().filter(|fault| fault.rank == rank).collect();
     let call_fault = faults.iter().find_map(call_fault);
-    let (position, asked) = (Arc::new(Position::new(faults)), Asked { planned, ..asked()? });
-    let watched = Watched::join(rank, ranks, &position, &asked)?;
-    let ended = together(layered, Memory::OfTraining, call_fault, &watched, |recipe, world| {
-        run(recipe, world, &asked, &position, &mut |entry| watched.wrote(entry), &mut std::io::stdout())
+    let requests = Requests { planned_trace: planned, ..register_signals()? };
+    let position = Arc::new(PositionTracker::new(faults));
+    let link = SupervisorLink::join(rank, ranks, &position, &requests)?;
+    let result = run_ranks(arguments, MemoryCheck::Training, call_fault, &link, |recipe, world| {
+        run(recipe, world, &requests, &position, &mut |entry| link.send_entry(entry), &mut std::io::stdout())
     });
-    match ended {
-        Ok(code) => Ok(ExitCode::from(watched.bye(code))),
-        Err(error) if watched.is_watched() => {
-            watched.failed(rank, FailureKind::Error, &format!("{error:#}"));
+    match result {
+        Ok(code) => Ok(ExitCode::from(link.bye(code))),
+        Err(error) if link.is_supervised() => {
+            link.report_failure(rank, FailureKind::Error, &format!("{error:#}"));
             Ok(ExitCode::FAILURE)
         }
         Err(error) => Err(error),
     }
 }
 
-/// Profiles a recipe; the first rank says what came out.
-fn profiled(layered: &Layered, profiling: &profiling::Profiling, width: Option<usize>) -> Result<ExitCode> {
-    let rank = number(RANK).unwrap_or(0);
-    let faults = sabotage(&profiling.fault).map_err(anyhow::Error::msg)?;
-    let position = Arc::new(Position::new(faults.into_iter().filter(|fault| fault.rank == rank).collect()));
-    let passing = tempfile::tempdir()?;
-    let folder = profiling.keep.clone().unwrap_or_else(|| passing.path().to_path_buf());
-    let told = launched().unwrap_or_default();
+/// Profiles a recipe. Rank 0 prints the result.
+fn run_profile(
+    arguments: &RecipeArguments,
+    flags: &profile_flags::ProfileFlags,
+    width: Option<usize>,
+) -> Result<ExitCode> {
+    let rank = env_number(RANK).unwrap_or(0);
+    let faults = parse_faults(&flags.fault).map_err(anyhow::Error::msg)?;
+    let position = Arc::new(PositionTracker::new(faults.into_iter().filter(|fault| fault.rank == rank).collect()));
+    let temporary = tempfile::tempdir()?;
+    let folder = flags.keep.clone().unwrap_or_else(|| temporary.path().to_path_buf());
+    let launcher = launcher_env().unwrap_or_default();
     let work = |recipe: &Recipe, world: &Arc<Group>| {
-        let ranks_here = told.ranks_here.unwrap_or(world.size());
-        let wanted = Profiling { steps: profiling.steps, tries: !profiling.no_tries, folder, ranks_here };
-        let Some(profiled) = profile(recipe, world, &position, &wanted)? else { return Ok(Ended::Finished) };
-        if let Some(file) = &profiling.draw {
-            let read = Trace::read(&profiled.trace).map_err(|error| Error::Options(error.to_string()))?;
+        let ranks_here = launcher.local_size.unwrap_or(world.size());
+        let options = ProfileOptions { steps: flags.steps, try_changes: !flags.no_tries, folder, ranks_here };
+        let Some(result) = profile(recipe, world, &position, &options)? else { return Ok(RunOutcome::Finished) };
+        if let Some(file) = &flags.draw {
+            let trace = Trace::read(&result.trace).map_err(|error| Error::Options(error.to_string()))?;
             let fail = |error: std::io::Error| Error::Data { path: file.clone(), problem: error.to_string() };
-            std::fs::write(file, svg(&read)).map_err(fail)?;
+            std::fs::write(file, trace_svg(&trace)).map_err(fail)?;
         }
-        let mut text = match profiling.json {
-            true => format!("{:#}\n", json!(profiled)),
-            false => table(&profiled, width),
+        let mut text = match flags.json {
+            true => format!("{:#}\n", json!(result)),
+            false => table(&result, width),
         };
-        if profiling.keep.is_some() && !profiling.json {
-            text += &format!("\ntrace: {} (opens in ui.perfetto.dev)\n", profiled.trace.display());
+        if flags.keep.is_some() && !flags.json {
+            text += &format!("\ntrace: {} (opens in ui.perfetto.dev)\n", result.trace.display());
         }
-        // Whoever reads the output may be gone.
+        // A closed standard output is not an error.
         drop(std::io::stdout().write_all(text.as_bytes()));
-        Ok(Ended::Finished)
+        Ok(RunOutcome::Finished)
     };
-    let watched = Watched::nobody();
-    together(layered, Memory::OfTraining, None, &watched, work).map(ExitCode::from)
+    let link = SupervisorLink::none();
+    run_ranks(arguments, MemoryCheck::Training, None, &link, work).map(ExitCode::from)
 }
 
-/// What is to be traced, as it is written.
-fn planned(tracing: &Tracing) -> Result<PlannedTrace, String> {
-    let steps = tracing.trace.as_deref().map(str::parse).transpose();
+fn parse_trace(flags: &TraceFlags) -> Result<PlannedTrace, String> {
+    let steps = flags.trace.as_deref().map(str::parse).transpose();
     let steps = steps.map_err(|why: String| format!("--trace: {why}"))?;
-    Ok(PlannedTrace { steps, ranks: tracing.trace_ranks.clone() })
+    Ok(PlannedTrace { steps, ranks: flags.trace_ranks.clone() })
 }
 
-/// What is to go wrong, as it is written.
-fn sabotage(faults: &[String]) -> Result<Vec<Sabotage>, String> {
+fn parse_faults(faults: &[String]) -> Result<Vec<FaultInjection>, String> {
     faults.iter().map(|fault| fault.parse().map_err(|reason| format!("--fault: {reason}"))).collect()
 }
 
-/// What goes wrong in a call between ranks.
-fn call_fault(fault: &Sabotage) -> Option<CallFault> {
-    let what = match fault.deed {
-        Deed::Skip => Fault::Skip,
-        Deed::Shorten => Fault::Short,
+/// Converts a fault to one that is injected into a collective call, if it is of such a kind.
+fn call_fault(fault: &FaultInjection) -> Option<CallFault> {
+    let kind = match fault.kind {
+        FaultKind::Skip => CallFaultKind::Skip,
+        FaultKind::Shorten => CallFaultKind::Shorten,
         _ => return None,
     };
-    Some(CallFault { verb: None, label: fault.unit.clone().unwrap_or_default(), nth: fault.step, what })
+    Some(CallFault { verb: None, label: fault.unit.clone().unwrap_or_default(), nth: fault.step, kind })
 }
 
-/// What all ranks of a recipe do together, with nobody who watches them.
-fn unwatched(layered: &Layered, work: impl FnOnce(&Recipe, &Arc<Group>) -> Result<Ended, Error>) -> Result<ExitCode> {
-    let watched = Watched::nobody();
-    together(layered, Memory::OfUse, None, &watched, work).map(ExitCode::from)
+/// Runs `work` on all ranks without a supervisor.
+fn run_unsupervised(
+    arguments: &RecipeArguments,
+    work: impl FnOnce(&Recipe, &Arc<Group>) -> Result<RunOutcome, Error>,
+) -> Result<ExitCode> {
+    let link = SupervisorLink::none();
+    run_ranks(arguments, MemoryCheck::Skip, None, &link, work).map(ExitCode::from)
 }
 
-/// What all ranks of a recipe do together; the code with which this one ends.
-fn together(
-    layered: &Layered,
-    memory: Memory,
+/// Runs `work` on all ranks, and returns the exit code of this one.
+fn run_ranks(
+    arguments: &RecipeArguments,
+    memory: MemoryCheck,
     fault: Option<CallFault>,
-    watched: &Watched,
-    work: impl FnOnce(&Recipe, &Arc<Group>) -> Result<Ended, Error>,
+    link: &SupervisorLink,
+    work: impl FnOnce(&Recipe, &Arc<Group>) -> Result<RunOutcome, Error>,
 ) -> Result<u8> {
-    shardwise_torch::keep_freed_memory();
-    let recipe = layered.read();
-    let options = recipe.as_ref().map_or_else(|_| mpi::Options::default(), |recipe| recipe.supervision.calls());
+    shardwise_torch::enable_caching_allocator();
+    let recipe = arguments.read();
+    let options = recipe.as_ref().map_or_else(|_| mpi::Options::default(), |recipe| recipe.supervision.comm_options());
     let world = Arc::new(mpi::world(mpi::Options { fault, ..options })?);
-    watched.started(&world);
+    link.set_world(&world);
     let ranks = world.size();
-    let told = launched().unwrap_or_default();
-    if let Some(started) = told.ranks.filter(|&started| started != ranks) {
+    let launcher = launcher_env().unwrap_or_default();
+    if let Some(started) = launcher.world_size.filter(|&started| started != ranks) {
         bail!(
-            "the launcher has started {started} ranks, and MPI sees {ranks}: they are of different MPIs; `shardwise doctor` says \
-             which launcher works"
+            "the launcher started {started} ranks, but MPI sees {ranks}: they belong to different MPIs; `shardwise doctor` finds \
+             a launcher that works"
         );
     }
     let recipe = recipe.and_then(|recipe| {
-        if let Memory::OfTraining = memory {
-            fits(layered, &recipe, ranks, told.ranks_here.unwrap_or(ranks))?;
+        if let MemoryCheck::Training = memory {
+            check_memory(arguments, &recipe, ranks, launcher.local_size.unwrap_or(ranks))?;
         }
         Ok(recipe)
     });
-    // Files and memory are each host's own: where one rank cannot start none does, and the first that cannot says why.
+    // Files and memory differ between hosts. If one rank cannot start, none does, and the first such rank prints why.
     let own = if recipe.is_err() { (ranks - world.rank()) as i64 } else { 0 };
-    let first = world.all_reduce("start", Reduce::Max, vec![own]).wait()?[0];
+    let first = world.all_reduce("start", ReduceOp::Max, vec![own]).wait()?[0];
     let recipe = match recipe {
         Ok(recipe) if first == 0 => recipe,
         refused => {
@@ -373,65 +387,65 @@ fn together(
         drop(writeln!(std::io::stdout(), "{note}"));
     }
     match work(&recipe, &world) {
-        Ok(Ended::Finished) => Ok(0),
-        Ok(Ended::Asked) => Ok(RESUME),
-        Err(error) if error.is_everyones() => {
-            if world.rank() == 0 || watched.is_watched() {
-                watched.failed(world.rank(), kind(&error), &error.to_string());
+        Ok(RunOutcome::Finished) => Ok(0),
+        Ok(RunOutcome::Stopped) => Ok(RESUME),
+        Err(error) if error.is_same_on_all_ranks() => {
+            if world.rank() == 0 || link.is_supervised() {
+                link.report_failure(world.rank(), failure_kind(&error), &error.to_string());
             }
             Ok(1)
         }
-        // The others wait for this rank, so it cannot wait for them.
-        Err(error) if watched.is_watched() => {
-            watched.failed(world.rank(), kind(&error), &error.to_string());
-            // The supervisor has not ended it: the launcher sees it go, and ends the others.
+        // The other ranks may be waiting for this one, so it must not wait for them.
+        Err(error) if link.is_supervised() => {
+            link.report_failure(world.rank(), failure_kind(&error), &error.to_string());
+            // The supervisor did not kill this rank. When it exits, the launcher kills the others.
             std::process::exit(1);
         }
         Err(error) => world.abort(&error.to_string()),
     }
 }
 
-/// What kind of failure it is, for the supervisor: whether another attempt is worth while, and which of several came first.
-fn kind(error: &Error) -> FailureKind {
+/// The kind of an error, from which the supervisor can tell whether a restart helps, and which of several failures came first.
+fn failure_kind(error: &Error) -> FailureKind {
     use shardwise_comm::Error as Comm;
-    match error.between_ranks() {
+    match error.comm_error() {
         _ if error.is_out_of_memory() => FailureKind::Memory,
         Some(Comm::TimedOut { .. }) => FailureKind::Timeout,
         Some(Comm::Mismatch { .. }) => FailureKind::Mismatch,
         Some(_) => FailureKind::Transport,
         None if matches!(error, Error::SpotCheck { .. }) => FailureKind::SpotCheck,
-        // Storage may be away for a while.
+        // Storage may be unavailable for a while.
         None if matches!(error, Error::Checkpoint(_)) => FailureKind::Error,
-        None if error.is_everyones() => FailureKind::Final,
+        None if error.is_same_on_all_ranks() => FailureKind::Final,
         None => FailureKind::Error,
     }
 }
 
-/// What signals ask for: SIGUSR2 to save; SIGUSR1, which Slurm sends before a time limit, and SIGTERM to save and end.
-fn asked() -> Result<Asked> {
-    let asked = Asked::default();
-    // Who asks a second time does not want to wait.
-    signal_hook::flag::register_conditional_default(SIGTERM, asked.end.clone())?;
-    for (signal, flag) in [(SIGUSR2, &asked.save), (SIGUSR1, &asked.end), (SIGTERM, &asked.end)] {
+/// Installs signal handlers: SIGUSR2 saves; SIGTERM and SIGUSR1, which Slurm sends before a job's time is up, save and stop.
+fn register_signals() -> Result<Requests> {
+    let requests = Requests::default();
+    // A second SIGTERM ends the process at once.
+    signal_hook::flag::register_conditional_default(SIGTERM, requests.stop.clone())?;
+    for (signal, flag) in [(SIGUSR2, &requests.save), (SIGUSR1, &requests.stop), (SIGTERM, &requests.stop)] {
         signal_hook::flag::register(signal, flag.clone())?;
     }
-    Ok(asked)
+    Ok(requests)
 }
 
-/// What `shardwise doctor` wants to know of libtorch, as a line of JSON.
+/// Prints what `shardwise doctor` needs to know about libtorch, as a line of JSON.
 fn probe_libtorch() -> Result<()> {
     let sum = Tensor::f_from_slice(&[1f32, 2., 3.])?.f_sum(Kind::Float)?.f_double_value(&[])?;
-    anyhow::ensure!(sum == 6., "libtorch adds 1, 2 and 3 to {sum}");
+    anyhow::ensure!(sum == 6., "libtorch computes 1 + 2 + 3 = {sum}");
     println!("{}", json!({ "version": shardwise_torch::libtorch_version(), "cuda_devices": Cuda::device_count() }));
     Ok(())
 }
 
-/// The same of MPI, on every rank.
+/// Checks MPI with an all-reduce, and prints its version.
 fn probe_mpi() -> Result<()> {
-    let world = mpi::world(mpi::Options { time_limit: std::time::Duration::from_secs(20), ..mpi::Options::default() })?;
-    let ranks = world.all_reduce("doctor", Reduce::Sum, vec![1i64]).wait()?[0];
+    let world = mpi::world(mpi::Options { timeout: std::time::Duration::from_secs(20), ..mpi::Options::default() })?;
+    let ranks = world.all_reduce("doctor", ReduceOp::Sum, vec![1i64]).wait()?[0];
     if world.rank() == 0 {
-        // Without that thread level there would be no world.
+        // `mpi::world` fails at a lower thread level.
         let version = mpi::library_version();
         println!("{}", json!({ "version": version.lines().next(), "ranks": ranks, "threads": "funneled or better" }));
     }

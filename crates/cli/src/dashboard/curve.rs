@@ -1,4 +1,4 @@
-//! Curves over steps: as many points as there are columns, and never a number that is none.
+//! Draws curves over steps, reduced to what the columns of the terminal can show. Values that are not finite are left out.
 
 use ratatui::Frame;
 use ratatui::layout::Rect;
@@ -8,21 +8,21 @@ use ratatui::text::{Line, Span};
 use ratatui::widgets::{Axis, Block, Chart, Dataset, GraphType};
 
 use super::draw::{GREY, ORANGE};
-use crate::bar::{short, thousands};
+use crate::progress_line::{short_count, short_number};
 
-/// Points that one braille column has.
+/// The number of points per terminal column: a braille character is two dots wide.
 const POINTS_PER_COLUMN: usize = 2;
 
-/// Steps and what they are drawn at.
+/// Points as (step, value).
 type Points = Vec<(f64, f64)>;
 
-/// What is drawn.
+/// A curve to draw.
 pub(crate) struct Curve<'a> {
     pub(crate) points: &'a [(f64, f64)],
-    /// Points of their own, drawn as marks.
+    /// Single points, drawn as marks.
     pub(crate) marks: &'a [(f64, f64)],
     pub(crate) is_log: bool,
-    /// Whether the axis begins at zero.
+    /// Whether the vertical axis starts at zero.
     pub(crate) from_zero: bool,
     pub(crate) style: Style,
 }
@@ -37,10 +37,10 @@ pub(crate) fn draw(frame: &mut Frame, area: Rect, block: Block<'_>, curve: &Curv
     };
     let (points, marks) = (scaled(curve.points), scaled(curve.marks));
     let Some((steps, values)) = bounds(points.iter().chain(&marks), curve.from_zero && !curve.is_log) else {
-        let text = if curve.points.is_empty() { "no step has been made yet" } else { "no number that can be drawn" };
+        let text = if curve.points.is_empty() { "no step completed yet" } else { "no finite value to draw" };
         return frame.render_widget(ratatui::widgets::Paragraph::new(text.dim()).block(block), area);
     };
-    let (mean, spread) = thinned(&points, usize::from(inner.width) * POINTS_PER_COLUMN);
+    let (mean, spread) = thin(&points, usize::from(inner.width) * POINTS_PER_COLUMN);
     let dataset =
         |data, marker, kind, style| Dataset::default().data(data).marker(marker).graph_type(kind).style(style);
     let grey = Style::new().fg(GREY);
@@ -51,11 +51,11 @@ pub(crate) fn draw(frame: &mut Frame, area: Rect, block: Block<'_>, curve: &Curv
     ];
     let unscaled = |value: f64| if curve.is_log { 10f64.powf(value) } else { value };
     let label = |value: f64| match curve.from_zero {
-        true => thousands(unscaled(value)),
-        false => short(unscaled(value)),
+        true => short_count(unscaled(value)),
+        false => short_number(unscaled(value)),
     };
     let middle = (values[0] + values[1]) / 2.;
-    // Labels of one width, so that they stand on the axis and not somewhere before it.
+    // Give all labels the same width, so that they align with the axis.
     let labels: Vec<String> = [values[0], middle, values[1]].map(label).to_vec();
     let width = labels.iter().map(|label| label.chars().count()).max().unwrap_or(0);
     let labels: Vec<Span<'_>> = labels.into_iter().map(|label| Span::raw(format!("{label:>width$}"))).collect();
@@ -66,7 +66,7 @@ pub(crate) fn draw(frame: &mut Frame, area: Rect, block: Block<'_>, curve: &Curv
     frame.render_widget(chart, area);
 }
 
-/// The least and the most of both; never the same.
+/// The ranges of steps and values, neither of which is empty; `None` if there is nothing to draw.
 fn bounds<'a>(points: impl Iterator<Item = &'a (f64, f64)>, from_zero: bool) -> Option<([f64; 2], [f64; 2])> {
     let none = [f64::INFINITY, f64::NEG_INFINITY];
     let wider = |[least, most]: [f64; 2], value: f64| [least.min(value), most.max(value)];
@@ -76,18 +76,18 @@ fn bounds<'a>(points: impl Iterator<Item = &'a (f64, f64)>, from_zero: bool) -> 
         return None;
     }
     let values = if from_zero { wider(values, 0.) } else { values };
-    let apart = |[least, most]: [f64; 2]| {
-        // A flat line has room above and below it, in whatever size its numbers are.
+    let widen = |[least, most]: [f64; 2]| {
+        // A flat line gets room above and below, in proportion to its value.
         let room = if most > least { 0. } else { (least.abs() / 10.).max(0.5) };
         [least - room, most + room]
     };
-    let (steps, values) = (apart(steps), apart(values));
-    let is_drawn = |[least, most]: [f64; 2]| (most - least).is_finite() && most > least;
-    (is_drawn(steps) && is_drawn(values)).then_some((steps, values))
+    let (steps, values) = (widen(steps), widen(values));
+    let is_drawable = |[least, most]: [f64; 2]| (most - least).is_finite() && most > least;
+    (is_drawable(steps) && is_drawable(values)).then_some((steps, values))
 }
 
-/// A curve of means, and what they are the means of: the least and the most of each piece.
-fn thinned(points: &[(f64, f64)], count_max: usize) -> (Points, Points) {
+/// Reduces points to the mean of each of at most `count_max` pieces, and to the minimum and maximum of each piece.
+fn thin(points: &[(f64, f64)], count_max: usize) -> (Points, Points) {
     if points.len() <= count_max.max(2) {
         return (points.to_vec(), Vec::new());
     }

@@ -1,26 +1,26 @@
-//! What has happened in a run, as lines: when, a sign that says of what kind it is, at which step, and the sentence of the journal.
+//! The events of a run as lines: the time, a symbol for the kind, the step, and the sentence of the timeline.
 
 use ratatui::style::{Color, Style};
 use ratatui::text::{Line, Span};
-use shardwise_journal::{Event, Kind};
+use shardwise_journal::{Event, EventKind};
 
 use super::draw::{BLUE, GREEN, ORANGE, PURPLE, VERMILLION};
 
-/// How many of the newest are drawn: more nobody scrolls through.
+/// The maximum number of events that are drawn; older ones are left out. Nobody scrolls through more.
 const DRAWN_MAX: usize = 500;
 
-fn colour(kind: Kind) -> Color {
+fn colour(kind: EventKind) -> Color {
     match kind {
-        Kind::Started | Kind::Ended => BLUE,
-        Kind::Failed => VERMILLION,
-        Kind::Again | Kind::Skipped | Kind::Outlier | Kind::Note => ORANGE,
-        Kind::Saved | Kind::HeldOut => GREEN,
-        Kind::Traced => PURPLE,
+        EventKind::Started | EventKind::Ended => BLUE,
+        EventKind::Failed => VERMILLION,
+        EventKind::Resumed | EventKind::Skipped | EventKind::Spike | EventKind::Note => ORANGE,
+        EventKind::Saved | EventKind::Evaluated => GREEN,
+        EventKind::Traced => PURPLE,
     }
 }
 
-/// What happened at which step, in one line.
-pub(crate) fn told(event: &Event) -> String {
+/// The step and the sentence of an event, in one line.
+pub(crate) fn sentence(event: &Event) -> String {
     let steps = match (event.steps(), event.step < event.last_step) {
         (none, _) if none.is_empty() => none,
         (step, false) => format!("step {step}: "),
@@ -30,18 +30,18 @@ pub(crate) fn told(event: &Event) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// The newest, as lines of that many columns, the oldest of them first.
-pub(crate) fn lines(events: &[Event], began_s: f64, width: usize) -> Vec<Line<'static>> {
+/// Formats the newest events as lines of `width` columns, in the order in which they happened.
+pub(crate) fn lines(events: &[Event], started_s: f64, width: usize) -> Vec<Line<'static>> {
     let newest = &events[events.len().saturating_sub(DRAWN_MAX)..];
     let mut lines = Vec::new();
     for event in newest {
-        let head = format!("{:>9} ", clock(event.time_s - began_s));
+        let head = format!("{:>9} ", clock(event.time_s - started_s));
         let indent = head.chars().count() + 2;
-        for (index, piece) in wrapped(&told(event), width.saturating_sub(indent).max(10)).into_iter().enumerate() {
+        for (index, piece) in wrap(&sentence(event), width.saturating_sub(indent).max(10)).into_iter().enumerate() {
             lines.push(match index {
                 0 => Line::from(vec![
                     Span::styled(head.clone(), Style::new().dim()),
-                    Span::styled(format!("{} ", event.kind.sign()), Style::new().fg(colour(event.kind)).bold()),
+                    Span::styled(format!("{} ", event.kind.symbol()), Style::new().fg(colour(event.kind)).bold()),
                     Span::raw(piece),
                 ]),
                 _ => Line::from(format!("{}{piece}", " ".repeat(indent))),
@@ -51,14 +51,14 @@ pub(crate) fn lines(events: &[Event], began_s: f64, width: usize) -> Vec<Line<'s
     lines
 }
 
-/// Time since the run's beginning: `1:02:03`.
+/// Formats the time since the start of the run: `1:02:03`.
 pub(crate) fn clock(seconds: f64) -> String {
     let seconds = if (0. ..1e9).contains(&seconds) { seconds as u64 } else { 0 };
     format!("{}:{:02}:{:02}", seconds / 3600, seconds / 60 % 60, seconds % 60)
 }
 
-/// A text in pieces of at most that many columns, cut between words where there are any.
-fn wrapped(text: &str, width: usize) -> Vec<String> {
+/// Wraps a text at spaces where possible.
+fn wrap(text: &str, width: usize) -> Vec<String> {
     let mut pieces = vec![String::new()];
     for word in text.split(' ') {
         let mut letters: Vec<char> = word.chars().collect();

@@ -1,16 +1,17 @@
-//! What ranks hold of memory, by kind: a stacked bar for each, against the limit.
+//! The memory of ranks by kind: a stacked bar per rank, with a mark at the limit.
 
 use ratatui::style::{Color, Style};
 use ratatui::text::{Line, Span};
 use shardwise_journal::RankMemory;
 
 use super::draw::{BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILLION, YELLOW};
-use crate::bar::memory;
+use crate::progress_line::memory_of_limit;
 
-/// Every kind has a colour and a pattern, of which either is enough.
-const LOOKS: [(Color, &str); 6] = [(BLUE, "█"), (ORANGE, "▓"), (GREEN, "▒"), (PURPLE, "╱"), (YELLOW, "░"), (GREY, "·")];
+/// The colour and pattern of each kind; either one identifies it.
+const STYLES: [(Color, &str); 6] =
+    [(BLUE, "█"), (ORANGE, "▓"), (GREEN, "▒"), (PURPLE, "╱"), (YELLOW, "░"), (GREY, "·")];
 
-/// Lines of that many columns.
+/// Formats the bars as lines of `width` columns.
 pub(crate) fn lines(ranks: &[RankMemory], limit: Option<u64>, world: usize, width: usize) -> Vec<Line<'static>> {
     let Some(largest) = ranks.iter().max_by_key(|rank| total(rank)) else {
         return vec![Line::styled("not measured yet", Style::new().dim())];
@@ -18,14 +19,14 @@ pub(crate) fn lines(ranks: &[RankMemory], limit: Option<u64>, world: usize, widt
     let mut lines = legend(largest, width);
     let most = ranks.iter().map(total).max().unwrap_or(0).max(limit.unwrap_or(0)).max(1);
     let label_width = 5 + ranks.iter().map(|rank| rank.rank.to_string().len()).max().unwrap_or(1);
-    let text_width = ranks.iter().map(|rank| memory(total(rank), limit).chars().count()).max().unwrap_or(0);
+    let text_width = ranks.iter().map(|rank| memory_of_limit(total(rank), limit).chars().count()).max().unwrap_or(0);
     let room = width.saturating_sub(label_width + text_width + 2);
     for rank in ranks {
         let mut line = vec![Span::raw(format!("{:<label_width$} ", format!("rank {}", rank.rank)))];
         line.extend(bar(rank, limit, most, room));
-        let is_over = limit.is_some_and(|limit| total(rank) > limit / 20 * 19);
-        let style = if is_over { Style::new().fg(VERMILLION).bold() } else { Style::new() };
-        line.push(Span::styled(format!(" {}", memory(total(rank), limit)), style));
+        let is_near_limit = limit.is_some_and(|limit| total(rank) > limit / 20 * 19);
+        let style = if is_near_limit { Style::new().fg(VERMILLION).bold() } else { Style::new() };
+        line.push(Span::styled(format!(" {}", memory_of_limit(total(rank), limit)), style));
         lines.push(Line::from(line));
     }
     if world > ranks.len() {
@@ -34,11 +35,11 @@ pub(crate) fn lines(ranks: &[RankMemory], limit: Option<u64>, world: usize, widt
     lines
 }
 
-/// One rank's bar, of exactly that many columns, with a mark where the limit is.
+/// The bar of one rank, exactly `width` columns wide, with a mark at the limit.
 fn bar(rank: &RankMemory, limit: Option<u64>, most: u64, width: usize) -> Vec<Span<'static>> {
     let column = |bytes: u64| (bytes as f64 / most as f64 * width as f64).round() as usize;
     let (mut spans, mut drawn, mut sum) = (Vec::new(), 0, 0u64);
-    for ((_, bytes), (colour, pattern)) in rank.kinds().into_iter().zip(LOOKS) {
+    for ((_, bytes), (colour, pattern)) in rank.kinds().into_iter().zip(STYLES) {
         sum = sum.saturating_add(bytes);
         let end = column(sum).min(width).max(drawn);
         spans.push(Span::styled(pattern.repeat(end - drawn), Style::new().fg(colour)));
@@ -54,11 +55,11 @@ fn bar(rank: &RankMemory, limit: Option<u64>, most: u64, width: usize) -> Vec<Sp
     spans
 }
 
-/// What the patterns mean, with the amounts of the rank that has the most, in as many lines as that takes.
+/// The legend of the patterns, with the figures of the rank that uses the most memory.
 fn legend(rank: &RankMemory, width: usize) -> Vec<Line<'static>> {
     let (mut lines, mut line, mut taken) = (Vec::new(), Vec::new(), 0);
-    for ((name, bytes), (colour, pattern)) in rank.kinds().into_iter().zip(LOOKS) {
-        let text = format!("{name} {}", memory(bytes, None));
+    for ((name, bytes), (colour, pattern)) in rank.kinds().into_iter().zip(STYLES) {
+        let text = format!("{name} {}", memory_of_limit(bytes, None));
         let columns = text.chars().count() + 5;
         if taken > 0 && taken + columns > width + 2 {
             lines.push(Line::from(std::mem::take(&mut line)));

@@ -1,36 +1,36 @@
-//! Where the ranks are, and who waits for whom.
+//! The state of the ranks, and which of them are waiting for which.
 
 use ratatui::style::{Style, Stylize};
 use ratatui::text::{Line, Span};
-use shardwise_watch::{Glimpse, Presence, Snapshot};
+use shardwise_watch::{Presence, RankSnapshot, Snapshot};
 
 use super::draw::{BLUE, ORANGE, VERMILLION};
-use crate::bar::lasting;
+use crate::progress_line::short_duration;
 
-/// A rank that was not heard for longer than this is worth a word.
+/// A rank whose last heartbeat is older than this is marked.
 const LATE_MS: u64 = 2_000;
 
-/// Lines of any length.
+/// Formats the state of the ranks as lines, which may be wider than the pane.
 pub(crate) fn lines(snapshot: Option<&Snapshot>) -> Vec<Line<'static>> {
     let Some(snapshot) = snapshot else {
-        return vec![Line::styled("where ranks are is known while the run is at work", Style::new().dim())];
+        return vec![Line::styled("shown while the run is running", Style::new().dim())];
     };
     let mut lines = vec![counts(snapshot)];
-    if snapshot.waits.is_empty() && snapshot.here > 0 {
-        lines.push(Line::from(vec!["= ".fg(BLUE), "nobody waits for a rank that has not come".into()]));
+    if snapshot.waits.is_empty() && snapshot.connected > 0 {
+        lines.push(Line::from(vec!["= ".fg(BLUE), "no rank is waiting for another".into()]));
     }
     for wait in &snapshot.waits {
-        let verb = if wait.waiting.starts_with("ranks ") { "wait" } else { "waits" };
+        let verb = if wait.waiting.starts_with("ranks ") { "are" } else { "is" };
         lines.push(Line::from(vec![
             Span::styled("» ", Style::new().fg(ORANGE).bold()),
-            Span::raw(format!("{} {verb} for ", wait.waiting)),
+            Span::raw(format!("{} {verb} waiting for ", wait.waiting)),
             Span::styled(wait.missing.clone(), Style::new().fg(ORANGE).bold()),
-            Span::raw(format!(", {}", wait.lasting)),
+            Span::raw(format!(", {}", wait.duration)),
         ]));
         lines.push(Line::styled(format!("  in {}", wait.call), Style::new().dim()));
     }
     let host_width = snapshot.shown.iter().map(|rank| rank.host.chars().count()).max().unwrap_or(0).min(16);
-    lines.extend(snapshot.shown.iter().map(|rank| of_rank(rank, host_width)));
+    lines.extend(snapshot.shown.iter().map(|rank| rank_line(rank, host_width)));
     let more = snapshot.ranks.saturating_sub(snapshot.shown.len() as u64);
     if more > 0 {
         lines.push(Line::styled(format!("… and {more} more ranks"), Style::new().dim()));
@@ -39,15 +39,15 @@ pub(crate) fn lines(snapshot: Option<&Snapshot>) -> Vec<Line<'static>> {
 }
 
 fn counts(snapshot: &Snapshot) -> Line<'static> {
-    let Snapshot { ranks, here, awaited, steps: (least, most), .. } = snapshot;
-    let gone = ranks.saturating_sub(here + awaited);
-    let mut parts = vec![match here == ranks {
-        true if *ranks == 1 => "1 rank is here".to_string(),
-        true => format!("all {ranks} ranks are here"),
-        false => format!("{here} of {ranks} ranks are here"),
+    let Snapshot { ranks, connected, not_joined, steps: (least, most), .. } = snapshot;
+    let gone = ranks.saturating_sub(connected + not_joined);
+    let mut parts = vec![match connected == ranks {
+        true if *ranks == 1 => "1 rank is connected".to_string(),
+        true => format!("all {ranks} ranks are connected"),
+        false => format!("{connected} of {ranks} ranks are connected"),
     }];
-    if *awaited > 0 {
-        parts.push(format!("{awaited} awaited"));
+    if *not_joined > 0 {
+        parts.push(format!("{not_joined} not joined yet"));
     }
     if gone > 0 {
         parts.push(format!("{gone} gone"));
@@ -59,29 +59,29 @@ fn counts(snapshot: &Snapshot) -> Line<'static> {
     Line::from(parts.join(", "))
 }
 
-fn of_rank(rank: &Glimpse, host_width: usize) -> Line<'static> {
+fn rank_line(rank: &RankSnapshot, host_width: usize) -> Line<'static> {
     let host: String = rank.host.chars().take(host_width).collect();
     let mut line = vec![Span::raw(format!("{:>4} {host:<host_width$} ", rank.rank))];
     let strong = Style::new().fg(VERMILLION).bold();
     match rank.presence {
-        Presence::Awaited => line.push(Span::styled("? awaited", Style::new().dim())),
-        Presence::Left { code: Some(code) } => line.push(Span::raw(format!("■ has ended with code {code}"))),
-        Presence::Left { code: None } => line.push(Span::styled("✖ is gone", strong)),
-        Presence::Here => {
-            line.push(Span::raw(format!("{:<24} ", rank.doing)));
-            line.push(Span::styled(for_how_long(rank.for_ms), Style::new().dim()));
-            if rank.heard_ms_ago > LATE_MS {
-                line.push(Span::styled(format!("  ! silent for {}", for_how_long(rank.heard_ms_ago)), strong));
+        Presence::NotJoined => line.push(Span::styled("? not joined yet", Style::new().dim())),
+        Presence::Left { code: Some(code) } => line.push(Span::raw(format!("■ exited with code {code}"))),
+        Presence::Left { code: None } => line.push(Span::styled("✖ gone", strong)),
+        Presence::Connected => {
+            line.push(Span::raw(format!("{:<24} ", rank.activity)));
+            line.push(Span::styled(duration(rank.in_phase_ms), Style::new().dim()));
+            if rank.last_heard_ms_ago > LATE_MS {
+                line.push(Span::styled(format!("  ! silent for {}", duration(rank.last_heard_ms_ago)), strong));
             }
         }
     }
     Line::from(line)
 }
 
-fn for_how_long(ms: u64) -> String {
+fn duration(ms: u64) -> String {
     match ms {
         0..1000 => format!("{ms} ms"),
         1000..10_000 => format!("{:.1} s", ms as f64 / 1e3),
-        _ => lasting(ms as f64 / 1e3),
+        _ => short_duration(ms as f64 / 1e3),
     }
 }

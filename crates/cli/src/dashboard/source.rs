@@ -1,4 +1,4 @@
-//! Where a run is looked at: its folder, its supervisor, or both.
+//! The source of the dashboard's data: the run's folder, its supervisor, or both.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -7,194 +7,200 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use shardwise_journal::Run;
-use shardwise_watch::{News, Request, Secret, Snapshot, Viewer};
+use shardwise_watch::{Request, Secret, Snapshot, Update, Viewer};
 
-use super::story::Story;
-use crate::door;
+use super::run_view::RunView;
+use crate::supervisor_file;
 
-/// How long joining may take, and how long is waited before it is tried again.
+/// How long joining the supervisor may take, and the pause before another attempt.
 const JOIN_LIMIT: Duration = Duration::from_secs(5);
-const AGAIN: Duration = Duration::from_secs(1);
+const RETRY_AFTER: Duration = Duration::from_secs(1);
 
-/// For how long an answer is shown.
-const ANSWER: Duration = Duration::from_secs(8);
+/// How long an answer is shown.
+const ANSWER_SHOWN: Duration = Duration::from_secs(8);
 
-/// A run that is looked at.
+/// The data of a run, kept up to date.
 pub(crate) struct Source {
     run: Run,
-    story: Story,
-    place: Place,
-    state: State,
+    view: RunView,
+    location: Location,
+    connection: Connection,
     snapshot: Option<Snapshot>,
     answer: Option<(String, Instant)>,
 }
 
-/// Where it is.
-enum Place {
+/// Where the run is.
+enum Location {
     Folder(PathBuf),
     Channel(SocketAddr, Secret),
 }
 
-/// How the channel is.
-enum State {
-    Apart { since: Instant, why: Option<String> },
+/// The connection to the supervisor.
+enum Connection {
+    Disconnected { since: Instant, reason: Option<String> },
     Joining(Receiver<shardwise_watch::Result<Viewer>>),
     Joined(Viewer),
 }
 
-/// What of the channel is shown.
+/// The connection to the supervisor, as the dashboard shows it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Link {
-    /// Whether the supervisor can be asked.
+    /// Whether requests can be sent.
     pub(crate) is_live: bool,
-    /// What there is to say of it.
-    pub(crate) said: Option<String>,
+    /// An answer from the supervisor, or a problem with the connection.
+    pub(crate) message: Option<String>,
 }
 
 impl Source {
-    /// A run's folder; and its supervisor, while it is at work.
+    /// Opens a run's folder, and connects to its supervisor while it is running.
     pub(crate) fn folder(folder: &Path) -> Result<Self> {
         let run = Run::open(folder)?;
-        Ok(Source::new(run, Place::Folder(folder.to_path_buf())))
+        Ok(Source::new(run, Location::Folder(folder.to_path_buf())))
     }
 
-    /// A supervisor alone, which has to be there.
+    /// Connects to a supervisor, which must be running. The run's folder is not read.
     pub(crate) fn channel(address: SocketAddr, secret: Secret) -> Result<Self> {
         let viewer = Viewer::join(address, &secret, JOIN_LIMIT).with_context(|| format!("--connect {address}"))?;
-        let mut source = Source::new(Run::heard(), Place::Channel(address, secret));
-        source.state = State::Joined(viewer);
+        let mut source = Source::new(Run::empty(), Location::Channel(address, secret));
+        source.connection = Connection::Joined(viewer);
         Ok(source)
     }
 
-    fn new(run: Run, place: Place) -> Self {
-        let story = Story::of(&run);
-        let state = State::Apart { since: Instant::now(), why: None };
-        let mut source = Source { run, story, place, state, snapshot: None, answer: None };
+    fn new(run: Run, location: Location) -> Self {
+        let view = RunView::from_run(&run);
+        let connection = Connection::Disconnected { since: Instant::now(), reason: None };
+        let mut source = Source { run, view, location, connection, snapshot: None, answer: None };
         source.join();
         source
     }
 
-    /// What is known.
-    pub(crate) fn story(&self) -> &Story {
-        &self.story
+    /// Returns the run as the dashboard shows it.
+    pub(crate) fn run_view(&self) -> &RunView {
+        &self.view
     }
 
-    /// Where the ranks are, if that is known.
+    /// Returns the state of the ranks, if it is known.
     pub(crate) fn snapshot(&self) -> Option<&Snapshot> {
         self.snapshot.as_ref()
     }
 
-    /// How the channel is.
+    /// Returns the state of the connection.
     pub(crate) fn link(&self) -> Link {
-        let answer = self.answer.as_ref().filter(|(_, when)| when.elapsed() < ANSWER).map(|(text, _)| text.clone());
-        let why = match (&self.state, &self.place) {
-            (State::Apart { why: Some(why), .. }, Place::Channel(..)) => Some(why.clone()),
+        let answer =
+            self.answer.as_ref().filter(|(_, when)| when.elapsed() < ANSWER_SHOWN).map(|(text, _)| text.clone());
+        let reason = match (&self.connection, &self.location) {
+            (Connection::Disconnected { reason: Some(reason), .. }, Location::Channel(..)) => Some(reason.clone()),
             _ => None,
         };
-        Link { is_live: matches!(self.state, State::Joined(_)), said: answer.or(why) }
+        Link { is_live: matches!(self.connection, Connection::Joined(_)), message: answer.or(reason) }
     }
 
-    /// Asks the supervisor for something.
-    pub(crate) fn ask(&mut self, request: Request) {
-        let said = match &mut self.state {
-            State::Joined(viewer) => viewer.ask(request).err().map(|error| error.to_string()),
-            _ => Some("Only a run that is at work can be asked.".to_string()),
+    /// Sends a request to the supervisor.
+    pub(crate) fn request(&mut self, request: Request) {
+        let problem = match &mut self.connection {
+            Connection::Joined(viewer) => viewer.request(request).err().map(|error| error.to_string()),
+            _ => Some("This key works only while the run is running.".to_string()),
         };
-        self.answer = said.map(|said| (said, Instant::now())).or(self.answer.take());
+        self.answer = problem.map(|problem| (problem, Instant::now())).or(self.answer.take());
     }
 
-    /// Looks for what is new; whether anything is.
+    /// Updates the data. Returns whether anything has changed.
     pub(crate) fn refresh(&mut self) -> bool {
-        let mut is_new = match self.place {
-            // What cannot be read now may be the next time.
-            Place::Folder(_) => self.run.refresh().unwrap_or(false),
-            Place::Channel(..) => false,
+        let mut is_new = match self.location {
+            // Errors are ignored: a file that cannot be read now may be readable next time.
+            Location::Folder(_) => self.run.refresh().unwrap_or(false),
+            Location::Channel(..) => false,
         };
-        is_new |= self.listen();
-        let is_live = matches!(self.state, State::Joined(_));
-        if is_new || self.story.is_live != is_live {
-            self.story = Story { is_live, ..Story::of(&self.run) };
+        is_new |= self.receive();
+        let is_live = matches!(self.connection, Connection::Joined(_));
+        if is_new || self.view.is_live != is_live {
+            self.view = RunView { is_live, ..RunView::from_run(&self.run) };
             return true;
         }
         false
     }
 
-    /// Takes a moment to hear where the ranks are.
-    pub(crate) fn settle(&mut self) {
-        let until = Instant::now() + AGAIN;
-        while Instant::now() < until && self.snapshot.is_none() && !matches!(self.state, State::Apart { .. }) {
+    /// Waits up to a second for the state of the ranks.
+    pub(crate) fn wait_for_snapshot(&mut self) {
+        let until = Instant::now() + RETRY_AFTER;
+        while Instant::now() < until && self.snapshot.is_none() && !self.is_disconnected() {
             std::thread::sleep(Duration::from_millis(20));
             self.refresh();
         }
-        // Lines may have come after the first summary of ranks.
+        // Entries may have arrived after the first snapshot.
         self.refresh();
     }
 
-    /// Hears what the supervisor has to say; whether it was anything.
-    fn listen(&mut self) -> bool {
-        match &mut self.state {
-            State::Apart { since, .. } if since.elapsed() < AGAIN => false,
-            State::Apart { .. } => {
+    /// Receives from the supervisor. Returns whether anything has changed.
+    fn receive(&mut self) -> bool {
+        match &mut self.connection {
+            Connection::Disconnected { since, .. } if since.elapsed() < RETRY_AFTER => false,
+            Connection::Disconnected { .. } => {
                 self.join();
                 false
             }
-            State::Joining(joining) => match joining.try_recv() {
+            Connection::Joining(joining) => match joining.try_recv() {
                 Err(TryRecvError::Empty) => false,
-                Err(TryRecvError::Disconnected) => self.part(None),
-                Ok(Err(error)) => self.part(Some(error.to_string())),
+                Err(TryRecvError::Disconnected) => self.disconnect(None),
+                Ok(Err(error)) => self.disconnect(Some(error.to_string())),
                 Ok(Ok(viewer)) => {
-                    self.state = State::Joined(viewer);
-                    if let Place::Channel(..) = self.place {
-                        // All that was shown before is shown again.
-                        self.run = Run::heard();
+                    self.connection = Connection::Joined(viewer);
+                    if let Location::Channel(..) = self.location {
+                        // The supervisor sends the whole history again.
+                        self.run = Run::empty();
                     }
                     true
                 }
             },
-            State::Joined(viewer) => match viewer.hear() {
-                Ok(news) => {
-                    let is_new = !news.is_empty();
-                    news.into_iter().for_each(|news| self.take(news));
+            Connection::Joined(viewer) => match viewer.receive() {
+                Ok(updates) => {
+                    let is_new = !updates.is_empty();
+                    updates.into_iter().for_each(|update| self.apply(update));
                     is_new
                 }
-                Err(error) => self.part(Some(error.to_string())),
+                Err(error) => self.disconnect(Some(error.to_string())),
             },
         }
     }
 
-    fn take(&mut self, news: News) {
-        match news {
-            News::Snapshot(snapshot) => self.snapshot = Some(snapshot),
-            News::Answer(text) => self.answer = Some((text, Instant::now())),
-            News::Entry(entry) => {
-                // The run's folder has it as well, and more.
-                if let Place::Channel(..) = self.place {
-                    self.run.hear(entry);
+    fn apply(&mut self, update: Update) {
+        match update {
+            Update::Snapshot(snapshot) => self.snapshot = Some(snapshot),
+            Update::Answer(text) => self.answer = Some((text, Instant::now())),
+            Update::Entry(entry) => {
+                // If there is a folder, it already has all entries.
+                if let Location::Channel(..) = self.location {
+                    self.run.add(entry);
                 }
             }
         }
     }
 
-    /// Begins to join, if there is anyone.
+    /// Starts to join the supervisor, if there is one.
     fn join(&mut self) {
-        let found = match &self.place {
-            Place::Folder(folder) => door::find(folder),
-            Place::Channel(address, secret) => Ok(Some((*address, secret.clone()))),
+        let found = match &self.location {
+            Location::Folder(folder) => supervisor_file::find(folder),
+            Location::Channel(address, secret) => Ok(Some((*address, secret.clone()))),
         };
         match found {
             Ok(Some((address, secret))) => {
                 let (sender, receiver) = channel();
-                // It may take seconds, in which keys are looked for.
+                // Joining may take seconds, and keys must keep working meanwhile.
                 std::thread::spawn(move || drop(sender.send(Viewer::join(address, &secret, JOIN_LIMIT))));
-                self.state = State::Joining(receiver);
+                self.connection = Connection::Joining(receiver);
             }
-            Ok(None) => drop(self.part(None)),
-            Err(error) => drop(self.part(Some(error.to_string()))),
+            Ok(None) => drop(self.disconnect(None)),
+            Err(error) => drop(self.disconnect(Some(error.to_string()))),
         }
     }
 
-    fn part(&mut self, why: Option<String>) -> bool {
-        self.state = State::Apart { since: Instant::now(), why };
+    fn is_disconnected(&self) -> bool {
+        matches!(self.connection, Connection::Disconnected { .. })
+    }
+
+    /// Records the end of the connection. Returns whether the shown state changes.
+    fn disconnect(&mut self, reason: Option<String>) -> bool {
+        self.connection = Connection::Disconnected { since: Instant::now(), reason };
         self.snapshot.take().is_some()
     }
 }

@@ -1,16 +1,17 @@
-//! Memory by kind and rank, and traffic by verb against theory: bars with figures beside them. A kind has a hatching of its own.
+//! Draws bars with figures: memory by rank and kind, and traffic by verb, measured and expected. Each kind of memory has its own
+//! hatch pattern.
 
 use shardwise_journal::RankMemory;
-use shardwise_journal::words::{amount, count, counted, digits, memory};
+use shardwise_journal::format::{byte_size, count, digits, memory_size, plural};
 
-use super::history::{History, MemoryAt, Traffic};
-use super::text::{add, escaped, shortened};
+use super::run_data::{MemoryAt, RunData, Traffic};
+use super::text::{add, escape, truncate};
 
-/// With more ranks than these, bars stand closer.
+/// With more ranks than this, bars are drawn closer together.
 const ROOMY_MAX: usize = 16;
 
-/// Hatchings of the kinds of memory, for bars to refer to. The hues are the style sheet's.
-pub(crate) fn hatchings() -> String {
+/// The hatch patterns of the kinds of memory, which bars refer to. The style sheet defines the hues.
+pub(crate) fn hatch_patterns() -> String {
     let lines = [
         "",
         "M-2 8L8 -2M3 13L13 3",
@@ -32,8 +33,8 @@ pub(crate) fn hatchings() -> String {
     svg + "</defs></svg>\n"
 }
 
-/// What ranks held, by kind, for every number of ranks that the run had.
-pub(crate) fn memory_by_rank(run: &History) -> String {
+/// The memory of ranks by kind, for every world size of the run.
+pub(crate) fn memory_by_rank(run: &RunData) -> String {
     let mut page = String::new();
     for (world, held) in run.memory.iter().rev().filter(|(_, held)| !held.ranks.is_empty()) {
         let (scale, is_close) = (scale_bytes(held), held.ranks.len() > ROOMY_MAX);
@@ -42,7 +43,7 @@ pub(crate) fn memory_by_rank(run: &History) -> String {
             &mut page,
             format_args!(
                 "<div class=\"world{side}\">\n<h4>On {}, after step {}</h4>\n",
-                counted(*world as u64, "rank"),
+                plural(*world as u64, "rank"),
                 count(held.step)
             ),
         );
@@ -53,10 +54,10 @@ pub(crate) fn memory_by_rank(run: &History) -> String {
         }
         page.push_str("</div>\n");
         kinds_table(held, &mut page);
-        add(&mut page, format_args!("<p class=\"note\">{}</p>\n</div>\n", escaped(remark(*world, held))));
+        add(&mut page, format_args!("<p class=\"note\">{}</p>\n</div>\n", escape(remark(*world, held))));
     }
     match page.is_empty() {
-        true => "<p class=\"note\">What ranks hold was not written down.</p>\n".to_string(),
+        true => "<p class=\"note\">The memory of the ranks was not recorded.</p>\n".to_string(),
         false => page,
     }
 }
@@ -65,7 +66,7 @@ fn total(rank: &RankMemory) -> f64 {
     rank.kinds().iter().map(|(_, bytes)| *bytes as f64).sum()
 }
 
-/// What the full width stands for: the limit where it is not far off, and else the rank with the most.
+/// The number of bytes that the full width stands for: the limit if it is not far off, otherwise the largest rank's memory.
 fn scale_bytes(held: &MemoryAt) -> f64 {
     let most = held.ranks.iter().map(total).fold(1., f64::max);
     let limit = held.limit_bytes.map_or(0., |limit| limit as f64);
@@ -74,29 +75,29 @@ fn scale_bytes(held: &MemoryAt) -> f64 {
 }
 
 fn rank_bar(rank: &RankMemory, held: &MemoryAt, scale: f64, page: &mut String) {
-    let said: Vec<String> =
-        rank.kinds().iter().map(|(kind, bytes)| format!("{kind} {}", memory(*bytes as f64))).collect();
-    let (number, total) = (rank.rank, memory(total(rank)));
+    let kinds: Vec<String> =
+        rank.kinds().iter().map(|(kind, bytes)| format!("{kind} {}", memory_size(*bytes as f64))).collect();
+    let (number, total) = (rank.rank, memory_size(total(rank)));
     add(
         page,
         format_args!(
             "<div class=\"bar\"><span>rank {number}</span><svg role=\"img\" aria-label=\"rank {number}: {}\"><rect class=\"empty\" width=\"100%\" height=\"100%\"/>",
-            said.join(", ")
+            kinds.join(", ")
         ),
     );
     let mut from = 0.;
     for (kind, (name, bytes)) in rank.kinds().iter().enumerate() {
-        let part = *bytes as f64 / scale * 100.;
-        if part > 0.05 {
+        let percent = *bytes as f64 / scale * 100.;
+        if percent > 0.05 {
             add(
                 page,
                 format_args!(
-                    "<rect class=\"part\" x=\"{from:.2}%\" width=\"{part:.2}%\" height=\"100%\" fill=\"url(#k{kind})\"><title>{name}: {}</title></rect>",
-                    memory(*bytes as f64)
+                    "<rect class=\"part\" x=\"{from:.2}%\" width=\"{percent:.2}%\" height=\"100%\" fill=\"url(#k{kind})\"><title>{name}: {}</title></rect>",
+                    memory_size(*bytes as f64)
                 ),
             );
         }
-        from += part;
+        from += percent;
     }
     if let Some(limit) = held.limit_bytes.map(|limit| limit as f64).filter(|limit| *limit <= scale) {
         let x = limit / scale * 100.;
@@ -106,7 +107,7 @@ fn rank_bar(rank: &RankMemory, held: &MemoryAt, scale: f64, page: &mut String) {
 }
 
 fn kinds_table(held: &MemoryAt, page: &mut String) {
-    page.push_str("<table class=\"kinds\"><thead><tr><th>kind</th><th>least</th><th>most</th></tr></thead><tbody>\n");
+    page.push_str("<table class=\"kinds\"><thead><tr><th>kind</th><th>min</th><th>max</th></tr></thead><tbody>\n");
     let names = RankMemory::default().kinds();
     for (kind, (name, _)) in names.iter().enumerate() {
         let each = || held.ranks.iter().map(|rank| rank.kinds()[kind].1);
@@ -115,8 +116,8 @@ fn kinds_table(held: &MemoryAt, page: &mut String) {
             page,
             format_args!(
                 "<tr><th><svg class=\"swatch\" aria-hidden=\"true\"><rect class=\"part\" width=\"100%\" height=\"100%\" fill=\"url(#k{kind})\"/></svg>{name}</th><td>{}</td><td>{}</td></tr>\n",
-                memory(least as f64),
-                memory(most as f64)
+                memory_size(least as f64),
+                memory_size(most as f64)
             ),
         );
     }
@@ -125,13 +126,13 @@ fn kinds_table(held: &MemoryAt, page: &mut String) {
 
 fn remark(world: usize, held: &MemoryAt) -> String {
     let most = held.ranks.iter().map(total).fold(0., f64::max);
-    let mut text = format!("The rank with the most held {}", memory(most));
+    let mut text = format!("The largest rank held {}", memory_size(most));
     if held.estimate_bytes > 0 {
-        text += &format!("; {} were estimated before the start", memory(held.estimate_bytes as f64));
+        text += &format!("; the estimate was {}", memory_size(held.estimate_bytes as f64));
     }
     if let Some(limit) = held.limit_bytes.filter(|limit| *limit > 0).map(|limit| limit as f64) {
-        let drawn = if limit <= scale_bytes(held) { ", the upright line," } else { "" };
-        text += &format!("; its limit{drawn} is {}, of which that is {:.0}%", memory(limit), most / limit * 100.);
+        let drawn = if limit <= scale_bytes(held) { " (the vertical line)" } else { "" };
+        text += &format!("; that is {:.0}% of its limit of {}{drawn}", most / limit * 100., memory_size(limit));
     }
     if held.ranks.len() < world {
         text += &format!(". These are the first {} of {} ranks", held.ranks.len(), count(world as u64));
@@ -139,56 +140,57 @@ fn remark(world: usize, held: &MemoryAt) -> String {
     text + "."
 }
 
-/// What the rank that sent the most has sent a step, by verb, beside what theory has for it.
-pub(crate) fn traffic_by_verb(run: &History) -> String {
+/// The traffic of the busiest rank by verb, next to what the formula predicts.
+pub(crate) fn traffic_by_verb(run: &RunData) -> String {
     let mut page = String::new();
     for (world, sent) in run.traffic.iter().rev().filter(|(_, sent)| sent.steps > 0 && !sent.verbs.is_empty()) {
         add(
             &mut page,
             format_args!(
                 "<div class=\"world\">\n<h4>On {}, in {}</h4>\n",
-                counted(*world as u64, "rank"),
-                counted(sent.steps, "step")
+                plural(*world as u64, "rank"),
+                plural(sent.steps, "step")
             ),
         );
         verbs_table(sent, &mut page);
-        add(&mut page, format_args!("<p class=\"note\">{}</p>\n</div>\n", escaped(against_theory(sent))));
+        add(&mut page, format_args!("<p class=\"note\">{}</p>\n</div>\n", escape(compare_with_expected(sent))));
     }
     match page.is_empty() {
-        true => "<p class=\"note\">What was sent was not written down.</p>\n".to_string(),
+        true => "<p class=\"note\">The traffic was not recorded.</p>\n".to_string(),
         false => page,
     }
 }
 
 fn verbs_table(sent: &Traffic, page: &mut String) {
     page.push_str(
-        "<table class=\"verbs\"><thead><tr><th>verb</th><th>calls a step</th><th>sent a step</th><th>theory</th><th>difference</th></tr></thead><tbody>\n",
+        "<table class=\"verbs\"><thead><tr><th>verb</th><th>calls/step</th><th>sent/step</th><th>expected</th><th>difference</th></tr></thead><tbody>\n",
     );
     let steps = sent.steps as f64;
-    let scale = sent.verbs.iter().map(|verb| verb.bytes.max(verb.theory_bytes)).max().unwrap_or(1).max(1) as f64 * 1.03;
+    let scale =
+        sent.verbs.iter().map(|verb| verb.bytes.max(verb.expected_bytes)).max().unwrap_or(1).max(1) as f64 * 1.03;
     for verb in &sent.verbs {
-        let (bytes, theory) = (verb.bytes as f64, verb.theory_bytes as f64);
-        let (in_theory, difference) = match theory > 0. {
-            true => (amount(theory / steps), percent(bytes / theory - 1.)),
+        let (bytes, expected) = (verb.bytes as f64, verb.expected_bytes as f64);
+        let (expected_text, difference) = match expected > 0. {
+            true => (byte_size(expected / steps), percent(bytes / expected - 1.)),
             false => ("none".to_string(), "–".to_string()),
         };
         add(
             page,
             format_args!(
-                "<tr><th>{}</th><td>{}</td><td>{}</td><td>{in_theory}</td><td>{difference}</td></tr>\n",
-                escaped(shortened(&verb.verb, 40)),
+                "<tr><th>{}</th><td>{}</td><td>{}</td><td>{expected_text}</td><td>{difference}</td></tr>\n",
+                escape(truncate(&verb.verb, 40)),
                 digits(verb.calls as f64 / steps, 3),
-                amount(bytes / steps)
+                byte_size(bytes / steps)
             ),
         );
-        let (width, at) = (bytes / scale * 100., theory / scale * 100.);
+        let (width, at) = (bytes / scale * 100., expected / scale * 100.);
         add(
             page,
             format_args!(
                 "<tr class=\"drawn\"><td colspan=\"5\"><svg aria-hidden=\"true\"><rect class=\"empty\" width=\"100%\" height=\"100%\"/><rect class=\"part\" y=\"3\" width=\"{width:.2}%\" height=\"8\" fill=\"url(#k0)\"/>"
             ),
         );
-        if theory > 0. {
+        if expected > 0. {
             add(page, format_args!("<line class=\"limit\" x1=\"{at:.2}%\" x2=\"{at:.2}%\" y1=\"0\" y2=\"100%\"/>"));
         }
         page.push_str("</svg></td></tr>\n");
@@ -196,23 +198,23 @@ fn verbs_table(sent: &Traffic, page: &mut String) {
     page.push_str("</tbody></table>\n");
 }
 
-fn percent(part: f64) -> String {
-    match part {
+fn percent(fraction: f64) -> String {
+    match fraction {
         p if p.abs() < 0.000_05 => "0.00%".to_string(),
         p if p.abs() < 10. => format!("{:+.2}%", p * 100.),
         p => format!("{} times", digits(p + 1., 3)),
     }
 }
 
-fn against_theory(sent: &Traffic) -> String {
+fn compare_with_expected(sent: &Traffic) -> String {
     let bytes: f64 = sent.verbs.iter().map(|verb| verb.bytes as f64).sum();
-    let theory: f64 = sent.verbs.iter().map(|verb| verb.theory_bytes as f64).sum();
-    let all = format!("The rank that sent the most sent {} a step", amount(bytes / sent.steps as f64));
-    match theory > 0. {
+    let expected: f64 = sent.verbs.iter().map(|verb| verb.expected_bytes as f64).sum();
+    let all = format!("The busiest rank sent {} per step", byte_size(bytes / sent.steps as f64));
+    match expected > 0. {
         true => format!(
-            "{all}; theory (the upright lines) has {} for parameters and gradients alone, so that is {}.",
-            amount(theory / sent.steps as f64),
-            match bytes / theory - 1. {
+            "{all}; the formula (the vertical lines) predicts {} for parameters and gradients alone, so that is {}.",
+            byte_size(expected / sent.steps as f64),
+            match bytes / expected - 1. {
                 more if more >= 0. => format!("{} more", percent(more).trim_start_matches('+')),
                 less => format!("{} less", percent(less).trim_start_matches('-')),
             }

@@ -1,77 +1,77 @@
-//! A chart of lines as SVG: axes with round numbers, a smooth line over what was measured, marks where something happened, and
-//! who was at work below it. Curves carry their names at their ends and differ in dashes and shapes, not in hue alone.
+//! Draws line charts as SVG: axes with round numbers, a smooth line over the measured one, marks for events, and the number of ranks
+//! below. Curves have their names at their ends, and differ in dashes and shapes, not only in hue.
 
-use shardwise_journal::words::digits;
+use shardwise_journal::format::digits;
 
-use super::scale::{Scale, smoothed, thinned};
-use super::text::{add, escaped};
+use super::scale::{Scale, smooth, thin};
+use super::text::{add, escape};
 
-/// How many looks there are; curves beyond them have the hue of one before, with other dashes.
-pub(crate) const LOOKS: usize = 6;
+/// The number of line styles. Further curves reuse the hues, with different dashes.
+pub(crate) const STYLES: usize = 6;
 
-/// How many columns the widest picture has.
+/// The number of columns of the widest picture.
 const COLUMNS: usize = 1100;
-/// With fewer points there is nothing to smooth.
+/// Curves with fewer points are not smoothed.
 const SMOOTHED_MIN: usize = 12;
-/// From which width on there is room for names.
+/// The smallest width with room for full names.
 const ROOMY_WIDTH: f64 = 600.;
 const CHAR_WIDTH: f64 = 6.4;
 const LABEL_HEIGHT: f64 = 14.;
 const BAND_HEIGHT: f64 = 20.;
-/// As many single marks as a chart bears.
+/// The maximum number of marks of one kind in a chart.
 const MARKS_MAX: usize = 60;
 
-/// A chart, before it has a size.
+/// A chart, independent of its size.
 #[derive(Default)]
 pub(crate) struct Chart {
-    /// What its parts are named after.
+    /// The prefix of the ids of its SVG elements.
     pub(crate) id: String,
     pub(crate) title: String,
-    /// What one sees, for who does not.
+    /// A description of what the chart shows, also for screen readers.
     pub(crate) description: String,
-    /// What stands above the vertical axis.
+    /// The label of the vertical axis.
     pub(crate) unit: String,
-    /// What stands below the horizontal one.
+    /// The label of the horizontal axis.
     pub(crate) along: String,
     pub(crate) curves: Vec<Curve>,
     pub(crate) is_log: bool,
     pub(crate) from_zero: bool,
-    /// Lines across, such as a limit.
+    /// Horizontal lines, such as a limit.
     pub(crate) levels: Vec<(f64, String)>,
-    /// Lines down, such as a restart.
+    /// Vertical lines, such as a restart.
     pub(crate) moments: Vec<(f64, String)>,
     pub(crate) bands: Vec<Band>,
 }
 
-/// A curve, with as much detail as the widest picture shows.
+/// A curve, as detailed as the widest picture needs.
 #[derive(Default)]
 pub(crate) struct Curve {
-    /// What stands at its end.
+    /// The label at its end.
     pub(crate) label: String,
-    pub(crate) look: usize,
-    /// Single points with a shape, each with what it says to who points at it.
+    pub(crate) style: usize,
+    /// Single points with a shape, each with a tooltip.
     pub(crate) marks: Vec<(f64, f64, String)>,
-    /// Where work was lost, each with what happened.
+    /// Points where an attempt failed, each with a tooltip.
     pub(crate) failures: Vec<(f64, f64, String)>,
-    /// What was measured, in pieces; none where it is the line itself.
+    /// The measured values, in pieces; empty if the line shows them.
     raw: Vec<Piece>,
-    /// The line that counts: the mean around each point, or the points themselves.
+    /// The main line: the mean around each point, or the points themselves.
     line: Vec<Piece>,
-    /// Where there was a number that is none.
+    /// Where values were not finite.
     gaps: Vec<f64>,
-    /// The range of all but the few measurements furthest out.
+    /// The range of the measured values, without the few most extreme ones.
     range: Option<(f64, f64)>,
 }
 
 type Piece = Vec<(f64, f64)>;
 
-/// Who was at work: pieces from and to, each with a number of ranks.
+/// A band with the number of ranks: pieces with their start, end and number.
 pub(crate) struct Band {
     pub(crate) label: String,
     pub(crate) pieces: Vec<(f64, f64, usize)>,
 }
 
-/// Width and height, in pixels where the picture is not scaled.
+/// The size of a picture, in pixels at its natural scale.
 #[derive(Clone, Copy)]
 pub(crate) struct Size {
     pub(crate) width: f64,
@@ -86,7 +86,7 @@ struct Frame {
 }
 
 impl Chart {
-    /// The picture. `suffix` tells two sizes of one chart apart.
+    /// Draws the chart. `suffix` keeps the ids of two sizes of one chart apart.
     pub(crate) fn svg(&self, size: Size, suffix: &str) -> String {
         let id = format!("{}{suffix}", self.id);
         let height = size.height + self.bands.len().saturating_sub(1) as f64 * BAND_HEIGHT;
@@ -98,8 +98,8 @@ impl Chart {
                 "<svg viewBox=\"0 0 {} {}\" role=\"img\" aria-labelledby=\"{id}-t {id}-d\"><title id=\"{id}-t\">{}</title><desc id=\"{id}-d\">{}</desc>\n",
                 size.width,
                 size.height,
-                escaped(&self.title),
-                escaped(&self.description)
+                escape(&self.title),
+                escape(&self.description)
             ),
         );
         let frame = self.frame(size);
@@ -151,7 +151,7 @@ impl Chart {
         Frame { x: Scale { low: first, high: last, is_log: false, from: left, to: right }, y, size, below }
     }
 
-    /// What the horizontal axis shows: all of it.
+    /// The range of the horizontal axis, which includes everything.
     fn extent(&self) -> (f64, f64) {
         let of_curves = self.curves.iter().flat_map(|curve| {
             let ends = curve.line.iter().flat_map(|piece| [piece.first(), piece.last()]).flatten().map(|(x, _)| *x);
@@ -167,7 +167,7 @@ impl Chart {
         }
     }
 
-    /// What the vertical axis shows: smooth lines, marks and levels whole, and all but the few measurements furthest out.
+    /// The range of the vertical axis: all of the smooth lines, marks and levels, and all but the most extreme measured values.
     fn range(&self) -> (f64, f64) {
         let mut ends: Vec<f64> = self.levels.iter().map(|(y, _)| *y).collect();
         for curve in &self.curves {
@@ -192,7 +192,7 @@ impl Chart {
         let Scale { from: left, to: right, .. } = frame.x;
         let ticks = frame.y.ticks(if frame.below < 180. { 4 } else { 6 });
         for (tick, label) in ticks.iter().zip(frame.y.labels(&ticks)) {
-            let y = frame.y.place(*tick);
+            let y = frame.y.pixel(*tick);
             add(
                 svg,
                 format_args!(
@@ -204,10 +204,10 @@ impl Chart {
         }
         let base = frame.size.height - 36.;
         add(svg, format_args!("<path class=\"axis\" d=\"M{left:.1} {:.1}H{right:.1}\"/>\n", frame.below));
-        let about = ((right - left) / 70.).max(2.) as usize;
-        let ticks = frame.x.ticks(about);
+        let count = ((right - left) / 70.).max(2.) as usize;
+        let ticks = frame.x.ticks(count);
         for (tick, label) in ticks.iter().zip(frame.x.labels(&ticks)) {
-            let x = frame.x.place(*tick);
+            let x = frame.x.pixel(*tick);
             add(
                 svg,
                 format_args!(
@@ -222,19 +222,19 @@ impl Chart {
             svg,
             format_args!(
                 "<text x=\"{middle:.1}\" y=\"{foot:.1}\" class=\"m q\">{}</text><text x=\"4\" y=\"12\" class=\"q\">{}{log}</text>\n",
-                escaped(&self.along),
-                escaped(&self.unit)
+                escape(&self.along),
+                escape(&self.unit)
             ),
         );
         for (level, label) in &self.levels {
-            let y = frame.y.place(*level);
+            let y = frame.y.pixel(*level);
             add(
                 svg,
                 format_args!(
                     "<path class=\"level\" d=\"M{left:.1} {y:.1}H{right:.1}\"/><text x=\"{:.1}\" y=\"{:.1}\" class=\"halo\">{}</text>\n",
                     left + 4.,
                     if y < frame.y.to + 16. { y + 14. } else { y - 5. },
-                    escaped(label)
+                    escape(label)
                 ),
             );
         }
@@ -242,8 +242,8 @@ impl Chart {
 
     fn moments(&self, frame: &Frame, svg: &mut String) {
         let mut free_from = f64::NEG_INFINITY;
-        for (moment, label) in self.moments.iter().take(MARKS_MAX).filter(|(moment, _)| frame.x.holds(*moment)) {
-            let x = frame.x.place(*moment);
+        for (moment, label) in self.moments.iter().take(MARKS_MAX).filter(|(moment, _)| frame.x.contains(*moment)) {
+            let x = frame.x.pixel(*moment);
             add(svg, format_args!("<path class=\"moment\" d=\"M{x:.1} 33V{:.1}\"/>", frame.below));
             let width = label.chars().count() as f64 * CHAR_WIDTH + 6.;
             if x - width / 2. > free_from {
@@ -253,7 +253,7 @@ impl Chart {
                     format_args!(
                         "<rect class=\"flag\" x=\"{:.1}\" y=\"18\" width=\"{width:.1}\" height=\"15\" rx=\"3\"/><text class=\"m\" x=\"{x:.1}\" y=\"29.5\">{}</text>",
                         x - width / 2.,
-                        escaped(label)
+                        escape(label)
                     ),
                 );
             }
@@ -261,13 +261,13 @@ impl Chart {
         }
     }
 
-    /// The curves' names at their ends, pushed apart where they would stand on each other.
+    /// Draws the names of the curves at their ends, moved apart where they would overlap.
     fn end_labels(&self, frame: &Frame, svg: &mut String) {
         let named = self.curves.iter().filter(|curve| !curve.label.is_empty());
         let mut labels: Vec<(f64, &Curve)> = named
             .filter_map(|curve| {
                 let (_, y) = curve.line.last()?.last()?;
-                Some((frame.y.place(*y).clamp(frame.y.to, frame.y.from), curve))
+                Some((frame.y.pixel(*y).clamp(frame.y.to, frame.y.from), curve))
             })
             .collect();
         labels.sort_by(|a, b| a.0.total_cmp(&b.0));
@@ -276,24 +276,24 @@ impl Chart {
             *y = y.max(above + LABEL_HEIGHT);
             above = *y;
         }
-        for (place, (y, curve)) in labels.iter().enumerate() {
-            let y = y.min(frame.y.from - LABEL_HEIGHT * (labels.len() - 1 - place) as f64);
+        for (index, (y, curve)) in labels.iter().enumerate() {
+            let y = y.min(frame.y.from - LABEL_HEIGHT * (labels.len() - 1 - index) as f64);
             add(
                 svg,
                 format_args!(
                     "<text class=\"b f{}\" x=\"{:.1}\" y=\"{:.1}\">{}</text>\n",
-                    curve.look % LOOKS,
+                    curve.style % STYLES,
                     frame.x.to + 6.,
                     y + 4.,
-                    escaped(curve.label_for(frame.size))
+                    escape(curve.label_for(frame.size))
                 ),
             );
         }
     }
 
     fn bands(&self, frame: &Frame, svg: &mut String) {
-        for (place, band) in self.bands.iter().enumerate() {
-            let foot = frame.below + (place + 1) as f64 * BAND_HEIGHT;
+        for (index, band) in self.bands.iter().enumerate() {
+            let foot = frame.below + (index + 1) as f64 * BAND_HEIGHT;
             let most = band.pieces.iter().map(|(_, _, ranks)| *ranks).max().unwrap_or(1).max(1) as f64;
             add(
                 svg,
@@ -301,11 +301,11 @@ impl Chart {
                     "<text class=\"e\" x=\"{:.1}\" y=\"{:.1}\">{}</text>",
                     frame.x.from - 5.,
                     foot - 4.,
-                    escaped(&band.label)
+                    escape(&band.label)
                 ),
             );
             for (from, to, ranks) in band.pieces.iter().take(MARKS_MAX) {
-                let (left, right) = (frame.x.place(*from), frame.x.place(*to));
+                let (left, right) = (frame.x.pixel(*from), frame.x.pixel(*to));
                 let height = (*ranks as f64 / most * (BAND_HEIGHT - 4.)).max(3.);
                 add(
                     svg,
@@ -336,27 +336,27 @@ impl Chart {
 }
 
 impl Curve {
-    /// Of points in the order of their first numbers. With `parts`, smooth between these places, and not across them: there
-    /// other ranks went on.
+    /// Creates a curve of points that are ordered by x. If `parts` is given, the curve is smoothed between these positions but not
+    /// across them, because the number of ranks changed there.
     pub(crate) fn new(points: &[(f64, f64)], parts: Option<&[f64]>) -> Self {
         let ends = (points.first().map_or(0., |(x, _)| *x), points.last().map_or(1., |(x, _)| *x));
-        let raw = thinned(points.iter().copied(), ends, COLUMNS);
+        let raw = thin(points.iter().copied(), ends, COLUMNS);
         let mut all: Vec<f64> = points.iter().map(|(_, y)| *y).filter(|y| y.is_finite()).collect();
         all.sort_unstable_by(f64::total_cmp);
         let out = all.len() / 300;
-        let range = all.get(out).copied().zip(all.len().checked_sub(out + 1).map(|place| all[place]));
+        let range = all.get(out).copied().zip(all.len().checked_sub(out + 1).map(|index| all[index]));
         let gaps = points.iter().filter(|(_, y)| !y.is_finite()).map(|(x, _)| *x).take(MARKS_MAX).collect();
         let (raw, line) = match parts.filter(|_| points.len() >= SMOOTHED_MIN) {
             Some(parts) => {
-                let means = smoothed_in_parts(points, parts);
-                (raw, thinned(points.iter().map(|(x, _)| *x).zip(means.iter().copied()), ends, COLUMNS))
+                let means = smooth_in_parts(points, parts);
+                (raw, thin(points.iter().map(|(x, _)| *x).zip(means.iter().copied()), ends, COLUMNS))
             }
             None => (Vec::new(), raw),
         };
         Curve { raw, line, gaps, range, ..Curve::default() }
     }
 
-    /// The letter alone, where there is little room.
+    /// The label for a picture of this size: on a narrow one, only the letter.
     fn label_for(&self, size: Size) -> &str {
         match size.width < ROOMY_WIDTH {
             true => self.label.split(' ').next().unwrap_or_default(),
@@ -364,27 +364,27 @@ impl Curve {
         }
     }
 
-    /// The same where gaps are between pieces, and not numbers that are none.
+    /// Removes the marks of values that are not finite, for curves where they only separate pieces.
     pub(crate) fn without_gaps(self) -> Self {
         Curve { gaps: Vec::new(), ..self }
     }
 
-    fn draw(&self, is_one_of_many: bool, frame: &Frame, svg: &mut String) {
-        let (hue, dashes) = (self.look % LOOKS, (self.look + self.look / LOOKS) % LOOKS);
-        if !is_one_of_many && !self.raw.is_empty() {
+    fn draw(&self, is_one_of_several: bool, frame: &Frame, svg: &mut String) {
+        let (hue, dashes) = (self.style % STYLES, (self.style + self.style / STYLES) % STYLES);
+        if !is_one_of_several && !self.raw.is_empty() {
             add(svg, format_args!("<path class=\"raw s{hue}\" d=\"{}\"/>\n", path(&self.raw, frame)));
         }
         add(svg, format_args!("<path class=\"line s{hue} d{dashes}\" d=\"{}\"/>\n", path(&self.line, frame)));
         let line = self.line.concat();
         if let [(x, y)] = line[..] {
-            shape(self.look, frame.x.place(x), frame.y.place(y), 4., svg);
+            shape(self.style, frame.x.pixel(x), frame.y.pixel(y), 4., svg);
         }
-        if is_one_of_many && line.len() > 6 {
-            // At other places for every curve, so that shapes do not cover each other.
+        if is_one_of_several && line.len() > 6 {
+            // Use different positions for each curve, so that shapes do not cover each other.
             for part in 0..5 {
-                let at = (line.len() - 1) * (2 * part + 1) / 10 + line.len() * (self.look % 4) / 40;
+                let at = (line.len() - 1) * (2 * part + 1) / 10 + line.len() * (self.style % 4) / 40;
                 let (x, y) = line[at.min(line.len() - 1)];
-                shape(self.look, frame.x.place(x), frame.y.place(y), 4., svg);
+                shape(self.style, frame.x.pixel(x), frame.y.pixel(y), 4., svg);
             }
         }
     }
@@ -395,41 +395,41 @@ impl Curve {
         for (x, y, text) in
             self.marks.iter().enumerate().filter(|(n, _)| n % every == 0 || *n == last).map(|(_, mark)| mark)
         {
-            let (x, y) = (frame.x.place(*x), frame.y.place(*y));
+            let (x, y) = (frame.x.pixel(*x), frame.y.pixel(*y));
             add(
                 svg,
                 format_args!(
                     "<path class=\"mark f{}\" d=\"M{x:.1} {:.1}l5 5l-5 5l-5 -5z\"><title>{}</title></path>\n",
-                    self.look % LOOKS,
+                    self.style % STYLES,
                     y - 5.,
-                    escaped(text)
+                    escape(text)
                 ),
             );
         }
     }
 
-    /// Crosses where a number was none, and wedges where it lies outside.
+    /// Draws crosses for failures and values that are not finite, and wedges for values outside the range.
     fn draw_outside(&self, frame: &Frame, svg: &mut String) {
         let Scale { from: bottom, to: top, .. } = frame.y;
         for (x, y, text) in self.failures.iter().take(MARKS_MAX) {
-            let (x, y) = (frame.x.place(*x), frame.y.place(*y));
+            let (x, y) = (frame.x.pixel(*x), frame.y.pixel(*y));
             let drawn = format!("M{:.1} {:.1}l10 10m0 -10l-10 10", x - 5., y - 5.);
-            add(svg, format_args!("<path class=\"cross\" d=\"{drawn}\"><title>{}</title></path>\n", escaped(text)));
+            add(svg, format_args!("<path class=\"cross\" d=\"{drawn}\"><title>{}</title></path>\n", escape(text)));
         }
         for x in &self.gaps {
             add(
                 svg,
                 format_args!(
                     "<path class=\"cross\" d=\"M{:.1} {:.1}l8 8m0 -8l-8 8\"><title>at {}: not finite</title></path>\n",
-                    frame.x.place(*x) - 4.,
+                    frame.x.pixel(*x) - 4.,
                     bottom - 11.,
                     digits(*x, 7)
                 ),
             );
         }
-        let outside = self.raw.iter().flatten().filter(|(_, y)| !frame.y.holds(*y));
+        let outside = self.raw.iter().flatten().filter(|(_, y)| !frame.y.contains(*y));
         for (x, y) in outside.take(MARKS_MAX) {
-            let at = frame.x.place(*x);
+            let at = frame.x.pixel(*x);
             let drawn = match *y > frame.y.high {
                 true => format!("M{at:.1} {:.1}l4 7h-8z", top - 3.),
                 false => format!("M{at:.1} {:.1}l4 -7h-8z", bottom + 3.),
@@ -440,47 +440,47 @@ impl Curve {
     }
 }
 
-fn smoothed_in_parts(points: &[(f64, f64)], parts: &[f64]) -> Vec<f64> {
+fn smooth_in_parts(points: &[(f64, f64)], parts: &[f64]) -> Vec<f64> {
     let half = (points.len() / 60).max(2);
-    let mut places: Vec<usize> = parts.iter().map(|part| points.partition_point(|(x, _)| x < part)).collect();
-    places.push(points.len());
+    let mut ends: Vec<usize> = parts.iter().map(|part| points.partition_point(|(x, _)| x < part)).collect();
+    ends.push(points.len());
     let (mut means, mut from) = (Vec::with_capacity(points.len()), 0);
-    for to in places {
+    for to in ends {
         if to > from {
             let ys: Vec<f64> = points[from..to].iter().map(|(_, y)| *y).collect();
-            means.extend(smoothed(&ys, half));
+            means.extend(smooth(&ys, half));
             from = to;
         }
     }
     means
 }
 
-/// The least and the most; of nothing, the most is below the least.
+/// The minimum and the maximum. If there are no numbers, the maximum is below the minimum.
 fn ends_of(numbers: impl Iterator<Item = f64>) -> (f64, f64) {
     let finite = numbers.filter(|number| number.is_finite());
     finite.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), number| (low.min(number), high.max(number)))
 }
 
-/// Pieces of a curve as a path, of as much detail as the picture has.
+/// Formats the pieces of a curve as a path, reduced to the detail of the picture.
 fn path(pieces: &[Piece], frame: &Frame) -> String {
     let columns = (frame.x.to - frame.x.from).max(10.) as usize;
     let mut path = String::new();
     for piece in pieces {
-        let thin = thinned(piece.iter().copied(), (frame.x.low, frame.x.high), columns).concat();
-        for (place, (x, y)) in thin.iter().enumerate() {
-            let letter = if place == 0 { 'M' } else { 'L' };
-            add(&mut path, format_args!("{letter}{:.1} {:.1}", frame.x.place(*x), frame.y.place(*y)));
+        let reduced = thin(piece.iter().copied(), (frame.x.low, frame.x.high), columns).concat();
+        for (index, (x, y)) in reduced.iter().enumerate() {
+            let letter = if index == 0 { 'M' } else { 'L' };
+            add(&mut path, format_args!("{letter}{:.1} {:.1}", frame.x.pixel(*x), frame.y.pixel(*y)));
         }
-        if thin.len() == 1 {
+        if reduced.len() == 1 {
             path.push_str("h0.1");
         }
     }
     path
 }
 
-/// The shape of a look: a disc, a square, a triangle, a diamond, and two of them hollow.
-pub(crate) fn shape(look: usize, x: f64, y: f64, reach: f64, svg: &mut String) {
-    let hue = look % LOOKS;
+/// Draws the shape of a style: a disc, a square, a triangle, a diamond, and two of them hollow.
+pub(crate) fn shape(style: usize, x: f64, y: f64, reach: f64, svg: &mut String) {
+    let hue = style % STYLES;
     let hollow = if hue >= 4 { " hollow" } else { "" };
     let r = reach;
     let drawn = match hue % 4 {

@@ -1,58 +1,58 @@
-//! The facts of a run in a few words each, and what differs between the recipes of several.
+//! The key facts of a run, and the differences between the recipes of several runs.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use shardwise_journal::words::{count, counted, digits, duration, large, memory};
+use shardwise_journal::format::{count, digits, duration, large_number, memory_size, plural};
 use shardwise_journal::{Outcome, Start};
 
 use super::figures::{extreme, letter_of};
-use super::history::{History, median};
-use super::text::{add, date, escaped, shortened};
+use super::run_data::{RunData, median};
+use super::text::{add, date, escape, truncate};
 
-/// More keys than a recipe has.
+/// The maximum number of keys that are read; a recipe has fewer.
 const KEYS_MAX: usize = 1000;
 const VALUE_CHARS_MAX: usize = 120;
 
-/// What became of a run, in a sentence or two.
-pub(crate) fn summary(run: &History) -> String {
-    let Some((first, last)) = run.story.time_s() else {
-        return "Nothing has been written by this run yet.".to_string();
+/// The outcome of a run, in a sentence or two.
+pub(crate) fn summary(run: &RunData) -> String {
+    let Some((first, last)) = run.timeline.time_s() else {
+        return "The journal of this run is empty.".to_string();
     };
     let steps = run.points.last().map_or(0, |point| point.step);
     let wanted = run.start().map_or(0, |start| start.steps);
-    let made = match wanted > steps {
+    let completed = match wanted > steps {
         true => format!("{} of {} steps", count(steps), count(wanted)),
-        false => counted(steps, "step"),
+        false => plural(steps, "step"),
     };
     let took = duration(last - first);
-    let mut text = match run.story.outcome() {
-        Outcome::Finished => format!("Finished: {made} in {took}"),
-        Outcome::Saved => format!("Saved and stopped, to be started again: {made} in {took}"),
-        Outcome::Interrupted => format!("Interrupted: {made} in {took}"),
-        Outcome::Failed { code } => format!("Failed for good, with exit code {code}: {made} in {took}"),
-        Outcome::Open | Outcome::Nothing => {
-            format!("Not ended, as far as was written down: {made} in {took}, last heard of at {} UTC", date(last))
+    let mut text = match run.timeline.outcome() {
+        Outcome::Finished => format!("Finished: {completed} in {took}"),
+        Outcome::Saved => format!("Saved and stopped, can be resumed: {completed} in {took}"),
+        Outcome::Interrupted => format!("Interrupted: {completed} in {took}"),
+        Outcome::Failed { code } => format!("Failed with exit code {code}: {completed} in {took}"),
+        Outcome::Unfinished | Outcome::Empty => {
+            format!("Not finished: {completed} in {took}; last entry at {} UTC", date(last))
         }
     };
     let worlds = worlds(run);
     if !worlds.is_empty() {
         text += &format!(", on {worlds}");
     }
-    match run.story.restarts() {
+    match run.timeline.restarts() {
         0 => text + ".",
         restarts => format!("{text}. {}.", cost(run, restarts)),
     }
 }
 
-fn cost(run: &History, restarts: u64) -> String {
+fn cost(run: &RunData, restarts: u64) -> String {
     let times = if restarts == 1 { "once".to_string() } else { format!("{} times", count(restarts)) };
-    let again = run.story.steps_again().max(run.made_again.len() as u64);
-    let (lost, steps) = (duration(run.story.lost_s()), counted(again, "step"));
-    format!("Started again {times}, which cost {lost} and {steps} made again")
+    let again = run.timeline.steps_again().max(run.repeated.len() as u64);
+    let (lost, steps) = (duration(run.timeline.lost_s()), plural(again, "repeated step"));
+    format!("Restarted {times}, which cost {lost} and {steps}")
 }
 
 /// `4 ranks`, or `4, then 2, then 4 ranks`.
-fn worlds(run: &History) -> String {
+fn worlds(run: &RunData) -> String {
     let mut pieces: Vec<String> = run.worlds().iter().map(|(.., ranks)| ranks.to_string()).collect();
     let shown = pieces.len().min(6);
     let more = if pieces.len() > shown { " and so on" } else { "" };
@@ -64,36 +64,35 @@ fn worlds(run: &History) -> String {
     }
 }
 
-/// Each fact with its name, in the order in which they are shown. Names are the same for every run.
-fn facts(run: &History) -> Vec<(&'static str, String)> {
+/// The facts with their names, in the order of the page. The names are the same for every run.
+fn facts(run: &RunData) -> Vec<(&'static str, String)> {
     let nothing = || "–".to_string();
     let from = |fact: &dyn Fn(&Start) -> String| run.start().map_or_else(nothing, fact);
     let tokens = run.tokens();
-    let span = run.story.time_s();
+    let span = run.timeline.time_s();
     let points = &run.points;
     vec![
-        ("outcome", outcome(run.story.outcome())),
-        ("model", from(&|start| format!("{} parameters", large(start.parameters as f64)))),
+        ("outcome", outcome(run.timeline.outcome())),
+        ("model", from(&|start| format!("{} parameters", large_number(start.parameters as f64)))),
         ("ranks", ranks(run)),
-        ("sharding", from(&|start| format!("stage {}, {}", start.stage, counted(start.replicas as u64, "replica")))),
-        ("precision", from(&|start| start.precision.clone())),
+        ("ZeRO", from(&|start| format!("stage {}, {}", start.zero_stage, plural(start.replicate as u64, "replica")))),
+        ("param dtype", from(&|start| start.param_dtype.clone())),
         ("steps", steps(run)),
-        ("tokens", from(&|start| format!("{}; {} a step", large(tokens as f64), count(start.tokens_per_step)))),
-        ("began", span.map_or_else(nothing, |(first, _)| format!("{} UTC", date(first)))),
+        (
+            "tokens",
+            from(&|start| format!("{}; {} per step", large_number(tokens as f64), count(start.tokens_per_step))),
+        ),
+        ("started", span.map_or_else(nothing, |(first, _)| format!("{} UTC", date(first)))),
         ("time", span.map_or_else(nothing, |(first, last)| duration(last - first))),
         (
             "throughput",
             median(points.iter().map(|p| p.tokens_per_s))
                 .map_or_else(nothing, |m| format!("{} tokens/s", digits(m, 3))),
         ),
-        (
-            "utilisation",
-            median(points.iter().map(|p| p.utilisation))
-                .map_or_else(nothing, |part| format!("{:.1}% of the machine's peak", part * 100.)),
-        ),
+        ("MFU", median(points.iter().map(|p| p.mfu)).map_or_else(nothing, |mfu| format!("{:.1}%", mfu * 100.))),
         ("peak memory", peak(run)),
         ("loss", loss(run)),
-        ("held-out loss", held_out(run)),
+        ("evaluation loss", evaluation_loss(run)),
         ("restarts", restarts(run)),
         ("skipped steps", count(run.skipped)),
         ("version", from(&|start| start.version.clone())),
@@ -103,45 +102,45 @@ fn facts(run: &History) -> Vec<(&'static str, String)> {
 
 fn outcome(outcome: Outcome) -> String {
     match outcome {
-        Outcome::Nothing => "nothing written yet".to_string(),
-        Outcome::Open => "not ended, or not written down".to_string(),
+        Outcome::Empty => "empty journal".to_string(),
+        Outcome::Unfinished => "not finished".to_string(),
         Outcome::Finished => "finished".to_string(),
-        Outcome::Saved => "saved, to be started again".to_string(),
+        Outcome::Saved => "saved, can be resumed".to_string(),
         Outcome::Interrupted => "interrupted".to_string(),
         Outcome::Failed { code } => format!("failed, exit code {code}"),
     }
 }
 
-fn ranks(run: &History) -> String {
+fn ranks(run: &RunData) -> String {
     let worlds = worlds(run).trim_end_matches(" ranks").trim_end_matches(" rank").to_string();
     match run.start() {
         Some(start) if worlds.is_empty() => start.ranks.to_string(),
         Some(start) if start.ranks_per_host > 0 && start.ranks > start.ranks_per_host => {
-            format!("{worlds}; at most {} on a host", start.ranks_per_host)
+            format!("{worlds}; at most {} per host", start.ranks_per_host)
         }
         _ if worlds.is_empty() => "–".to_string(),
         _ => worlds,
     }
 }
 
-fn steps(run: &History) -> String {
-    let made = count(run.points.last().map_or(0, |point| point.step));
-    run.start().map_or(made.clone(), |start| format!("{made} of {}", count(start.steps)))
+fn steps(run: &RunData) -> String {
+    let completed = count(run.points.last().map_or(0, |point| point.step));
+    run.start().map_or(completed.clone(), |start| format!("{completed} of {}", count(start.steps)))
 }
 
-fn peak(run: &History) -> String {
+fn peak(run: &RunData) -> String {
     let Some((_, peak)) = extreme(&run.points, |point| point.memory_peak_bytes, |a, b| a > b) else {
         return "–".to_string();
     };
     match run.start().and_then(|start| start.memory_limit_bytes).filter(|limit| *limit > 0) {
         Some(limit) => {
-            format!("{} of {} ({:.0}%)", memory(peak), memory(limit as f64), peak / limit as f64 * 100.)
+            format!("{} of {} ({:.0}%)", memory_size(peak), memory_size(limit as f64), peak / limit as f64 * 100.)
         }
-        None => format!("{} a rank", memory(peak)),
+        None => format!("{} per rank", memory_size(peak)),
     }
 }
 
-fn loss(run: &History) -> String {
+fn loss(run: &RunData) -> String {
     let last = run.points.iter().rev().find(|point| point.loss.is_finite());
     match (last, extreme(&run.points, |point| point.loss, |a, b| a < b)) {
         (Some(last), Some((step, lowest))) => {
@@ -151,29 +150,29 @@ fn loss(run: &History) -> String {
     }
 }
 
-fn held_out(run: &History) -> String {
-    let Some(last) = run.held_out.last() else { return "–".to_string() };
-    let bits = last.bits_per_byte.map_or(String::new(), |bits| format!(", {} bits a byte", digits(bits, 3)));
+fn evaluation_loss(run: &RunData) -> String {
+    let Some(last) = run.evaluations.last() else { return "–".to_string() };
+    let bits = last.bits_per_byte.map_or(String::new(), |bits| format!(", {} bits per byte", digits(bits, 3)));
     format!("{}{bits} after step {}", digits(last.loss, 4), count(last.step))
 }
 
-fn restarts(run: &History) -> String {
-    match run.story.restarts() {
+fn restarts(run: &RunData) -> String {
+    match run.timeline.restarts() {
         0 => "none".to_string(),
         restarts => {
-            let again = run.story.steps_again().max(run.made_again.len() as u64);
-            format!("{}; {} lost, {} made again", count(restarts), duration(run.story.lost_s()), counted(again, "step"))
+            let again = run.timeline.steps_again().max(run.repeated.len() as u64);
+            format!("{}; {} lost, {} repeated", count(restarts), duration(run.timeline.lost_s()), plural(again, "step"))
         }
     }
 }
 
-/// The facts of one run as a list, or of several as a table with a column for each.
-pub(crate) fn facts_of(runs: &[History]) -> String {
+/// The facts of one run as a list, or of several runs as a table with one column each.
+pub(crate) fn facts_list(runs: &[RunData]) -> String {
     let mut page = String::new();
     if let [run] = runs {
         page.push_str("<dl class=\"facts\">\n");
         for (name, fact) in facts(run) {
-            add(&mut page, format_args!("<div><dt>{name}</dt><dd>{}</dd></div>\n", escaped(shortened(&fact, 200))));
+            add(&mut page, format_args!("<div><dt>{name}</dt><dd>{}</dd></div>\n", escape(truncate(&fact, 200))));
         }
         return page + "</dl>\n";
     }
@@ -184,37 +183,38 @@ pub(crate) fn facts_of(runs: &[History]) -> String {
     for (row, (name, _)) in columns[0].iter().enumerate() {
         add(&mut page, format_args!("<tr><th>{name}</th>"));
         for column in &columns {
-            add(&mut page, format_args!("<td>{}</td>", escaped(shortened(&column[row].1, 200))));
+            add(&mut page, format_args!("<td>{}</td>", escape(truncate(&column[row].1, 200))));
         }
         page.push_str("</tr>\n");
     }
     page + "</tbody></table></div>\n"
 }
 
-/// The heads of columns: letter, shape and name of every run.
-fn heads(runs: &[History], page: &mut String) {
-    for (place, run) in runs.iter().enumerate() {
+/// The headers of the columns: letter, shape and name of every run.
+fn heads(runs: &[RunData], page: &mut String) {
+    for (index, run) in runs.iter().enumerate() {
         let mut shape = String::new();
-        super::chart::shape(place, 8., 8., 5., &mut shape);
+        super::chart::shape(index, 8., 8., 5., &mut shape);
         add(
             page,
             format_args!(
                 "<th><svg class=\"key\" aria-hidden=\"true\">{}</svg>{} {}</th>",
                 shape.trim_end(),
-                letter_of(runs, place),
-                escaped(shortened(&run.name, 60))
+                letter_of(runs, index),
+                escape(truncate(&run.name, 60))
             ),
         );
     }
 }
 
 /// The keys in which the recipes of several runs differ.
-pub(crate) fn differences(runs: &[History]) -> String {
+pub(crate) fn differences(runs: &[RunData]) -> String {
     let recipes: Vec<Option<BTreeMap<String, String>>> =
         runs.iter().map(|run| keys(&run.start().map_or(String::new(), |start| start.recipe.clone()))).collect();
     let mut page = String::new();
-    for (place, _) in recipes.iter().enumerate().filter(|(_, recipe)| recipe.is_none()) {
-        add(&mut page, format_args!("<p class=\"note\">The recipe of {} is no TOML.</p>\n", letter_of(runs, place)));
+    for (index, _) in recipes.iter().enumerate().filter(|(_, recipe)| recipe.is_none()) {
+        let letter = letter_of(runs, index);
+        add(&mut page, format_args!("<p class=\"note\">The recipe of {letter} is not valid TOML.</p>\n"));
     }
     let recipes: Vec<BTreeMap<String, String>> = recipes.into_iter().map(Option::unwrap_or_default).collect();
     let all: BTreeSet<&String> = recipes.iter().flat_map(BTreeMap::keys).collect();
@@ -227,14 +227,11 @@ pub(crate) fn differences(runs: &[History]) -> String {
     heads(runs, &mut page);
     page.push_str("</tr></thead><tbody>\n");
     for key in differing {
-        add(&mut page, format_args!("<tr><th><code>{}</code></th>", escaped(shortened(key, VALUE_CHARS_MAX))));
+        add(&mut page, format_args!("<tr><th><code>{}</code></th>", escape(truncate(key, VALUE_CHARS_MAX))));
         for recipe in &recipes {
             match recipe.get(key) {
                 Some(value) => {
-                    add(
-                        &mut page,
-                        format_args!("<td><code>{}</code></td>", escaped(shortened(value, VALUE_CHARS_MAX))),
-                    );
+                    add(&mut page, format_args!("<td><code>{}</code></td>", escape(truncate(value, VALUE_CHARS_MAX))));
                 }
                 None => page.push_str("<td>not set</td>"),
             }
@@ -244,7 +241,7 @@ pub(crate) fn differences(runs: &[History]) -> String {
     page + "</tbody></table></div>\n"
 }
 
-/// A recipe's keys, `batch.global`, with their values as they would be written.
+/// Returns the dotted keys of a recipe, such as `batch.global_batch_size`, with their values as TOML.
 fn keys(recipe: &str) -> Option<BTreeMap<String, String>> {
     let table: toml::Table = recipe.parse().ok()?;
     let mut found = BTreeMap::new();

@@ -1,42 +1,42 @@
-//! From numbers to places in a picture: ranges, ticks, and fewer points where there are more than a picture can show.
+//! Maps numbers to pixels, chooses ticks, and reduces curves to what a picture can show.
 
-use shardwise_journal::words::{count, digits};
+use shardwise_journal::format::{count, digits};
 
-/// A range of numbers, drawn on so many pixels, evenly or by their logarithms.
+/// Maps a range of numbers to a range of pixels, linearly or logarithmically.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Scale {
     pub(crate) low: f64,
     pub(crate) high: f64,
     pub(crate) is_log: bool,
-    /// Where the low end is drawn, and where the high end.
+    /// The pixels of the low and of the high end.
     pub(crate) from: f64,
     pub(crate) to: f64,
 }
 
 impl Scale {
-    /// The place of a number.
-    pub(crate) fn place(&self, number: f64) -> f64 {
-        let part = match self.is_log {
+    /// Returns the pixel of a number.
+    pub(crate) fn pixel(&self, number: f64) -> f64 {
+        let fraction = match self.is_log {
             true => (number.max(f64::MIN_POSITIVE).ln() - self.low.ln()) / (self.high.ln() - self.low.ln()),
             false => (number - self.low) / (self.high - self.low),
         };
-        // What lies far outside is cut off by the picture's frame; a bound keeps the digits few.
-        self.from + part.clamp(-1., 2.) * (self.to - self.from)
+        // The frame clips points that are far outside. The bound keeps their coordinates short.
+        self.from + fraction.clamp(-1., 2.) * (self.to - self.from)
     }
 
-    pub(crate) fn holds(&self, number: f64) -> bool {
+    pub(crate) fn contains(&self, number: f64) -> bool {
         (self.low..=self.high).contains(&number)
     }
 
-    /// Round numbers in the range, about so many.
-    pub(crate) fn ticks(&self, about: usize) -> Vec<f64> {
+    /// Returns about `count` round numbers in the range.
+    pub(crate) fn ticks(&self, count: usize) -> Vec<f64> {
         match self.is_log {
-            true => self.log_ticks(about),
-            false => linear_ticks(self.low, self.high, about),
+            true => self.log_ticks(count),
+            false => linear_ticks(self.low, self.high, count),
         }
     }
 
-    /// What stands beside ticks.
+    /// Returns the labels of ticks.
     pub(crate) fn labels(&self, ticks: &[f64]) -> Vec<String> {
         let short = |tick: &f64| match *tick {
             t if (1e3..1e6).contains(&t) => count(t.round() as u64),
@@ -49,29 +49,29 @@ impl Scale {
         }
     }
 
-    fn log_ticks(&self, about: usize) -> Vec<f64> {
+    fn log_ticks(&self, count: usize) -> Vec<f64> {
         for steps in [&[1., 2., 3., 5.][..], &[1., 2., 5.], &[1., 3.], &[1.]] {
             let (first, last) = (self.low.log10().floor() as i32, self.high.log10().ceil() as i32);
             let all = (first..=last).flat_map(|power| steps.iter().map(move |step| step * 10_f64.powi(power)));
-            let ticks: Vec<f64> = all.filter(|tick| self.holds(*tick)).collect();
-            if ticks.len() <= about + 1 && ticks.len() > 1 {
+            let ticks: Vec<f64> = all.filter(|tick| self.contains(*tick)).collect();
+            if ticks.len() <= count + 1 && ticks.len() > 1 {
                 return ticks;
             }
         }
-        // More powers of ten than ticks, or a range within one of them.
+        // The range has more powers of ten than ticks, or lies within one of them.
         let (low, high) = (self.low.log10().ceil() as i32, self.high.log10().floor() as i32);
         match high - low {
-            0 | 1 => linear_ticks(self.low, self.high, about),
+            0 | 1 => linear_ticks(self.low, self.high, count),
             powers => {
-                let every = (powers as usize).div_ceil(about.max(1)).max(1);
+                let every = (powers as usize).div_ceil(count.max(1)).max(1);
                 (low..=high).step_by(every).map(|power| 10_f64.powi(power)).collect()
             }
         }
     }
 }
 
-fn linear_ticks(low: f64, high: f64, about: usize) -> Vec<f64> {
-    let rough = (high - low) / about.max(1) as f64;
+fn linear_ticks(low: f64, high: f64, count: usize) -> Vec<f64> {
+    let rough = (high - low) / count.max(1) as f64;
     if !(rough.is_finite() && rough > 0.) {
         return vec![low];
     }
@@ -82,7 +82,7 @@ fn linear_ticks(low: f64, high: f64, about: usize) -> Vec<f64> {
     (0..=(last - first).clamp(0., 50.) as u64).map(|tick| (first + tick as f64) * step).collect()
 }
 
-/// Ticks that are evenly apart, all in as many places as tell them apart.
+/// Labels evenly spaced ticks, all with the fewest decimal places that represent them exactly.
 fn even_labels(ticks: &[f64]) -> Vec<String> {
     let largest = ticks.iter().fold(0_f64, |most, tick| most.max(tick.abs()));
     let exact = |text: &str, tick: f64| text.parse::<f64>().is_ok_and(|read| (read - tick).abs() <= largest * 1e-6);
@@ -96,16 +96,16 @@ fn even_labels(ticks: &[f64]) -> Vec<String> {
             })
             .collect();
         if ticks.iter().zip(&labels).all(|(tick, text)| exact(text, *tick)) {
-            let are_whole = largest >= 1000. && places == 0 && largest < 1e9 && ticks.iter().all(|tick| *tick >= 0.);
-            return if are_whole { ticks.iter().map(|tick| count(tick.round() as u64)).collect() } else { labels };
+            let are_counts = largest >= 1000. && places == 0 && largest < 1e9 && ticks.iter().all(|tick| *tick >= 0.);
+            return if are_counts { ticks.iter().map(|tick| count(tick.round() as u64)).collect() } else { labels };
         }
     }
     ticks.iter().map(|tick| digits(*tick, 4)).collect()
 }
 
-/// A curve, as far as a picture of so many columns can show it: of each column the least and the most, in their order.
-/// What is not finite parts the curve.
-pub(crate) fn thinned(
+/// Reduces a curve to what a picture with this many columns can show: the minimum and the maximum of each column, in order. Values
+/// that are not finite split the curve.
+pub(crate) fn thin(
     points: impl ExactSizeIterator<Item = (f64, f64)>,
     (low, high): (f64, f64),
     columns: usize,
@@ -120,14 +120,14 @@ pub(crate) fn thinned(
             }
             continue;
         }
-        let place = ((x - low) / (high - low).max(f64::MIN_POSITIVE) * columns as f64) as i64;
+        let index = ((x - low) / (high - low).max(f64::MIN_POSITIVE) * columns as f64) as i64;
         match &mut column {
-            Some(open) if is_many && open.place == place => open.add((x, y)),
-            _ => finish(column.replace(Column { place, least: (x, y), most: (x, y) }), &mut pieces),
+            Some(open) if is_many && open.index == index => open.add((x, y)),
+            _ => finish(column.replace(Column { index, least: (x, y), most: (x, y) }), &mut pieces),
         }
     }
     finish(column, &mut pieces);
-    // A picture shows no more gaps than it has columns.
+    // With more pieces than columns, gaps are not visible.
     pieces.retain(|piece| !piece.is_empty());
     if pieces.len() > columns {
         return vec![pieces.concat()];
@@ -136,7 +136,7 @@ pub(crate) fn thinned(
 }
 
 struct Column {
-    place: i64,
+    index: i64,
     least: (f64, f64),
     most: (f64, f64),
 }
@@ -163,8 +163,9 @@ fn finish(column: Option<Column>, pieces: &mut [Vec<(f64, f64)>]) {
     }
 }
 
-/// Each number as the mean of so many to both sides, the closer to an end the fewer; what is not finite is left out of it.
-pub(crate) fn smoothed(numbers: &[f64], half: usize) -> Vec<f64> {
+/// Replaces each number by the mean of its neighbours, `half` on each side and fewer near the ends. Values that are not finite are left
+/// out.
+pub(crate) fn smooth(numbers: &[f64], half: usize) -> Vec<f64> {
     let mut sums = Vec::with_capacity(numbers.len() + 1);
     let (mut sum, mut finite) = (0., 0_u32);
     sums.push((sum, finite));
@@ -174,9 +175,9 @@ pub(crate) fn smoothed(numbers: &[f64], half: usize) -> Vec<f64> {
         }
         sums.push((sum, finite));
     }
-    let mean = |place: usize| {
-        let reach = half.min(place).min(numbers.len() - 1 - place);
-        let ((before, few), (after, many)) = (sums[place - reach], sums[place + reach + 1]);
+    let mean = |index: usize| {
+        let reach = half.min(index).min(numbers.len() - 1 - index);
+        let ((before, few), (after, many)) = (sums[index - reach], sums[index + reach + 1]);
         if many > few { (after - before) / f64::from(many - few) } else { f64::NAN }
     };
     (0..numbers.len()).map(mean).collect()
@@ -191,10 +192,10 @@ mod tests {
     }
 
     #[test]
-    fn ticks_are_round_and_within() {
-        let labels = |low, high, is_log, about| {
+    fn ticks_are_round_and_within_the_range() {
+        let labels = |low, high, is_log, count| {
             let scale = scale(low, high, is_log);
-            scale.labels(&scale.ticks(about)).join(" ")
+            scale.labels(&scale.ticks(count)).join(" ")
         };
         assert_eq!(labels(2.9, 9.3, false, 5), "4 6 8");
         assert_eq!(labels(0., 0.5, false, 5), "0 0.1 0.2 0.3 0.4 0.5");
@@ -216,18 +217,18 @@ mod tests {
             n => f64::from(n % 7),
         };
         let points: Vec<(f64, f64)> = (0..1_000_000).map(|n| (f64::from(n), number(n))).collect();
-        let pieces = thinned(points.into_iter(), (0., 1e6), 500);
+        let pieces = thin(points.into_iter(), (0., 1e6), 500);
         assert!(pieces.len() == 2 && pieces.concat().len() <= 1004, "{}", pieces.concat().len());
         assert!(pieces[0].contains(&(500_000., 1e6)));
-        assert_eq!(thinned([(1., 2.), (2., 3.)].into_iter(), (1., 2.), 500), [[(1., 2.), (2., 3.)]]);
+        assert_eq!(thin([(1., 2.), (2., 3.)].into_iter(), (1., 2.), 500), [[(1., 2.), (2., 3.)]]);
     }
 
     #[test]
-    fn a_smooth_curve_begins_and_ends_where_the_numbers_do() {
+    fn a_smooth_curve_starts_and_ends_where_the_numbers_do() {
         let mut numbers: Vec<f64> = (0..100).map(f64::from).collect();
         numbers[50] = f64::NAN;
-        let smooth = smoothed(&numbers, 2);
-        assert_eq!((smooth[0], smooth[99], smooth[50]), (0., 99., 50.));
-        assert!(smoothed(&[], 2).is_empty());
+        let smoothed = smooth(&numbers, 2);
+        assert_eq!((smoothed[0], smoothed[99], smoothed[50]), (0., 99., 50.));
+        assert!(smooth(&[], 2).is_empty());
     }
 }

@@ -1,9 +1,9 @@
-//! Texts that go into the page. Names, recipes and errors are whatever somebody wrote.
+//! Formats and escapes text for the page. Names, recipes and errors may contain anything.
 
 use std::fmt::{Display, Write};
 
-/// A text as it may stand between tags and in attributes.
-pub(crate) fn escaped(text: impl Display) -> String {
+/// Escapes text for HTML content and attributes.
+pub(crate) fn escape(text: impl Display) -> String {
     let text = text.to_string();
     let mut safe = String::with_capacity(text.len());
     for char in text.chars() {
@@ -14,7 +14,7 @@ pub(crate) fn escaped(text: impl Display) -> String {
             '"' => safe.push_str("&quot;"),
             '\'' => safe.push_str("&#39;"),
             '\n' | '\t' => safe.push(char),
-            // What would be no page any more, or turn the direction of what follows.
+            // Characters that are invalid in XML, or that change the direction of the text after them.
             '\u{fffe}' | '\u{ffff}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}' => safe.push('\u{fffd}'),
             _ if char.is_control() => safe.push('\u{fffd}'),
             _ => safe.push(char),
@@ -23,20 +23,20 @@ pub(crate) fn escaped(text: impl Display) -> String {
     safe
 }
 
-/// The beginning of a text, with an ellipsis where it goes on.
-pub(crate) fn shortened(text: &str, chars_max: usize) -> String {
+/// Truncates a text to `chars_max` characters, and marks that with an ellipsis.
+pub(crate) fn truncate(text: &str, chars_max: usize) -> String {
     match text.char_indices().nth(chars_max) {
-        Some((place, _)) => format!("{}…", text[..place].trim_end()),
+        Some((end, _)) => format!("{}…", text[..end].trim_end()),
         None => text.to_string(),
     }
 }
 
-/// Adds to a page. Writing to memory does not fail.
+/// Appends to the page.
 pub(crate) fn add(page: &mut String, piece: std::fmt::Arguments) {
-    page.write_fmt(piece).expect("a string takes what is written");
+    page.write_fmt(piece).expect("writing to a string does not fail");
 }
 
-/// `2026-11-15 21:53:07`, in UTC.
+/// Formats a time in UTC: `2026-11-15 21:53:07`.
 pub(crate) fn date(time_s: f64) -> String {
     match chrono::DateTime::from_timestamp(time_s as i64, 0) {
         Some(date) => date.format("%Y-%m-%d %H:%M:%S").to_string(),
@@ -49,12 +49,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nothing_escapes() {
+    fn markup_is_escaped() {
         assert_eq!(
-            escaped("<a b='c' d=\"e\">&\u{0}\u{202e}\n"),
+            escape("<a b='c' d=\"e\">&\u{0}\u{202e}\n"),
             "&lt;a b=&#39;c&#39; d=&quot;e&quot;&gt;&amp;\u{fffd}\u{fffd}\n"
         );
-        assert_eq!((shortened("äöü", 2), shortened("äöü", 3)), ("äö…".to_string(), "äöü".to_string()));
+        assert_eq!((truncate("äöü", 2), truncate("äöü", 3)), ("äö…".to_string(), "äöü".to_string()));
         assert_eq!(date(1_800_000_000.), "2027-01-15 08:00:00");
         assert_eq!(date(f64::MAX), "an unknown time");
     }

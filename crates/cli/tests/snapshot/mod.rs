@@ -1,10 +1,10 @@
-//! Texts that are compared with files. `UPDATE_SNAPSHOTS=1` writes them anew: then read what `git diff` shows.
+//! Compares texts with files. `UPDATE_SNAPSHOTS=1` updates the files; check the result with `git diff`.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
 use std::path::{Path, PathBuf};
 
-/// The files of a folder of this one with an extension, sorted.
+/// The test cases of a folder: its files with this extension, sorted.
 pub(crate) fn files(folder: &str, extension: &str) -> Vec<PathBuf> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests").join(folder);
     let entries = std::fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path());
@@ -16,7 +16,7 @@ pub(crate) fn files(folder: &str, extension: &str) -> Vec<PathBuf> {
     files
 }
 
-/// What differs between a text and its file: nothing, or a report. Paths are those of the folder the file is in.
+/// Compares a text with its file, and describes the difference. Paths in the text are relative to the folder of the file.
 pub(crate) fn difference(path: &Path, text: &str) -> Option<String> {
     let folder = format!("{}/", path.parent().unwrap().display());
     let text = format!("{}\n", text.replace(&folder, "").trim_end());
@@ -28,7 +28,7 @@ pub(crate) fn difference(path: &Path, text: &str) -> Option<String> {
     (expected != text).then(|| format!("{}:\n--- expected\n{expected}--- found\n{text}", path.display()))
 }
 
-/// Fails with all that differ.
-pub(crate) fn settle(differences: Vec<String>) {
-    assert!(differences.is_empty(), "UPDATE_SNAPSHOTS=1 writes them anew\n{}", differences.join("\n"));
+/// Fails if there are any differences.
+pub(crate) fn assert_no_differences(differences: Vec<String>) {
+    assert!(differences.is_empty(), "UPDATE_SNAPSHOTS=1 updates the files\n{}", differences.join("\n"));
 }

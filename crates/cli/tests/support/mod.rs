@@ -1,4 +1,4 @@
-//! A folder with a recipe, the program that is run on it, and what that said.
+//! A folder with a recipe, and helpers to run the program on it.
 
 #![allow(dead_code, clippy::unwrap_used, reason = "each test file uses a part, and a test may fail")]
 
@@ -6,28 +6,28 @@ use std::path::PathBuf;
 use std::process::{Command, Output};
 use std::time::Duration;
 
-use shardwise_harness::{Stopwatch, patience};
+use shardwise_harness::{Stopwatch, scale_timeout};
 
 /// A small run.
 pub(crate) const RECIPE: &str = r#"
 [model.llama]
-vocabulary = 61
-width = 36
-blocks = 3
-heads = 6
-kv_heads = 3
-mlp_width = 53
+vocab_size = 61
+hidden_size = 36
+num_hidden_layers = 3
+num_attention_heads = 6
+num_key_value_heads = 3
+intermediate_size = 53
 
 [data]
 seed = 7
 
 [batch]
-global = 8
-sequences = 1
-positions = 16
+global_batch_size = 8
+micro_batch_size = 1
+seq_len = 16
 
 [optimizer]
-rate = 1e-2
+lr = 1e-2
 
 [run]
 steps = 24
@@ -40,11 +40,10 @@ background = false
 [supervision]
 "#;
 
-/// Keys for a test that is about limits, and the limit in seconds: 4 on a quiet machine. On a busy one ranks are late by more,
-/// which would be an alarm, and rightly so.
-pub(crate) fn watched_closely() -> (u64, String) {
-    let limit_s = patience(Duration::from_secs(4)).as_secs_f64().ceil() as u64;
-    (limit_s, format!("time_limit_s = {limit_s}\nsilence_s = {limit_s}\n"))
+/// Short timeouts, in seconds and as recipe keys: 4 s on a quiet machine, longer on a busy one, where ranks are late for good reason.
+pub(crate) fn short_timeouts() -> (u64, String) {
+    let limit_s = scale_timeout(Duration::from_secs(4)).as_secs_f64().ceil() as u64;
+    (limit_s, format!("timeout_s = {limit_s}\nheartbeat_timeout_s = {limit_s}\n"))
 }
 
 /// A folder with a recipe.
@@ -61,7 +60,7 @@ impl Folder {
         self.0.path().join(name)
     }
 
-    /// A command of the program's on the recipe.
+    /// A subcommand of the program on the recipe.
     pub(crate) fn command(&self, verb: &str, arguments: &[&str]) -> Command {
         let mut command = shardwise();
         command.arg(verb).arg(self.path("recipe.toml")).args(arguments).current_dir(self.0.path());
@@ -79,7 +78,7 @@ pub(crate) fn said(output: &Output) -> String {
     format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
 }
 
-/// What it said, if it ended well.
+/// Asserts that the program succeeded, and returns its output.
 pub(crate) fn good(output: &Output) -> String {
     assert!(output.status.success(), "{}", said(output));
     said(output)

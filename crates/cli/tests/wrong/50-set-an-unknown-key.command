@@ -1,1 +1,1 @@
-train base.toml -n 2 --set optimizer.lr=1e-3
+train base.toml -n 2 --set optimizer.learning_rate=1e-3

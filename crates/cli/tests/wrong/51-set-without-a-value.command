@@ -1,1 +1,1 @@
-config base.toml --set optimizer.rate
+config base.toml --set optimizer.lr

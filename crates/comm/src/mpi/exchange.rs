@@ -1,80 +1,79 @@
-//! Collectives made of messages between two ranks, as machines that are polled.
+//! Collectives built from point-to-point messages, as polled state machines.
 //!
 //! # Note: no deadlock, and no hot spot
-//! All ranks go through the same sequence of steps: in step k a rank sends to the rank k places up and receives from the
-//! rank k places down, so at any time everyone sends to someone else. A rank posts its messages in that order, at most
-//! [`MESSAGES_MAX`] at once each way (a reduction: two rounds of one to and from each rank). The earliest message of the
-//! sequence that is not complete is posted on both its sides, because everything before it is complete; so some message can
-//! always complete.
+//! All ranks go through the same sequence of steps: in step k, rank r sends to rank r + k and receives from rank r − k, so in
+//! each step every rank sends to a different rank. A rank posts its messages in that order, at most [`MESSAGES_MAX`] at once in
+//! each direction (for a reduction: two rounds of one message to and from each rank). The earliest incomplete message of the
+//! sequence is posted on both sides, because everything before it is complete; so some message can always complete.
 //!
-//! # Note: a long message meets a receive of its own length, or none
-//! Ranks that disagree about a call send messages to receives that were meant for others. MPI promises an error where a
-//! message is longer than its receive; Open MPI 4.1.4, between processes of one host, gives the error and writes the whole
-//! message (262,144 bytes sent to a receive of 1,024 overwrote the 261,120 behind it). So the length of a long message is part
-//! of its tag: ranks that disagree about it wait for each other until the time limit, and no memory is touched. Short messages
-//! pass through MPI's own buffers, where its error is true, and prompt.
+//! # Note: a long message only matches a receive of the same length
+//! If ranks disagree about a call, their messages match receives that were meant for other messages. MPI promises an error if a
+//! message is longer than its receive, but Open MPI 4.1.4, between processes of one host, returns the error after it has
+//! written the whole message (262,144 bytes sent to a receive of 1,024 overwrote the 261,120 behind it). So the length of a
+//! long message is part of its tag: ranks that disagree about it wait for each other until the timeout, and no memory is
+//! touched. Short messages go through MPI's own buffers, where its error is correct and immediate.
 
 use std::collections::VecDeque;
 use std::ops::Range;
 
 use shardwise_plan::{Dtype, Partition, RankSet};
 
-use super::card::{CARD_BYTES, Card};
-use super::sys::{Communicator, Outcome, Request, Requests};
-use crate::Reduce;
+use super::call_signature::{CallSignature, SIGNATURE_BYTES};
+use super::sys::{Communicator, MpiResult, Request, Requests};
+use crate::ReduceOp;
 use crate::reduce::reduce;
-use crate::transport::{Cuts, Work};
+use crate::transport::{Operation, Splits};
 
-/// The longest message. A few milliseconds of a slow link, so that a call that moves is seen to move.
+/// The longest message. Even at 1 Gbit/s it takes only 34 ms, so progress is visible.
 pub(super) const PIECE_BYTES_MAX: usize = 4 << 20;
 
-/// Messages that one call has under way at once, each way.
+/// The most messages that one call has posted at once, in each direction.
 const MESSAGES_MAX: usize = 32;
 
-/// The staging memory of a reduction is two rounds of one piece per rank; a piece is as large as this allows, between the
-/// two bounds. 256 KiB was the fastest of 64, 256 and 1024 KiB for 2, 4 and 8 ranks on one host.
+/// The staging memory of a reduction: two rounds of one piece per rank. A piece is as large as that allows, within the bounds
+/// of `ROUND_BYTES`. 256 KiB was the fastest of 64, 256 and 1024 KiB for 2, 4 and 8 ranks on one host.
 const STAGING_BYTES: usize = 4 << 20;
 const ROUND_BYTES: Range<usize> = 16 << 10..256 << 10;
 
-/// Up to this many bytes from all ranks together, an all-reduce gathers all contributions.
+/// The largest total size for which an all-reduce gathers all contributions.
 const SMALL_BYTES_MAX: usize = 64 << 10;
 
-/// Up to this many bytes a message is short. Open MPI goes past its own buffers from 4 KiB on, unless it is told otherwise.
+/// The longest short message. Open MPI bypasses its own buffers from 4 KiB on by default.
 const SHORT_BYTES_MAX: usize = 2 << 10;
 
-/// Calls are told apart by their place in the order, modulo this: as many as leave tags for every length. Collectives under way
-/// are never nearly as many, and messages between two ranks that share a number and a length arrive in order.
-pub(super) const NUMBERS: usize = 500;
+/// A tag contains the call number modulo this, which is the largest value that leaves a tag for every length. Far fewer
+/// collectives run at once, and messages between two ranks with the same number and length arrive in order.
+pub(super) const CALL_NUMBERS: usize = 500;
 
-/// The number of ranks that meet to make a group.
-const MEETING: usize = NUMBERS;
+/// The call number of a rendezvous.
+const RENDEZVOUS: usize = CALL_NUMBERS;
 
-/// The number of the cards that ranks show before a collective.
-const CARDS: usize = NUMBERS + 1;
+/// The call number of signature exchanges.
+const SIGNATURES: usize = CALL_NUMBERS + 1;
 
-/// A call as a machine.
+/// A call as a state machine.
 pub(super) trait Machine {
-    /// Lets it go on without waiting.
+    /// Makes as much progress as possible without blocking.
     fn poll(&mut self) -> Result<Progress, Failure>;
 
-    /// The ranks of the group from which or to which something is missing, where that is known.
+    /// The ranks of the group that the call is waiting for, if known.
     fn waits_for(&self) -> Vec<usize>;
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Progress {
-    Still,
+    Stalled,
     Moved,
     Done,
 }
 
-/// Why a call cannot go on.
+/// Why a call failed.
 #[derive(Debug)]
 pub(super) enum Failure {
-    /// A message failed, in MPI's words or ours. Others may still be under way.
+    /// A message failed. Others may still be in progress.
     Message(String),
-    /// The ranks came with different calls: all their cards, in order. No message is under way.
-    Cards(Vec<Card>),
+    /// The ranks made different calls: the signatures of all ranks, in order. No message is in progress.
+    Mismatch(Vec<CallSignature>),
 }
 
 impl From<String> for Failure {
@@ -83,76 +82,78 @@ impl From<String> for Failure {
     }
 }
 
-/// The machine for a call.
-pub(super) fn machine(comm: Communicator, number: usize, dtype: Dtype, work: &Work) -> Box<dyn Machine> {
+/// Returns the state machine of a call.
+pub(super) fn machine(comm: Communicator, number: usize, dtype: Dtype, operation: &Operation) -> Box<dyn Machine> {
     let size = comm.size();
-    match work {
-        Work::AllGather { part, whole, partition } => {
-            Box::new(gather(Wire { comm, number }, dtype, *part, *whole, *partition))
+    match operation {
+        Operation::AllGather { part, whole, partition } => {
+            Box::new(gather(Channel { comm, number }, dtype, *part, *whole, *partition))
         }
-        Work::ReduceScatter { whole, part, partition, reduce } => {
-            Box::new(Reduction::new(Wire { comm, number }, dtype, *whole, *part, *partition, *reduce))
+        Operation::ReduceScatter { whole, part, partition, reduce } => {
+            Box::new(Reduction::new(Channel { comm, number }, dtype, *whole, *part, *partition, *reduce))
         }
-        Work::AllReduce { buffer, partition, reduce }
+        Operation::AllReduce { buffer, partition, reduce }
             if size > 1 && partition.len() * dtype.bytes() * size <= SMALL_BYTES_MAX =>
         {
             let sum = Sum { dtype, how: *reduce, buffer: *buffer, len: partition.len() };
-            Box::new(Staged::new(Wire { comm, number }, *buffer, partition.len() * dtype.bytes(), Some(sum)))
+            Box::new(GatherAndSum::new(Channel { comm, number }, *buffer, partition.len() * dtype.bytes(), Some(sum)))
         }
-        Work::AllReduce { buffer, partition, reduce } => {
+        Operation::AllReduce { buffer, partition, reduce } => {
             let part = buffer.wrapping_add(partition.range(comm.rank()).start * dtype.bytes());
-            let wire = Wire { comm, number };
-            Box::new(Sequence {
-                first: Some(Reduction::new(wire, dtype, *buffer, part, *partition, *reduce)),
-                then: gather(wire, dtype, part, *buffer, *partition),
+            let channel = Channel { comm, number };
+            Box::new(ReduceThenGather {
+                first: Some(Reduction::new(channel, dtype, *buffer, part, *partition, *reduce)),
+                then: gather(channel, dtype, part, *buffer, *partition),
             })
         }
-        Work::AllToAll { send, sends, receive, receives } => {
-            Box::new(exchange(Wire { comm, number }, dtype, *send, sends, *receive, receives))
+        Operation::AllToAll { send, sends, receive, receives } => {
+            Box::new(exchange(Channel { comm, number }, dtype, *send, sends, *receive, receives))
         }
-        Work::Broadcast { buffer, len, root } => {
-            Box::new(Broadcast::new(Wire { comm, number }, pieces(*buffer, len * dtype.bytes()).collect(), *root))
+        Operation::Broadcast { buffer, len, root } => {
+            Box::new(Broadcast::new(Channel { comm, number }, pieces(*buffer, len * dtype.bytes()).collect(), *root))
         }
-        Work::Send { buffer, len, to } => {
-            let mut flow = Flow::new(Wire { comm, number });
+        Operation::Send { buffer, len, to } => {
+            let mut flow = Flow::new(Channel { comm, number });
             flow.sends.extend(pieces(buffer.cast_mut(), len * dtype.bytes()).map(|piece| (*to, piece)));
             Box::new(flow)
         }
-        Work::Receive { buffer, len, from } => {
-            let mut flow = Flow::new(Wire { comm, number });
+        Operation::Receive { buffer, len, from } => {
+            let mut flow = Flow::new(Channel { comm, number });
             flow.receives.extend(pieces(*buffer, len * dtype.bytes()).map(|piece| (*from, piece)));
             Box::new(flow)
         }
-        // Nobody has a word from everyone before everyone has come.
-        Work::Barrier => Box::new(Staged::new(Wire { comm, number }, std::ptr::from_ref(&HERE), 1, None)),
+        // A rank has a byte from every rank only after every rank has arrived.
+        Operation::Barrier => {
+            Box::new(GatherAndSum::new(Channel { comm, number }, std::ptr::from_ref(&ARRIVED), 1, None))
+        }
     }
 }
 
-/// What a rank sends to say that it has come.
-static HERE: u8 = 1;
+/// The byte that a rank sends when it arrives.
+static ARRIVED: u8 = 1;
 
-/// A word from and to each of `ranks`, of which this rank is one: done when all have asked for it.
-pub(super) fn meeting(comm: Communicator, ranks: &RankSet) -> impl Machine + use<> {
+/// Exchanges a byte with each of `ranks`, which include this one. Done when all of them have started the exchange.
+pub(super) fn rendezvous(comm: Communicator, ranks: &RankSet) -> impl Machine + use<> {
     let mut words = vec![0u64; ranks.len()];
-    let mut gathering = Flow::new(Wire { comm, number: MEETING });
+    let mut gathering = Flow::new(Channel { comm, number: RENDEZVOUS });
     for (rank, word) in ranks.iter().zip(&mut words).filter(|(rank, _)| *rank != comm.rank()) {
         let word = std::ptr::from_mut(word).cast();
         gathering.receives.push_back((rank, Piece { data: word, bytes: 1 }));
-        gathering.sends.push_back((rank, Piece { data: std::ptr::from_ref(&HERE).cast_mut(), bytes: 1 }));
+        gathering.sends.push_back((rank, Piece { data: std::ptr::from_ref(&ARRIVED).cast_mut(), bytes: 1 }));
     }
-    Staged { gathering, staging: words, contributions: Vec::new(), sum: None }
+    GatherAndSum { gathering, staging: words, contributions: Vec::new(), sum: None }
 }
 
-/// `then`, once all ranks of the group have shown the same card. The cards of all calls have one number: a rank that
-/// has refused a call, and comes with a later one, is met all the same.
-pub(super) fn after_cards(comm: Communicator, card: Card, then: Box<dyn Machine>) -> Box<dyn Machine> {
-    let mut cards = vec![Card::EMPTY; comm.size()];
-    cards[comm.rank()] = card;
-    let all = cards.as_mut_ptr().cast::<u8>();
-    let own = all.wrapping_add(comm.rank() * CARD_BYTES);
-    let partition = Partition::new(comm.size() * CARD_BYTES, comm.size());
-    let gathering = gather(Wire { comm, number: CARDS }, Dtype::U8, own, all, partition);
-    Box::new(Cards { gathering: Some(gathering), cards, then })
+/// Runs `then` once all ranks of the group have sent the same signature. All signature exchanges use the same call number, so
+/// that signatures still match those of a rank that has refused a call and moved on to a later one.
+pub(super) fn verify_then(comm: Communicator, signature: CallSignature, then: Box<dyn Machine>) -> Box<dyn Machine> {
+    let mut signatures = vec![CallSignature::EMPTY; comm.size()];
+    signatures[comm.rank()] = signature;
+    let all = signatures.as_mut_ptr().cast::<u8>();
+    let own = all.wrapping_add(comm.rank() * SIGNATURE_BYTES);
+    let partition = Partition::new(comm.size() * SIGNATURE_BYTES, comm.size());
+    let gathering = gather(Channel { comm, number: SIGNATURES }, Dtype::U8, own, all, partition);
+    Box::new(VerifiedCall { gathering: Some(gathering), signatures, then })
 }
 
 /// A run of bytes to send or to receive into.
@@ -168,77 +169,77 @@ fn pieces(data: *mut u8, bytes: usize) -> impl Iterator<Item = Piece> {
         .map(move |start| Piece { data: data.wrapping_add(start), bytes: PIECE_BYTES_MAX.min(bytes - start) })
 }
 
-/// Where the messages of one call travel, and the call's number among those that could be confused with it.
+/// A call's communicator, and the number that keeps its messages apart from those of other calls.
 #[derive(Clone, Copy)]
-struct Wire {
+struct Channel {
     comm: Communicator,
     number: usize,
 }
 
-impl Wire {
-    /// The number, and the length of a long message. Where MPI has too few tags for all lengths (not Open MPI), some share one,
-    /// and it is for MPI to keep its promise.
+impl Channel {
+    /// The tag of a message: the call number and, for a long message, its length. If an MPI library has too few tags for all
+    /// lengths (Open MPI has enough), some lengths share a tag, and MPI itself must report the error.
     fn tag(&self, bytes: usize) -> usize {
-        let lengths = ((self.comm.tag_max() + 1) / (CARDS + 1)).min(PIECE_BYTES_MAX + 1);
+        let lengths = ((self.comm.tag_max() + 1) / (SIGNATURES + 1)).min(PIECE_BYTES_MAX + 1);
         let length = if bytes <= SHORT_BYTES_MAX { 0 } else { bytes % lengths };
         self.number * lengths + length
     }
 
-    fn send(&self, to: usize, piece: Piece) -> Outcome<Request> {
+    fn send(&self, to: usize, piece: Piece) -> MpiResult<Request> {
         // SAFETY: the engine keeps the call's buffers until its machine is done, or forever.
         unsafe { self.comm.send(piece.data, piece.bytes, to, self.tag(piece.bytes)) }
     }
 
-    fn receive(&self, from: usize, piece: Piece) -> Outcome<Request> {
+    fn receive(&self, from: usize, piece: Piece) -> MpiResult<Request> {
         // SAFETY: as above.
         unsafe { self.comm.receive(piece.data, piece.bytes, from, self.tag(piece.bytes)) }
     }
 
-    /// The other ranks in the order of the steps, as seen by a sender.
-    fn upwards(&self) -> impl Iterator<Item = usize> + use<> {
+    /// The other ranks, in the order in which this rank sends to them.
+    fn send_order(&self) -> impl Iterator<Item = usize> + use<> {
         let (rank, size) = (self.comm.rank(), self.comm.size());
         (1..size).map(move |step| (rank + step) % size)
     }
 
-    /// The same as seen by a receiver.
-    fn downwards(&self) -> impl Iterator<Item = usize> + use<> {
+    /// The other ranks, in the order in which this rank receives from them.
+    fn receive_order(&self) -> impl Iterator<Item = usize> + use<> {
         let (rank, size) = (self.comm.rank(), self.comm.size());
         (1..size).map(move |step| (rank + size - step) % size)
     }
 }
 
-/// A message that was received must have the length that was expected: MPI itself accepts a shorter one in silence.
-fn whole_message(from: usize, expected: usize, found: usize) -> Outcome<()> {
+/// Checks the length of a received message: MPI accepts a shorter one silently.
+fn check_message_length(from: usize, expected: usize, found: usize) -> MpiResult<()> {
     match expected == found {
         true => Ok(()),
         false => Err(format!(
             "rank {from} of the group sent a message of {found} bytes where {expected} were expected; the ranks disagree \
-             about what this call is"
+             about this call"
         )),
     }
 }
 
-/// Messages to and from other ranks, posted in order with a bound on those under way.
+/// Messages to and from other ranks, posted in order, with a limit on how many are posted at once.
 struct Flow {
-    wire: Wire,
+    channel: Channel,
     sends: VecDeque<(usize, Piece)>,
     receives: VecDeque<(usize, Piece)>,
     sending: Requests<usize>,
     receiving: Requests<(usize, usize)>,
-    /// What this rank has for itself. It is copied when the first messages are on their way.
-    own: Option<Copy>,
+    /// This rank's own contribution, which is copied locally once the first messages are posted.
+    own: Option<LocalCopy>,
 }
 
-struct Copy {
+struct LocalCopy {
     from: *const u8,
     to: *mut u8,
     bytes: usize,
 }
 
 impl Flow {
-    fn new(wire: Wire) -> Self {
+    fn new(channel: Channel) -> Self {
         Flow {
-            wire,
+            channel,
             sends: VecDeque::new(),
             receives: VecDeque::new(),
             sending: Requests::new(),
@@ -253,114 +254,128 @@ impl Machine for Flow {
         while self.receiving.len() < MESSAGES_MAX
             && let Some((from, piece)) = self.receives.pop_front()
         {
-            self.receiving.push(self.wire.receive(from, piece)?, (from, piece.bytes));
+            self.receiving.push(self.channel.receive(from, piece)?, (from, piece.bytes));
         }
         while self.sending.len() < MESSAGES_MAX
             && let Some((to, piece)) = self.sends.pop_front()
         {
-            self.sending.push(self.wire.send(to, piece)?, to);
+            self.sending.push(self.channel.send(to, piece)?, to);
         }
-        if let Some(Copy { from, to, bytes }) = self.own.take() {
-            // SAFETY: `Group` has checked the lengths; buffers of one call do not overlap, for they are owned.
+        if let Some(LocalCopy { from, to, bytes }) = self.own.take() {
+            // SAFETY: `Group` has checked the lengths; the buffers of a call are owned, so they do not overlap.
             unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) };
         }
-        let received = self.receiving.poll(|(from, expected), found| whole_message(from, expected, found))?;
+        let received = self.receiving.poll(|(from, expected), found| check_message_length(from, expected, found))?;
         let sent = self.sending.poll(|_, _| Ok(()))?;
         let posted_all = self.sends.is_empty() && self.receives.is_empty();
         Ok(match posted_all && self.sending.len() + self.receiving.len() == 0 {
             true => Progress::Done,
             false if received || sent => Progress::Moved,
-            false => Progress::Still,
+            false => Progress::Stalled,
         })
     }
 
     fn waits_for(&self) -> Vec<usize> {
         let from =
-            self.receiving.about().iter().map(|&(from, _)| from).chain(self.receives.iter().map(|&(from, _)| from));
-        let to = self.sending.about().iter().copied().chain(self.sends.iter().map(|&(to, _)| to));
+            self.receiving.contexts().iter().map(|&(from, _)| from).chain(self.receives.iter().map(|&(from, _)| from));
+        let to = self.sending.contexts().iter().copied().chain(self.sends.iter().map(|&(to, _)| to));
         from.chain(to).collect()
     }
 }
 
-/// Everyone's part to everyone's whole. The part may already stand in its place.
-fn gather(wire: Wire, dtype: Dtype, part: *const u8, whole: *mut u8, partition: Partition) -> Flow {
-    let place = |rank: usize| {
+/// All-gather: every rank sends its part directly to every other rank. This rank's part may already be in place in `whole`.
+fn gather(channel: Channel, dtype: Dtype, part: *const u8, whole: *mut u8, partition: Partition) -> Flow {
+    let location = |rank: usize| {
         let range = partition.range(rank);
         (whole.wrapping_add(range.start * dtype.bytes()), range.len() * dtype.bytes())
     };
-    let (own, own_bytes) = place(wire.comm.rank());
-    let mut flow = Flow::new(wire);
+    let (own, own_bytes) = location(channel.comm.rank());
+    let mut flow = Flow::new(channel);
     if part != own.cast_const() {
-        flow.own = Some(Copy { from: part, to: own, bytes: own_bytes });
+        flow.own = Some(LocalCopy { from: part, to: own, bytes: own_bytes });
     }
-    for from in wire.downwards() {
-        let (data, bytes) = place(from);
+    for from in channel.receive_order() {
+        let (data, bytes) = location(from);
         flow.receives.extend(pieces(data, bytes).map(|piece| (from, piece)));
     }
-    for to in wire.upwards() {
+    for to in channel.send_order() {
         flow.sends.extend(pieces(part.cast_mut(), own_bytes).map(|piece| (to, piece)));
     }
     flow
 }
 
-/// Everyone's parts to everyone.
-fn exchange(wire: Wire, dtype: Dtype, send: *const u8, sends: &Cuts, receive: *mut u8, receives: &Cuts) -> Flow {
-    let cut = |data: *mut u8, cuts: &Cuts, rank: usize| {
-        let range = cuts.range(rank);
+/// All-to-all: every rank sends a range of `send` to every other rank, and copies its own.
+fn exchange(
+    channel: Channel,
+    dtype: Dtype,
+    send: *const u8,
+    sends: &Splits,
+    receive: *mut u8,
+    receives: &Splits,
+) -> Flow {
+    let cut = |data: *mut u8, splits: &Splits, rank: usize| {
+        let range = splits.range(rank);
         (data.wrapping_add(range.start * dtype.bytes()), range.len() * dtype.bytes())
     };
-    let rank = wire.comm.rank();
+    let rank = channel.comm.rank();
     let ((from, _), (to, bytes)) = (cut(send.cast_mut(), sends, rank), cut(receive, receives, rank));
-    let mut flow = Flow::new(wire);
-    flow.own = Some(Copy { from, to, bytes });
-    for from in wire.downwards() {
+    let mut flow = Flow::new(channel);
+    flow.own = Some(LocalCopy { from, to, bytes });
+    for from in channel.receive_order() {
         let (data, bytes) = cut(receive, receives, from);
         flow.receives.extend(pieces(data, bytes).map(|piece| (from, piece)));
     }
-    for to in wire.upwards() {
+    for to in channel.send_order() {
         let (data, bytes) = cut(send.cast_mut(), sends, to);
         flow.sends.extend(pieces(data, bytes).map(|piece| (to, piece)));
     }
     flow
 }
 
-/// Exchange-then-sum in rounds: in each round everyone sends everyone a piece of their part, and sums what it received with
-/// its own, in rank order. Two rounds are under way at once, each with its half of the staging memory.
+/// Reduce-scatter in rounds: in each round every rank sends every other rank a piece of that rank's part, then sums the
+/// pieces it received and its own, in rank order. Two rounds run at once, each with its half of the staging memory.
 ///
-/// `part` may stand in its place in `whole`: no other rank reads it there, and this one reads a piece before it writes it.
+/// `part` may be in place in `whole`: no other rank reads it there, and this rank reads a piece before it overwrites it.
 struct Reduction {
-    wire: Wire,
+    channel: Channel,
     dtype: Dtype,
-    how: Reduce,
+    how: ReduceOp,
     whole: *const u8,
     part: *mut u8,
     partition: Partition,
-    /// Elements of a part that are summed in one round.
+    /// The number of elements of a part that one round sums.
     round_len: usize,
     rounds: usize,
-    /// The first round that is not summed.
+    /// The first round that is not summed yet.
     next: usize,
-    /// The first round that is not posted.
+    /// The first round that is not posted yet.
     posted: usize,
     staging: Vec<u64>,
     receiving: [Requests<(usize, usize)>; 2],
     sending: Requests<usize>,
-    /// Where this round's contributions are, in rank order.
+    /// The addresses of this round's contributions, in rank order.
     contributions: Vec<*const u8>,
 }
 
 impl Reduction {
-    fn new(wire: Wire, dtype: Dtype, whole: *const u8, part: *mut u8, partition: Partition, how: Reduce) -> Self {
-        let size = wire.comm.size();
+    fn new(
+        channel: Channel,
+        dtype: Dtype,
+        whole: *const u8,
+        part: *mut u8,
+        partition: Partition,
+        how: ReduceOp,
+    ) -> Self {
+        let size = channel.comm.size();
         let round_bytes = (STAGING_BYTES / 2 / size).clamp(ROUND_BYTES.start, ROUND_BYTES.end);
         let round_len = round_bytes / dtype.bytes();
-        // All ranks count rounds alike, by the longest part.
+        // All ranks run the same number of rounds, set by the longest part.
         let longest = partition.part_len(0);
         let rounds = longest.div_ceil(round_len);
         let staged_bytes = 2 * size * round_bytes.min(longest * dtype.bytes()).next_multiple_of(size_of::<u64>());
         let staging = if size > 1 { vec![0u64; staged_bytes / size_of::<u64>()] } else { Vec::new() };
         Reduction {
-            wire,
+            channel,
             dtype,
             how,
             whole,
@@ -384,40 +399,40 @@ impl Reduction {
         start..(start + self.round_len).min(part.end)
     }
 
-    /// Where what `from` contributes to `round` is received.
-    fn staged(&mut self, from: usize, round: usize) -> *mut u8 {
-        let size = self.wire.comm.size();
+    /// The staging address for the contribution of rank `from` to `round`.
+    fn staging_address(&mut self, from: usize, round: usize) -> *mut u8 {
+        let size = self.channel.comm.size();
         let words = self.staging.len() / (2 * size);
         self.staging.as_mut_ptr().wrapping_add((round % 2 * size + from) * words).cast()
     }
 
-    fn post(&mut self, round: usize) -> Outcome<()> {
-        let own_bytes = self.range(self.wire.comm.rank(), round).len() * self.dtype.bytes();
+    fn post(&mut self, round: usize) -> MpiResult<()> {
+        let own_bytes = self.range(self.channel.comm.rank(), round).len() * self.dtype.bytes();
         if own_bytes > 0 {
-            for from in self.wire.downwards() {
-                let piece = Piece { data: self.staged(from, round), bytes: own_bytes };
-                self.receiving[round % 2].push(self.wire.receive(from, piece)?, (from, own_bytes));
+            for from in self.channel.receive_order() {
+                let piece = Piece { data: self.staging_address(from, round), bytes: own_bytes };
+                self.receiving[round % 2].push(self.channel.receive(from, piece)?, (from, own_bytes));
             }
         }
-        for to in self.wire.upwards() {
+        for to in self.channel.send_order() {
             let range = self.range(to, round);
             if !range.is_empty() {
                 let data = self.whole.wrapping_add(range.start * self.dtype.bytes()).cast_mut();
                 let piece = Piece { data, bytes: range.len() * self.dtype.bytes() };
-                self.sending.push(self.wire.send(to, piece)?, to);
+                self.sending.push(self.channel.send(to, piece)?, to);
             }
         }
         Ok(())
     }
 
     fn sum(&mut self, round: usize) {
-        let rank = self.wire.comm.rank();
+        let rank = self.channel.comm.rank();
         let range = self.range(rank, round);
         self.contributions.clear();
-        for from in 0..self.wire.comm.size() {
+        for from in 0..self.channel.comm.size() {
             let contribution = match from == rank {
                 true => self.whole.wrapping_add(range.start * self.dtype.bytes()),
-                false => self.staged(from, round).cast_const(),
+                false => self.staging_address(from, round).cast_const(),
             };
             self.contributions.push(contribution);
         }
@@ -437,7 +452,7 @@ impl Machine for Reduction {
         }
         if self.next < self.rounds {
             let receiving = &mut self.receiving[self.next % 2];
-            moved |= receiving.poll(|(from, expected), found| whole_message(from, expected, found))?;
+            moved |= receiving.poll(|(from, expected), found| check_message_length(from, expected, found))?;
             if receiving.len() == 0 {
                 self.sum(self.next);
                 self.next += 1;
@@ -448,24 +463,24 @@ impl Machine for Reduction {
         Ok(match self.next == self.rounds && self.sending.len() == 0 {
             true => Progress::Done,
             false if moved => Progress::Moved,
-            false => Progress::Still,
+            false => Progress::Stalled,
         })
     }
 
     fn waits_for(&self) -> Vec<usize> {
-        let from = self.receiving[self.next % 2].about().iter().map(|&(from, _)| from);
-        from.chain(self.sending.about().iter().copied()).collect()
+        let from = self.receiving[self.next % 2].contexts().iter().map(|&(from, _)| from);
+        from.chain(self.sending.contexts().iter().copied()).collect()
     }
 }
 
-/// A reduction, then a gather of its results. The gather's first message is posted when the reduction's last is complete, so
-/// nothing is received over what is still to be sent.
-struct Sequence {
+/// All-reduce: a reduce-scatter, then an all-gather of its results. The gather posts its first message after the reduction's
+/// last one is complete, so it does not overwrite data that is yet to be sent.
+struct ReduceThenGather {
     first: Option<Reduction>,
     then: Flow,
 }
 
-impl Machine for Sequence {
+impl Machine for ReduceThenGather {
     fn poll(&mut self) -> Result<Progress, Failure> {
         if let Some(first) = &mut self.first {
             let progress = first.poll()?;
@@ -483,15 +498,15 @@ impl Machine for Sequence {
     }
 }
 
-/// Everyone's card to everyone, then the call itself, of which nothing is posted before.
-struct Cards {
-    /// Until they are all here.
+/// Exchanges the signatures of all ranks, then runs the call, which posts nothing before that.
+struct VerifiedCall {
+    /// `None` once all signatures are here.
     gathering: Option<Flow>,
-    cards: Vec<Card>,
+    signatures: Vec<CallSignature>,
     then: Box<dyn Machine>,
 }
 
-impl Machine for Cards {
+impl Machine for VerifiedCall {
     fn poll(&mut self) -> Result<Progress, Failure> {
         let Some(gathering) = &mut self.gathering else {
             return self.then.poll();
@@ -501,9 +516,9 @@ impl Machine for Cards {
             return Ok(progress);
         }
         self.gathering = None;
-        match self.cards.iter().all(|card| *card == self.cards[0]) {
+        match self.signatures.iter().all(|signature| *signature == self.signatures[0]) {
             true => Ok(Progress::Moved),
-            false => Err(Failure::Cards(std::mem::take(&mut self.cards))),
+            false => Err(Failure::Mismatch(std::mem::take(&mut self.signatures))),
         }
     }
 
@@ -512,42 +527,42 @@ impl Machine for Cards {
     }
 }
 
-/// A little from everyone: all contributions are gathered, then summed by everyone in rank order, or just waited for.
-struct Staged {
+/// A small all-reduce: every rank gathers all contributions and sums them in rank order. Without a `sum`, this is a barrier.
+struct GatherAndSum {
     gathering: Flow,
-    /// Where they are received.
+    /// The memory for the contributions.
     staging: Vec<u64>,
-    /// Their addresses there, in rank order.
+    /// The addresses of the contributions in `staging`, in rank order.
     contributions: Vec<*const u8>,
     sum: Option<Sum>,
 }
 
 struct Sum {
     dtype: Dtype,
-    how: Reduce,
+    how: ReduceOp,
     buffer: *mut u8,
     len: usize,
 }
 
-impl Staged {
-    fn new(wire: Wire, own: *const u8, bytes: usize, sum: Option<Sum>) -> Self {
-        let size = wire.comm.size();
+impl GatherAndSum {
+    fn new(channel: Channel, own: *const u8, bytes: usize, sum: Option<Sum>) -> Self {
+        let size = channel.comm.size();
         let mut staging = vec![0u64; (bytes * size).div_ceil(size_of::<u64>())];
         let whole = staging.as_mut_ptr().cast::<u8>();
         let contributions = (0..size).map(|rank| whole.wrapping_add(rank * bytes).cast_const()).collect();
-        let gathering = gather(wire, Dtype::U8, own, whole, Partition::new(bytes * size, size));
-        Staged { gathering, staging, contributions, sum }
+        let gathering = gather(channel, Dtype::U8, own, whole, Partition::new(bytes * size, size));
+        GatherAndSum { gathering, staging, contributions, sum }
     }
 }
 
-impl Machine for Staged {
+impl Machine for GatherAndSum {
     fn poll(&mut self) -> Result<Progress, Failure> {
         let progress = self.gathering.poll()?;
         if progress == Progress::Done
             && let Some(Sum { dtype, how, buffer, len }) = self.sum.take()
         {
             assert!(self.staging.len() * size_of::<u64>() >= len * dtype.bytes() * self.contributions.len());
-            // SAFETY: the contributions are in the staging memory, one run of `len` elements per rank, received whole.
+            // SAFETY: the contributions are in the staging memory, `len` elements per rank, completely received.
             unsafe { reduce(dtype, how, &self.contributions, buffer, len) };
         }
         Ok(progress)
@@ -558,37 +573,37 @@ impl Machine for Staged {
     }
 }
 
-/// From the root down a binomial tree, piece by piece: a rank hands a piece on as soon as it has it.
+/// Broadcast down a binomial tree, piece by piece: a rank forwards a piece as soon as it has it.
 struct Broadcast {
-    wire: Wire,
+    channel: Channel,
     parent: Option<usize>,
     children: Vec<usize>,
     pieces: Vec<Piece>,
-    /// Which pieces are here.
-    here: Vec<bool>,
-    /// The first piece that is not asked for.
-    asked: usize,
-    /// The first piece that is not handed on.
-    handed: usize,
+    /// Which pieces have arrived.
+    arrived: Vec<bool>,
+    /// The first piece whose receive is not posted yet.
+    posted: usize,
+    /// The first piece that is not forwarded yet.
+    forwarded: usize,
     receiving: Requests<(usize, usize)>,
     sending: Requests<usize>,
 }
 
 impl Broadcast {
-    fn new(wire: Wire, pieces: Vec<Piece>, root: usize) -> Self {
-        let (rank, size) = (wire.comm.rank(), wire.comm.size());
-        // Places count from the root. A place's parent is the place without its lowest bit; its children add a lower one.
-        let place = (rank + size - root) % size;
-        let lowest = if place == 0 { size.next_power_of_two() } else { place & place.wrapping_neg() };
+    fn new(channel: Channel, pieces: Vec<Piece>, root: usize) -> Self {
+        let (rank, size) = (channel.comm.rank(), channel.comm.size());
+        // Nodes count from the root. A node's parent is the node without its lowest bit; its children add a lower bit.
+        let node = (rank + size - root) % size;
+        let lowest = if node == 0 { size.next_power_of_two() } else { node & node.wrapping_neg() };
         let bits = std::iter::successors(Some(lowest / 2), |bit| Some(bit / 2)).take_while(|&bit| bit > 0);
-        let at = |place: usize| (place + root) % size;
+        let rank_of = |node: usize| (node + root) % size;
         Broadcast {
-            wire,
-            parent: (place != 0).then(|| at(place & (place - 1))),
-            children: bits.map(|bit| place + bit).filter(|&child| child < size).map(at).collect(),
-            here: vec![place == 0; pieces.len()],
-            asked: if place == 0 { pieces.len() } else { 0 },
-            handed: 0,
+            channel,
+            parent: (node != 0).then(|| rank_of(node & (node - 1))),
+            children: bits.map(|bit| node + bit).filter(|&child| child < size).map(rank_of).collect(),
+            arrived: vec![node == 0; pieces.len()],
+            posted: if node == 0 { pieces.len() } else { 0 },
+            forwarded: 0,
             pieces,
             receiving: Requests::new(),
             sending: Requests::new(),
@@ -599,36 +614,36 @@ impl Broadcast {
 impl Machine for Broadcast {
     fn poll(&mut self) -> Result<Progress, Failure> {
         while let Some(parent) = self.parent
-            && self.asked < self.pieces.len()
+            && self.posted < self.pieces.len()
             && self.receiving.len() < MESSAGES_MAX
         {
-            let piece = self.pieces[self.asked];
-            self.receiving.push(self.wire.receive(parent, piece)?, (self.asked, piece.bytes));
-            self.asked += 1;
+            let piece = self.pieces[self.posted];
+            self.receiving.push(self.channel.receive(parent, piece)?, (self.posted, piece.bytes));
+            self.posted += 1;
         }
-        let (here, parent) = (&mut self.here, self.parent.unwrap_or_default());
+        let (arrived, parent) = (&mut self.arrived, self.parent.unwrap_or_default());
         let mut moved = self.receiving.poll(|(index, expected), found| {
-            here[index] = true;
-            whole_message(parent, expected, found)
+            arrived[index] = true;
+            check_message_length(parent, expected, found)
         })?;
-        // In order, for that is how the children take them.
-        while self.handed < self.pieces.len() && self.here[self.handed] && self.sending.len() < MESSAGES_MAX {
+        // Forward in order: the children post their receives in that order.
+        while self.forwarded < self.pieces.len() && self.arrived[self.forwarded] && self.sending.len() < MESSAGES_MAX {
             for &child in &self.children {
-                self.sending.push(self.wire.send(child, self.pieces[self.handed])?, child);
+                self.sending.push(self.channel.send(child, self.pieces[self.forwarded])?, child);
             }
-            self.handed += 1;
+            self.forwarded += 1;
             moved = true;
         }
         moved |= self.sending.poll(|_, _| Ok(()))?;
-        Ok(match self.handed == self.pieces.len() && self.sending.len() == 0 {
+        Ok(match self.forwarded == self.pieces.len() && self.sending.len() == 0 {
             true => Progress::Done,
             false if moved => Progress::Moved,
-            false => Progress::Still,
+            false => Progress::Stalled,
         })
     }
 
     fn waits_for(&self) -> Vec<usize> {
-        let from = self.parent.filter(|_| self.here.contains(&false));
-        from.into_iter().chain(self.sending.about().iter().copied()).collect()
+        let from = self.parent.filter(|_| self.arrived.contains(&false));
+        from.into_iter().chain(self.sending.contexts().iter().copied()).collect()
     }
 }

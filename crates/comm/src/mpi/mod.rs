@@ -1,49 +1,49 @@
 //! Groups of CPU ranks over MPI.
 //!
-//! One thread per rank, started by [`world`], makes every MPI call of the process, start-up and shut-down included, so
-//! `MPI_THREAD_FUNNELED` is enough and MPI sees no second thread. The other threads hand it jobs through a queue
-//! (`engine.rs`). It uses of MPI the start-up, the sub-groups and messages between two ranks; the collectives are made of
-//! such messages here (`exchange.rs`), because MPI's own were measured to be slower and cannot be interrupted:
+//! One thread per rank, started by [`world`], makes every MPI call of the process, including initialization and finalization,
+//! so `MPI_THREAD_FUNNELED` is enough. Other threads send it calls through a queue (`engine.rs`). It uses MPI only for
+//! initialization, subgroups, point-to-point messages and the barrier at shutdown. The collectives are built from messages
+//! (`exchange.rs`), because MPI's own were measured to be slower and cannot be interrupted:
 //!
-//! - reduce-scatter is exchange-then-sum in rounds: while one round's pieces are summed, out of the cache they were just
-//!   received into, the next round's are on their way. MPI's own sums in an order of its choice, and not in bf16.
-//! - all-gather is direct: everyone sends to everyone else, straight into place.
-//! - a small all-reduce (a loss, a norm) is one gather of all contributions and a sum, for latency; a barrier is such a gather
-//!   of one byte each.
+//! - reduce-scatter works in rounds: while the pieces of one round are summed, still in the cache, those of the next are being
+//!   sent. MPI's own sums in an order of its choice, and does not support bf16.
+//! - all-gather is direct: every rank sends to every other rank, straight into place.
+//! - a small all-reduce (a loss, a norm) gathers all contributions and sums them locally, for latency; a barrier is such a
+//!   gather of one byte each.
 //! - broadcast goes down a binomial tree, piece by piece.
 //!
-//! Messages are at most 4 MiB long, so lengths are never near MPI's 32-bit counts, and a call that
-//! moves is seen to move. A call that does not move for [`Options::time_limit`] fails with the names of those it waits
-//! for; its buffers stay with MPI forever, for MPI may still write to them.
+//! Messages are at most 4 MiB long, so lengths stay far below MPI's 32-bit counts, and progress is visible. A call without
+//! progress for [`Options::timeout`] fails with the ranks it waits for; its buffers are leaked, because MPI may still write
+//! to them.
 //!
-//! # Note: checked mode
-//! Ranks that come to a collective with different calls send each other messages that were not meant for each other. Where
-//! lengths differ, that is an error, of short messages at once and of long ones after the time limit; where they are the
-//! same, it is wrong numbers, and an error at the first call that differs. With [`Options::checked`] the ranks of a group
-//! first show each other a card of 64 bytes (`card.rs`), and where not all are the same, the call fails on every rank with
-//! [`Error::Mismatch`], which says who came with what, before any buffer is touched. That costs as much as a barrier before
-//! each collective: little beside a unit's parameters, and a good part of a small sum. Messages between two ranks have no
-//! card.
+//! # Note: collective verification
+//! Ranks that make different calls send each other messages that were not meant for each other. If the lengths differ, that
+//! is an error, at once for short messages and after the timeout for long ones; if they are equal, the result is wrong
+//! numbers, and an error at the first call that differs. With [`Options::verify_collectives`] the ranks of a group first
+//! exchange signatures of 64 bytes (`call_signature.rs`), and if they differ, the call fails on every rank with [`Error::Mismatch`],
+//! which names the ranks and their calls, before any buffer is touched (PyTorch: `TORCH_DISTRIBUTED_DEBUG=DETAIL`). That costs
+//! as much as a barrier before each collective: little compared with a unit's parameters, much compared with a small sum.
+//! Point-to-point messages are not verified.
 //!
 //! # Note: full duplex
-//! Between hosts, Open MPI's TCP answers a long message's announcement on the same queue that carries its own long messages, so
-//! of two ranks that send to each other one often waits until the other is through: an all-gather of 168 MB between two hosts
-//! at 1 Gbit/s took 1.41 s instead of 0.70 s, and MPI_Allgather now and then too. Without its emulation of remote writes
-//! (`mpirun --mca btl_tcp_flags 1`, or `OMPI_MCA_btl_tcp_flags=1` in the environment of every rank) it took 0.70 s every
-//! time. Start ranks with it.
+//! Between hosts, Open MPI's TCP transport answers the announcement of a long message on the same queue that carries its own
+//! long messages. So when two ranks send to each other, one often waits until the other is done: an all-gather of 168 MB
+//! between two hosts at 1 Gbit/s took 1.41 s instead of 0.70 s, as MPI_Allgather sometimes did too. With Open MPI's emulation
+//! of remote writes turned off (`mpirun --mca btl_tcp_flags 1`, or `OMPI_MCA_btl_tcp_flags=1` in the environment of every rank)
+//! it took 0.70 s every time. Launch ranks with that setting.
 //!
-//! # Note: the end
-//! MPI is shut down when the last group is dropped, once all ranks have come so far (`farewell.rs`). A rank that drops its
-//! groups while another waits for it in a call, as when `main` returns an error, goes on after a few seconds: its program prints
-//! the error and ends, and the launcher, which sees it end without `MPI_Finalize`, ends the others. If its process is still there
-//! after half a minute, it aborts the run. A program that knows that it has failed need not wait for that: [`Group::abort`].
+//! # Note: shutdown
+//! MPI is finalized when the last group is dropped on all ranks (`shutdown.rs`). If a rank drops its groups while another waits
+//! for it in a call, as when `main` returns an error, the drop returns after a few seconds: the program prints the error and
+//! exits, and the launcher, which sees it exit without `MPI_Finalize`, ends the others. If its process is still alive after
+//! half a minute, it aborts the run. A program that knows that it has failed need not wait: it calls [`Group::abort`].
 //!
 //! If the communication thread panics, the process aborts at once. Unwinding would free buffers that MPI still writes to.
 
-mod card;
+mod call_signature;
 mod engine;
 mod exchange;
-mod farewell;
+mod shutdown;
 mod sys;
 
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -59,41 +59,42 @@ use crate::transport::{Job, Transport};
 use crate::{CallFault, Error, Group, Result};
 use engine::{Ending, Engine, Message};
 
-/// How to communicate.
+/// Options for [`world`].
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// How long a call may stand still, with not one piece arriving, before it fails. It must be longer than ranks may
-    /// legitimately wait for each other.
-    pub time_limit: Duration,
-    /// Whether the ranks of a group compare what they are about to do before each collective. All ranks say the same here.
-    pub checked: bool,
-    /// A mistake that this process is to make, for tests of what is said of it.
+    /// How long a call may go without any progress before it fails. Must be longer than any legitimate wait of one rank for
+    /// another.
+    pub timeout: Duration,
+    /// Whether the ranks of a group compare their calls before each collective. Must be the same on all ranks.
+    pub verify_collectives: bool,
+    /// A fault to inject, for tests.
     pub fault: Option<CallFault>,
 }
 
 impl Default for Options {
-    /// 300 seconds, unchecked, and no mistake.
+    /// A timeout of 300 seconds, no verification, no fault.
     fn default() -> Self {
-        Options { time_limit: Duration::from_secs(300), checked: false, fault: None }
+        Options { timeout: Duration::from_secs(300), verify_collectives: false, fault: None }
     }
 }
 
-/// How long MPI may take to start, at the least. That is no collective: processes are loaded, on hosts that may be busy,
-/// and a run that is to notice a hang within seconds would take each slow start for one.
-const SHORTEST_START: Duration = Duration::from_secs(60);
+/// The shortest timeout for initializing MPI. Busy hosts may load processes slowly, and a run with a timeout of a few seconds
+/// must not mistake a slow start for a hang.
+const START_TIMEOUT_MIN: Duration = Duration::from_secs(60);
 
-/// How long a rank that left the run alone may take to say why and to end, before it aborts the run. Longer than a supervisor
-/// takes to ask the others where they are.
-const GRACE: Duration = Duration::from_secs(30);
+/// How long a rank that left the run alone may take to report its error and exit, before it aborts the run. Longer than the
+/// supervisor needs to collect the status of the others.
+const EXIT_GRACE: Duration = Duration::from_secs(30);
 
-/// How long a launcher may take to forward what this rank has printed before the run is aborted, and how long the abort may take.
-const LAST_WORDS: Duration = Duration::from_millis(200);
-const ABORT_LIMIT: Duration = Duration::from_secs(5);
+/// How long the launcher gets to forward this rank's output before the run is aborted.
+const OUTPUT_GRACE: Duration = Duration::from_millis(200);
+/// How long the abort may take.
+const ABORT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Starts MPI, and returns the group of all ranks that the launcher (`mpirun`, `srun`) has started; just this one where
-/// there was no launcher. A process can do this once. MPI is shut down when the last group is dropped.
+/// Initializes MPI, and returns the group of all ranks that the launcher (`mpirun`, `srun`) has started; without a launcher,
+/// a group of one. Can be called once per process. MPI is finalized when the last group is dropped.
 pub fn world(options: Options) -> Result<Group> {
-    let time_limit = options.time_limit;
+    let timeout = options.timeout;
     let instruments = Instruments::new(options.fault.clone());
     let (sender, receiver) = channel();
     let (report, reported) = channel();
@@ -102,22 +103,22 @@ pub fn world(options: Options) -> Result<Group> {
         .name("shardwise-comm".to_string())
         .spawn(move || match Engine::start(options) {
             Ok(mut engine) => {
-                let (rank, size) = engine.place();
+                let (rank, size) = engine.rank_and_size();
                 // Declared after the engine, so that a panic reaches it while the engine still holds all buffers.
                 let _guard = AbortOnPanic { rank };
-                // The starter is gone only if it panicked, and then there is nothing to run for.
+                // The receiver is gone only if it panicked; then there is nothing to do.
                 if report.send(Ok((rank, size))).is_err() {
                     return;
                 }
                 match engine.run(&receiver) {
-                    // Whoever dropped the last group waits for this, and then until the engine has finalized MPI.
+                    // Dropping the last group waits for this message, and then until the engine has finalized MPI.
                     Ending::Together => {
                         let _ = alive.send(());
                     }
                     Ending::Alone => {
                         drop(alive);
                         if size > 1 {
-                            std::thread::sleep(GRACE);
+                            std::thread::sleep(EXIT_GRACE);
                             engine.abort();
                         }
                     }
@@ -126,20 +127,20 @@ pub fn world(options: Options) -> Result<Group> {
             Err(error) => drop(report.send(Err(error))),
         })
         .map_err(|error| Error::Setup(format!("the communication thread could not be started: {error}")))?;
-    let start_limit = time_limit.max(SHORTEST_START);
-    let (rank, size) = reported.recv_timeout(start_limit).map_err(|error| match error {
-        RecvTimeoutError::Timeout => {
-            Error::Setup(format!("MPI has not started within {start_limit:?}: can all hosts reach each other?"))
-        }
+    let start_timeout = timeout.max(START_TIMEOUT_MIN);
+    let (rank, size) = reported.recv_timeout(start_timeout).map_err(|error| match error {
+        RecvTimeoutError::Timeout => Error::Setup(format!(
+            "MPI did not start within {start_timeout:?}; check that all hosts can reach each other"
+        )),
         RecvTimeoutError::Disconnected => Error::Stopped,
     })??;
-    // Not before MPI has started: dropping it waits for the thread, which may be stuck in that.
-    let thread = Arc::new(Thread { sender, ended: Mutex::new(ended), time_limit });
+    // Only now that MPI has started: dropping it waits for the thread, which could be stuck in MPI_Init.
+    let thread = Arc::new(CommThread { sender, ended: Mutex::new(ended), timeout });
     let transport = Arc::new(MpiGroup { thread, id: engine::WORLD });
     Ok(Group::new("world", RankSet::world(size), rank, transport, instruments))
 }
 
-/// What MPI library this is, in its own words.
+/// The name and version of the MPI library.
 pub fn library_version() -> String {
     sys::library_version()
 }
@@ -162,39 +163,39 @@ impl Drop for AbortOnPanic {
     }
 }
 
-/// The communication thread; dropping the last handle shuts MPI down.
-struct Thread {
+/// The communication thread; dropping the last handle finalizes MPI.
+struct CommThread {
     sender: Sender<Message>,
-    /// Hears when all ranks have left together. Disconnected when there is nothing more to wait for: the thread has ended, or
-    /// left alone.
+    /// Receives a message when all ranks have left. Disconnected when there is nothing more to wait for: the thread has
+    /// ended, or this rank left alone.
     ended: Mutex<Receiver<()>>,
-    time_limit: Duration,
+    timeout: Duration,
 }
 
-impl Thread {
-    fn tell(&self, message: Message) -> Result<()> {
+impl CommThread {
+    fn send(&self, message: Message) -> Result<()> {
         self.sender.send(message).map_err(|_| Error::Stopped)
     }
 }
 
-impl Drop for Thread {
+impl Drop for CommThread {
     fn drop(&mut self) {
-        // MPI_Finalize waits for all ranks. One that dies of a panic must not wait for others that wait for it: it leaves
-        // without a word, and the launcher sees it go.
+        // MPI_Finalize waits for all ranks. A rank that panics must not wait for others that wait for it: it exits without
+        // finalizing, and the launcher notices.
         let finalize = !std::thread::panicking();
-        if self.tell(Message::Stop { finalize }).is_ok() && finalize {
+        if self.send(Message::Stop { finalize }).is_ok() && finalize {
             let ended = self.ended.get_mut().unwrap_or_else(PoisonError::into_inner);
-            // The others may be busy for as long as they like: ending before them would end them as well.
+            // Without a timeout: the others may be busy for a long time, and exiting before them would end them as well.
             if ended.recv().is_ok() {
                 // A thread that is stuck inside MPI is left behind; it ends with the process.
-                let _ = ended.recv_timeout(self.time_limit);
+                let _ = ended.recv_timeout(self.timeout);
             }
         }
     }
 }
 
 struct MpiGroup {
-    thread: Arc<Thread>,
+    thread: Arc<CommThread>,
     id: engine::GroupId,
 }
 
@@ -205,7 +206,7 @@ impl Transport for MpiGroup {
 
     fn start(&self, job: Job) -> Completion {
         let (reply, result) = channel();
-        if let Err(error) = self.thread.tell(Message::Start { group: self.id, job, reply }) {
+        if let Err(error) = self.thread.send(Message::Start { group: self.id, job, reply }) {
             return Box::new(move || Err(error));
         }
         Box::new(move || result.recv().unwrap_or(Err(Error::Stopped)))
@@ -213,16 +214,16 @@ impl Transport for MpiGroup {
 
     fn split(&self, ranks: RankSet, name: &Arc<str>) -> Result<Arc<dyn Transport>> {
         let (reply, result) = channel();
-        self.thread.tell(Message::Split { parent: self.id, ranks, name: name.clone(), reply })?;
+        self.thread.send(Message::Split { parent: self.id, ranks, name: name.clone(), reply })?;
         let id = result.recv().unwrap_or(Err(Error::Stopped))?;
         Ok(Arc::new(MpiGroup { thread: self.thread.clone(), id }))
     }
 
     fn abort(&self) {
-        std::thread::sleep(LAST_WORDS);
-        if self.thread.tell(Message::Abort).is_ok() {
-            // It ends this process, unless the thread is stuck in MPI.
-            std::thread::sleep(ABORT_LIMIT);
+        std::thread::sleep(OUTPUT_GRACE);
+        if self.thread.send(Message::Abort).is_ok() {
+            // The thread ends this process, unless it is stuck in MPI.
+            std::thread::sleep(ABORT_TIMEOUT);
         }
     }
 }

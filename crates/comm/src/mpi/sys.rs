@@ -1,5 +1,5 @@
-//! MPI's functions with checked results. All but `library_version`, which MPI allows at any time, run on the communication
-//! thread.
+//! Wrappers around MPI functions, which turn return codes into errors. All except `library_version`, which MPI allows at any
+//! time, must run on the communication thread.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::mem::MaybeUninit;
@@ -8,10 +8,10 @@ use mpi::ffi;
 use mpi::traits::AsRaw;
 use shardwise_plan::RankSet;
 
-/// An error in MPI's words.
-pub(super) type Outcome<T> = Result<T, String>;
+/// A result with MPI's error message.
+pub(super) type MpiResult<T> = Result<T, String>;
 
-fn check(code: c_int) -> Outcome<()> {
+fn check(code: c_int) -> MpiResult<()> {
     if code == 0 {
         return Ok(());
     }
@@ -20,10 +20,10 @@ fn check(code: c_int) -> Outcome<()> {
     // SAFETY: the buffer is longer than any MPI's MPI_MAX_ERROR_STRING.
     unsafe { ffi::MPI_Error_string(code, text.as_mut_ptr().cast::<c_char>(), &mut length) };
     text.truncate(usize::try_from(length).unwrap_or(0));
-    Err(format!("MPI says: {}", String::from_utf8_lossy(&text)))
+    Err(format!("MPI error: {}", String::from_utf8_lossy(&text)))
 }
 
-/// A count or rank as MPI wants it.
+/// Converts a count, rank or tag to MPI's type.
 fn int(value: usize) -> c_int {
     c_int::try_from(value).expect("ranks, pieces and tags are below 2³¹")
 }
@@ -37,7 +37,7 @@ pub(super) fn library_version() -> String {
     String::from_utf8_lossy(&text).trim_end_matches('\0').trim().to_string()
 }
 
-/// An initialised MPI; dropping it finalizes.
+/// The initialized MPI library; dropping it finalizes MPI.
 pub(super) struct Universe {
     inner: std::mem::ManuallyDrop<mpi::environment::Universe>,
     abandoned: bool,
@@ -45,7 +45,7 @@ pub(super) struct Universe {
 
 impl Drop for Universe {
     fn drop(&mut self) {
-        // Finalizing waits for all ranks; one that panics does not.
+        // MPI_Finalize waits for all ranks; a rank that panics must not.
         if !self.abandoned && !std::thread::panicking() {
             // SAFETY: dropped here only, and not used after.
             unsafe { std::mem::ManuallyDrop::drop(&mut self.inner) }
@@ -54,37 +54,37 @@ impl Drop for Universe {
 }
 
 impl Universe {
-    pub(super) fn start() -> Outcome<Self> {
+    pub(super) fn start() -> MpiResult<Self> {
         let (inner, threading) = mpi::initialize_with_threading(mpi::Threading::Funneled)
-            .ok_or("MPI was initialised before in this process; comm::mpi::world can be called once")?;
+            .ok_or("MPI is already initialized in this process; comm::mpi::world can be called only once")?;
         if threading < mpi::Threading::Funneled {
             return Err(format!(
-                "this MPI library grants {threading:?}, and a communication thread needs Funneled; use an MPI that was \
+                "this MPI library supports {threading:?}, but the communication thread needs Funneled; use an MPI that was \
                  built with thread support"
             ));
         }
         Ok(Universe { inner: std::mem::ManuallyDrop::new(inner), abandoned: false })
     }
 
-    /// Ends without finalizing.
+    /// Skips MPI_Finalize on drop.
     pub(super) fn abandon(&mut self) {
         self.abandoned = true;
     }
 
-    /// Ends this process and all others of the run.
+    /// Terminates this process and all other ranks of the run.
     pub(super) fn abort(&self) -> ! {
-        // SAFETY: MPI is initialised, and not finalized before this is dropped.
+        // SAFETY: MPI is initialized, and not finalized before this is dropped.
         unsafe { ffi::MPI_Abort(ffi::RSMPI_COMM_WORLD, 1) };
-        // MPI may return where it could not reach the others.
+        // MPI_Abort may return if it could not reach the others.
         std::process::exit(1)
     }
 
-    pub(super) fn world(&self) -> Outcome<Communicator> {
+    pub(super) fn world(&self) -> MpiResult<Communicator> {
         Communicator::new(self.inner.world().as_raw())
     }
 }
 
-/// An MPI communicator whose errors are returned, not fatal.
+/// An MPI communicator that returns errors instead of aborting.
 #[derive(Clone, Copy)]
 pub(super) struct Communicator {
     raw: ffi::MPI_Comm,
@@ -93,25 +93,26 @@ pub(super) struct Communicator {
     tag_max: usize,
 }
 
-/// The largest tag that every MPI has.
+/// The largest tag that every MPI library supports.
 const TAG_MAX_GRANTED: usize = 32_767;
 
 impl Communicator {
-    fn new(raw: ffi::MPI_Comm) -> Outcome<Self> {
+    fn new(raw: ffi::MPI_Comm) -> MpiResult<Self> {
         let (mut rank, mut size) = (0, 0);
         let (mut tag_max, mut has_tag_max) = (std::ptr::null_mut::<c_int>(), 0);
-        // SAFETY: a valid communicator, on the thread that initialised MPI.
+        // SAFETY: a valid communicator, on the thread that initialized MPI.
         unsafe {
             check(ffi::MPI_Comm_set_errhandler(raw, ffi::RSMPI_ERRORS_RETURN))?;
             check(ffi::MPI_Comm_rank(raw, &mut rank))?;
             check(ffi::MPI_Comm_size(raw, &mut size))?;
-            let place = (&raw mut tag_max).cast::<c_void>();
-            // The world has the attribute in every MPI.
-            check(ffi::MPI_Comm_get_attr(ffi::RSMPI_COMM_WORLD, ffi::MPI_TAG_UB as c_int, place, &mut has_tag_max))?;
+            let value = (&raw mut tag_max).cast::<c_void>();
+            // MPI guarantees the attribute for the world only.
+            check(ffi::MPI_Comm_get_attr(ffi::RSMPI_COMM_WORLD, ffi::MPI_TAG_UB as c_int, value, &mut has_tag_max))?;
         }
-        // SAFETY: MPI says that it has written the address of a number of its own, which lasts as long as MPI.
+        // SAFETY: MPI reports that it has written the address of a number that it owns, which lives as long as MPI.
         let tag_max = (has_tag_max != 0 && !tag_max.is_null()).then(|| unsafe { *tag_max });
-        let whole = |value: c_int| usize::try_from(value).map_err(|_| format!("MPI gave {value} as a rank or size"));
+        let whole =
+            |value: c_int| usize::try_from(value).map_err(|_| format!("MPI returned {value} as a rank or size"));
         let tag_max = tag_max.map_or(Ok(TAG_MAX_GRANTED), whole)?;
         Ok(Communicator { raw, rank: whole(rank)?, size: whole(size)?, tag_max })
     }
@@ -129,18 +130,19 @@ impl Communicator {
         self.size
     }
 
-    /// The same ranks, with messages of their own. All ranks do it together.
-    pub(super) fn duplicate(&self) -> Outcome<Communicator> {
+    /// Duplicates the communicator, so that messages on one never match receives on the other. Collective over all of its
+    /// ranks.
+    pub(super) fn duplicate(&self) -> MpiResult<Communicator> {
         let mut raw = MaybeUninit::uninit();
-        // SAFETY: `raw` is written where the call succeeds.
+        // SAFETY: `raw` is written if the call succeeds.
         unsafe {
             check(ffi::MPI_Comm_dup(self.raw, raw.as_mut_ptr()))?;
             Communicator::new(raw.assume_init())
         }
     }
 
-    /// A communicator of some of the ranks, made by just those.
-    pub(super) fn sub(&self, ranks: &RankSet) -> Outcome<Communicator> {
+    /// Creates a communicator of some of the ranks. Collective over those ranks only.
+    pub(super) fn subgroup(&self, ranks: &RankSet) -> MpiResult<Communicator> {
         let mut ranges: Vec<[c_int; 3]> =
             ranks.progressions().iter().map(|&(first, last, stride)| [int(first), int(last), int(stride)]).collect();
         let (mut all, mut some, mut raw) = (MaybeUninit::uninit(), MaybeUninit::uninit(), MaybeUninit::uninit());
@@ -159,9 +161,9 @@ impl Communicator {
 
     /// # Safety
     /// `data` has `bytes` bytes that are not written until the request is complete.
-    pub(super) unsafe fn send(&self, data: *const u8, bytes: usize, to: usize, tag: usize) -> Outcome<Request> {
+    pub(super) unsafe fn send(&self, data: *const u8, bytes: usize, to: usize, tag: usize) -> MpiResult<Request> {
         let mut raw = MaybeUninit::uninit();
-        // SAFETY: the caller's promise; `raw` is written where the call succeeds.
+        // SAFETY: the caller's promise; `raw` is written if the call succeeds.
         unsafe {
             let code = ffi::MPI_Isend(
                 data.cast(),
@@ -179,9 +181,9 @@ impl Communicator {
 
     /// # Safety
     /// `data` has `bytes` bytes that are left alone until the request is complete.
-    pub(super) unsafe fn receive(&self, data: *mut u8, bytes: usize, from: usize, tag: usize) -> Outcome<Request> {
+    pub(super) unsafe fn receive(&self, data: *mut u8, bytes: usize, from: usize, tag: usize) -> MpiResult<Request> {
         let mut raw = MaybeUninit::uninit();
-        // SAFETY: the caller's promise; `raw` is written where the call succeeds.
+        // SAFETY: the caller's promise; `raw` is written if the call succeeds.
         unsafe {
             let code = ffi::MPI_Irecv(
                 data.cast(),
@@ -197,23 +199,23 @@ impl Communicator {
         }
     }
 
-    /// Starts a barrier that is complete when all ranks have started it.
-    pub(super) fn start_barrier(&self) -> Outcome<Request> {
+    /// Starts a non-blocking barrier.
+    pub(super) fn start_barrier(&self) -> MpiResult<Request> {
         let mut raw = MaybeUninit::uninit();
-        // SAFETY: `raw` is written where the call succeeds.
+        // SAFETY: `raw` is written if the call succeeds.
         unsafe {
             check(ffi::MPI_Ibarrier(self.raw, raw.as_mut_ptr()))?;
             Ok(Request(raw.assume_init()))
         }
     }
 
-    /// Receives a message of no bytes, if one with that tag has arrived, and says from whom. It lets MPI work in any case.
-    pub(super) fn take_empty_message(&self, tag: usize) -> Outcome<Option<usize>> {
+    /// Receives an empty message with that tag, if one has arrived, and returns its sender. Also lets MPI make progress.
+    pub(super) fn take_empty_message(&self, tag: usize) -> MpiResult<Option<usize>> {
         let mut arrived = 0;
         // SAFETY: a status is plain numbers and pointers, which MPI overwrites.
         let mut status: ffi::MPI_Status = unsafe { MaybeUninit::zeroed().assume_init() };
-        // SAFETY: a valid communicator and a status. The message that is received has arrived, so that this does not wait, and
-        // has no bytes to write.
+        // SAFETY: a valid communicator and a status. The message has arrived, so receiving it does not block, and has no bytes
+        // to write.
         unsafe {
             check(ffi::MPI_Iprobe(ffi::RSMPI_ANY_SOURCE, int(tag), self.raw, &mut arrived, &mut status))?;
             if arrived == 0 {
@@ -227,48 +229,48 @@ impl Communicator {
     }
 }
 
-/// A message or a barrier under way. Dropping it does not end it.
+/// A running message or barrier. Dropping it does not cancel it.
 pub(super) struct Request(ffi::MPI_Request);
 
 impl Request {
-    /// Lets MPI work, and says whether that has completed it.
-    pub(super) fn is_complete(&mut self) -> Outcome<bool> {
+    /// Lets MPI make progress, and returns whether the request is complete.
+    pub(super) fn is_complete(&mut self) -> MpiResult<bool> {
         let mut complete = 0;
-        // SAFETY: a request of MPI's, which it replaces by one that is complete; no status is wanted.
+        // SAFETY: a valid request, which MPI replaces by a null request once complete; the status is ignored.
         check(unsafe { ffi::MPI_Test(&mut self.0, &mut complete, ffi::RSMPI_STATUS_IGNORE) })?;
         Ok(complete != 0)
     }
 }
 
-/// Requests under way at once, each with what it is about.
+/// Requests in progress, each with a context that the caller chooses.
 pub(super) struct Requests<T> {
     raw: Vec<ffi::MPI_Request>,
-    about: Vec<T>,
+    contexts: Vec<T>,
     completed: Vec<c_int>,
     statuses: Vec<ffi::MPI_Status>,
 }
 
 impl<T> Requests<T> {
     pub(super) fn new() -> Self {
-        Requests { raw: Vec::new(), about: Vec::new(), completed: Vec::new(), statuses: Vec::new() }
+        Requests { raw: Vec::new(), contexts: Vec::new(), completed: Vec::new(), statuses: Vec::new() }
     }
 
-    pub(super) fn push(&mut self, request: Request, about: T) {
+    pub(super) fn push(&mut self, request: Request, context: T) {
         self.raw.push(request.0);
-        self.about.push(about);
+        self.contexts.push(context);
     }
 
     pub(super) fn len(&self) -> usize {
         self.raw.len()
     }
 
-    pub(super) fn about(&self) -> &[T] {
-        &self.about
+    pub(super) fn contexts(&self) -> &[T] {
+        &self.contexts
     }
 
-    /// Lets MPI work, and hands what has completed to `done`, with the number of bytes that a receive has received.
-    /// Returns whether anything has.
-    pub(super) fn poll(&mut self, mut done: impl FnMut(T, usize) -> Outcome<()>) -> Outcome<bool> {
+    /// Lets MPI make progress, and calls `done` with the context of each completed request and the number of bytes received.
+    /// Returns whether any request has completed.
+    pub(super) fn poll(&mut self, mut done: impl FnMut(T, usize) -> MpiResult<()>) -> MpiResult<bool> {
         if self.raw.is_empty() {
             return Ok(false);
         }
@@ -299,16 +301,16 @@ impl<T> Requests<T> {
             check(unsafe { ffi::MPI_Get_count(status, ffi::RSMPI_UINT8_T, &mut bytes) })?;
             finished.push((usize::try_from(index).unwrap_or(usize::MAX), usize::try_from(bytes).unwrap_or(usize::MAX)));
         }
-        // From the back, so that removing one does not move the others.
+        // Remove from the back, so that removing one does not move the others.
         finished.sort_unstable_by_key(|&(index, _)| std::cmp::Reverse(index));
         for &(index, bytes) in &finished {
             self.raw.swap_remove(index);
-            done(self.about.swap_remove(index), bytes)?;
+            done(self.contexts.swap_remove(index), bytes)?;
         }
         Ok(count > 0)
     }
 
-    /// What the statuses say of a failure, which is more than the code of the call that returned them.
+    /// The error from the statuses, which is more specific than the return code of the call.
     fn failure(&self) -> Option<String> {
         self.statuses.iter().find_map(|status| {
             let specific = check(status.MPI_ERROR).err()?;

@@ -16,14 +16,14 @@ pub(crate) fn parameters(model: &Model) -> Vec<Vec<Tensor>> {
 
 /// One of each kind of attention, by name.
 #[allow(dead_code, reason = "not every test wants all")]
-pub(crate) fn variants(vocabulary: usize, positions: usize) -> Vec<(&'static str, Model)> {
-    let small = Llama { head_chunk: 10, ..Llama::new(vocabulary, 36, 2, 6, 52) };
+pub(crate) fn variants(vocab_size: usize, n_positions: usize) -> Vec<(&'static str, Model)> {
+    let small = Llama { loss_chunk_tokens: 10, ..Llama::new(vocab_size, 36, 2, 6, 52) };
     vec![
         ("Llama 2", small.model().unwrap()),
-        ("Llama 3", Llama { kv_heads: 2, tied: true, ..small.clone() }.model().unwrap()),
-        ("Mistral", Llama { kv_heads: 3, window: Some(5), ..small.clone() }.model().unwrap()),
-        ("Qwen 2", Llama { kv_heads: 2, qkv_bias: true, ..small.clone() }.model().unwrap()),
-        ("Qwen 3", Llama { kv_heads: 2, head_width: 8, qk_norm: true, ..small }.model().unwrap()),
-        ("GPT-2", Gpt2 { head_chunk: 10, ..Gpt2::new(vocabulary, positions, 36, 2, 6) }.model().unwrap()),
+        ("Llama 3", Llama { num_key_value_heads: 2, tie_word_embeddings: true, ..small.clone() }.model().unwrap()),
+        ("Mistral", Llama { num_key_value_heads: 3, sliding_window: Some(5), ..small.clone() }.model().unwrap()),
+        ("Qwen 2", Llama { num_key_value_heads: 2, qkv_bias: true, ..small.clone() }.model().unwrap()),
+        ("Qwen 3", Llama { num_key_value_heads: 2, head_dim: 8, qk_norm: true, ..small }.model().unwrap()),
+        ("GPT-2", Gpt2 { loss_chunk_tokens: 10, ..Gpt2::new(vocab_size, n_positions, 36, 2, 6) }.model().unwrap()),
     ]
 }

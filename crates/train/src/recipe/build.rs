@@ -1,4 +1,4 @@
-//! What a recipe means: a model, options, a schedule, a batch.
+//! Builds the model, the options, the schedule and the batch of a recipe.
 
 use std::path::{Path, PathBuf};
 use std::result::Result as Either;
@@ -10,149 +10,157 @@ use shardwise_model::{Gpt2, Llama, Model};
 use shardwise_torch::tch::Device;
 use shardwise_zero::{AdamW, Lamb, Optimizer, Precision, Sgd, Sharding};
 
-use super::source::Wrong;
+use super::source::Invalid;
 use super::{
-    AccumulationRecipe, FloatRecipe, NotFiniteRecipe, OptimizerKind, OptimizerRecipe, OutlierRecipe, Recipe,
-    RecomputationRecipe, ScheduleKind,
+    ActivationCheckpointingRecipe, FloatRecipe, NonFiniteRecipe, OptimizerKind, OptimizerRecipe, Recipe, ScheduleKind,
+    SpikeRecipe,
 };
-use crate::{
-    Accumulation, DynamicScale, Kind, LossScale, OnNotFinite, OnOutlier, Options, Recomputation, Result, Schedule,
-};
+use crate::{ActivationCheckpointing, DynamicScale, Kind, LossScale, OnNonFinite, OnSpike, Options, Result, Schedule};
 
-/// The most sequences that a rank computes at once, of micro-batches, and of tokens that it computes at once: far beyond what
-/// anybody trains, and far below where sizes could overflow.
-pub(super) const SEQUENCES_MAX: usize = 1 << 16;
-pub(super) const MICRO_BATCHES_MAX: usize = 1 << 20;
+/// The maximum micro-batch size, micro-batches per step, and tokens per micro-batch: far beyond any real run, and far below where
+/// sizes could overflow.
+pub(super) const MICRO_BATCH_SIZE_MAX: usize = 1 << 16;
+pub(super) const GRADIENT_ACCUMULATION_STEPS_MAX: usize = 1 << 20;
 pub(super) const TOKENS_MAX: usize = 1 << 24;
 
-/// The sequences of a step: `global` = `sequences` × `micro_batches` × ranks.
+/// The sequences of a step: `global_batch_size` = `micro_batch_size` × `gradient_accumulation_steps` × ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Batch {
-    /// What a rank computes at once.
-    pub sequences: usize,
-    /// How many of those make a step, on every rank.
-    pub micro_batches: usize,
-    /// All of a step, on all ranks.
-    pub global: usize,
+    /// The number of sequences per micro-batch, on each rank.
+    pub micro_batch_size: usize,
+    /// The number of micro-batches per step, on each rank.
+    pub gradient_accumulation_steps: usize,
+    /// The number of sequences per step, on all ranks together.
+    pub global_batch_size: usize,
 }
 
 impl Recipe {
-    /// The batch on so many ranks. Two of the three keys give the third; all three are checked.
+    /// The batch on `ranks` ranks. Two of the three sizes determine the third; if all three are given, they must agree.
     pub fn batch(&self, ranks: usize) -> Result<Batch> {
         self.batch_of(ranks).map_err(|wrong| self.sources.error(wrong))
     }
 
-    fn batch_of(&self, ranks: usize) -> Either<Batch, Wrong> {
+    fn batch_of(&self, ranks: usize) -> Either<Batch, Invalid> {
         let given = &self.batch;
         let values = [
-            ("batch.global", given.global),
-            ("batch.sequences", given.sequences),
-            ("batch.micro_batches", given.micro_batches),
+            ("batch.global_batch_size", given.global_batch_size),
+            ("batch.micro_batch_size", given.micro_batch_size),
+            ("batch.gradient_accumulation_steps", given.gradient_accumulation_steps),
         ];
         let said: Vec<(&str, String)> =
             values.iter().filter_map(|(key, value)| Some((*key, value.as_ref()?.to_string()))).collect();
-        let wrong = |problem: String| Wrong::between(&said, problem);
+        let wrong = |problem: String| Invalid::between(&said, problem);
         let product = |a: usize, b: usize| a.saturating_mul(b);
-        let (sequences, micro_batches) = match (given.global, given.sequences, given.micro_batches) {
-            (None, Some(sequences), micro_batches) => (sequences, micro_batches.unwrap_or(1)),
-            (Some(global), Some(sequences), Some(micro_batches)) => {
-                let actual = product(product(sequences, micro_batches), ranks);
+        let (size, steps) = match (given.global_batch_size, given.micro_batch_size, given.gradient_accumulation_steps) {
+            (None, Some(size), steps) => (size, steps.unwrap_or(1)),
+            (Some(global), Some(size), Some(steps)) => {
+                let actual = product(product(size, steps), ranks);
                 if actual != global {
-                    return Err(wrong(contradiction(global, sequences, micro_batches, ranks)));
+                    return Err(wrong(contradiction(global, size, steps, ranks)));
                 }
-                (sequences, micro_batches)
+                (size, steps)
             }
-            (Some(global), Some(sequences), None) => {
-                (sequences, divided(global, ("batch.sequences", sequences), ranks).map_err(wrong)?)
+            (Some(global), Some(size), None) => {
+                (size, divide(global, ("batch.micro_batch_size", size), ranks).map_err(wrong)?)
             }
-            (Some(global), None, Some(micro_batches)) => {
-                (divided(global, ("batch.micro_batches", micro_batches), ranks).map_err(wrong)?, micro_batches)
+            (Some(global), None, Some(steps)) => {
+                (divide(global, ("batch.gradient_accumulation_steps", steps), ranks).map_err(wrong)?, steps)
             }
-            (_, None, _) => return Err(wrong(NEITHER.to_string())),
+            (_, None, _) => return Err(wrong(NO_MICRO_BATCH_SIZE.to_string())),
         };
-        let (tokens, global) = (product(sequences, given.positions), product(product(sequences, micro_batches), ranks));
+        let (tokens, global) = (product(size, given.seq_len), product(product(size, steps), ranks));
         for (what, value, most) in [
-            ("batch.sequences", sequences, SEQUENCES_MAX),
-            ("batch.micro_batches", micro_batches, MICRO_BATCHES_MAX),
-            ("batch.sequences × batch.positions", tokens, TOKENS_MAX),
+            ("batch.micro_batch_size", size, MICRO_BATCH_SIZE_MAX),
+            ("batch.gradient_accumulation_steps", steps, GRADIENT_ACCUMULATION_STEPS_MAX),
+            ("batch.micro_batch_size × batch.seq_len", tokens, TOKENS_MAX),
         ] {
             if !(1..=most).contains(&value) {
                 return Err(wrong(format!("on {ranks} ranks {what} is {value}, and must be from 1 to {most}")));
             }
         }
-        Ok(Batch { sequences, micro_batches, global })
+        Ok(Batch { micro_batch_size: size, gradient_accumulation_steps: steps, global_batch_size: global })
     }
 
-    /// The shape of the model.
+    /// The architecture and sizes of the model.
     pub fn shape(&self) -> Result<Shape> {
         self.shape_of().map_err(|wrong| self.sources.error(wrong))
     }
 
-    pub(super) fn shape_of(&self) -> Either<Shape, Wrong> {
+    pub(super) fn shape_of(&self) -> Either<Shape, Invalid> {
         match (&self.model.llama, &self.model.gpt2, &self.model.config) {
             (Some(llama), None, None) => {
-                let plain = Llama::new(llama.vocabulary, llama.width, llama.blocks, llama.heads, llama.mlp_width);
+                let plain = Llama::new(
+                    llama.vocab_size,
+                    llama.hidden_size,
+                    llama.num_hidden_layers,
+                    llama.num_attention_heads,
+                    llama.intermediate_size,
+                );
                 Ok(Shape::Llama(Llama {
-                    kv_heads: llama.kv_heads.unwrap_or(plain.kv_heads),
-                    head_width: llama.head_width.unwrap_or(plain.head_width),
-                    rope_base: llama.rope_base.unwrap_or(plain.rope_base),
-                    norm_epsilon: llama.norm_epsilon.unwrap_or(plain.norm_epsilon),
-                    window: llama.window,
-                    init_std: llama.init_std.unwrap_or(plain.init_std),
-                    head_chunk: llama.head_chunk.unwrap_or(plain.head_chunk),
-                    tied: llama.tied,
+                    num_key_value_heads: llama.num_key_value_heads.unwrap_or(plain.num_key_value_heads),
+                    head_dim: llama.head_dim.unwrap_or(plain.head_dim),
+                    rope_theta: llama.rope_theta.unwrap_or(plain.rope_theta),
+                    rms_norm_eps: llama.rms_norm_eps.unwrap_or(plain.rms_norm_eps),
+                    sliding_window: llama.sliding_window,
+                    initializer_range: llama.initializer_range.unwrap_or(plain.initializer_range),
+                    loss_chunk_tokens: llama.loss_chunk_tokens.unwrap_or(plain.loss_chunk_tokens),
+                    tie_word_embeddings: llama.tie_word_embeddings,
                     qkv_bias: llama.qkv_bias,
                     qk_norm: llama.qk_norm,
                     ..plain
                 }))
             }
             (None, Some(gpt2), None) => {
-                let plain = Gpt2::new(gpt2.vocabulary, gpt2.positions, gpt2.width, gpt2.blocks, gpt2.heads);
-                Ok(Shape::Gpt2(Gpt2 { head_chunk: gpt2.head_chunk.unwrap_or(plain.head_chunk), ..plain }))
+                let plain = Gpt2::new(gpt2.vocab_size, gpt2.n_positions, gpt2.n_embd, gpt2.n_layer, gpt2.n_head);
+                let loss_chunk_tokens = gpt2.loss_chunk_tokens.unwrap_or(plain.loss_chunk_tokens);
+                Ok(Shape::Gpt2(Gpt2 { loss_chunk_tokens, ..plain }))
             }
-            (None, None, Some(config)) => Shape::from_config(config)
-                .map_err(|error| Wrong::at("model.from", format!("model.from: config.json: {error}"))),
+            (None, None, Some(config)) => Shape::from_config(config).map_err(|error| {
+                Invalid::at("model.from_pretrained", format!("model.from_pretrained: config.json: {error}"))
+            }),
             (None, None, None) => {
-                Err(Wrong::at("model", "[model] names no model: give model.from, [model.llama] or [model.gpt2]"))
+                let problem = "[model] names no model: give model.from_pretrained, [model.llama] or [model.gpt2]";
+                Err(Invalid::at("model", problem))
             }
             (llama, gpt2, config) => {
                 let given = [("model.llama", llama.is_some()), ("model.gpt2", gpt2.is_some())];
                 let mut given: Vec<_> =
                     given.into_iter().filter(|(_, is)| *is).map(|(key, _)| (key, "…".into())).collect();
-                given.extend(config.as_ref().map(|_| ("model.from", self.model.from.clone().unwrap_or_default())));
-                Err(Wrong::between(&given, "[model] names more than one model: leave all but one out"))
+                let folder = || self.model.from_pretrained.clone().unwrap_or_default();
+                given.extend(config.as_ref().map(|_| ("model.from_pretrained", folder())));
+                Err(Invalid::between(&given, "[model] names more than one model: keep one of them"))
             }
         }
     }
 
-    /// The model.
+    /// Builds the model, with the parameters of `model.frozen` frozen.
     pub fn model(&self) -> Result<Model> {
         self.model_of().map_err(|wrong| self.sources.error(wrong))
     }
 
-    pub(super) fn model_of(&self) -> Either<Model, Wrong> {
+    pub(super) fn model_of(&self) -> Either<Model, Invalid> {
         let family = match (&self.model.llama, &self.model.gpt2) {
             (Some(_), _) => "model.llama",
             (_, Some(_)) => "model.gpt2",
-            _ => "model.from",
+            _ => "model.from_pretrained",
         };
         let mut model = self.shape_of()?.model().map_err(|error| match error {
-            shardwise_model::Error::Config { key, problem } if family != "model.from" => {
-                Wrong::at(format!("{family}.{key}"), format!("{family}.{key}: {problem}"))
+            shardwise_model::Error::Config { key, problem } if family != "model.from_pretrained" => {
+                Invalid::at(format!("{family}.{key}"), format!("{family}.{key}: {problem}"))
             }
-            error => Wrong::at(family, format!("{family}: {error}")),
+            error => Invalid::at(family, format!("{family}: {error}")),
         })?;
-        let frozen = |error: shardwise_model::Error| Wrong::at("model.frozen", format!("model.{error}"));
+        let frozen = |error: shardwise_model::Error| Invalid::at("model.frozen", format!("model.{error}"));
         model.freeze(&self.model.frozen).map_err(frozen)?;
         Ok(model)
     }
 
-    /// What the recipe is called: as its file, without its ending.
+    /// The recipe's name: its file name without the extension.
     pub fn name(&self) -> String {
         self.sources.path.file_stem().map_or_else(String::new, |stem| stem.to_string_lossy().into_owned())
     }
 
-    /// Where the run writes what it says of itself.
+    /// The folder that the run writes its journal, traces and reports to.
     pub fn folder(&self) -> PathBuf {
         let checkpoints = self.checkpoints.as_ref().map(|checkpoints| &checkpoints.folder);
         match (&self.run.folder, checkpoints) {
@@ -162,66 +170,63 @@ impl Recipe {
         }
     }
 
-    /// The model as Hugging Face describes it, if it does.
+    /// The model's Hugging Face `config.json`, if there is one for this model.
     pub fn config(&self) -> Option<Value> {
-        self.model.config.clone().or_else(|| self.shape().ok()?.config(self.batch.positions))
+        self.model.config.clone().or_else(|| self.shape().ok()?.config(self.batch.seq_len))
     }
 
-    /// The weights that parameters begin with, unless they begin with a seed.
+    /// The address of the weights to initialize parameters from; `None` if they are initialized from a seed.
     pub fn weights(&self) -> Option<&str> {
-        let of_model = self.model.from.as_ref().filter(|_| self.start.seed.is_none());
-        self.start.weights.as_ref().or(of_model).map(String::as_str)
+        let pretrained = self.model.from_pretrained.as_ref().filter(|_| self.init.seed.is_none());
+        self.init.weights.as_ref().or(pretrained).map(String::as_str)
     }
 
-    /// Token ids are below this.
-    pub fn vocabulary(&self) -> usize {
-        self.shape().map_or(0, |shape| shape.vocabulary())
+    /// The size of the vocabulary. Token ids are smaller than this.
+    pub fn vocab_size(&self) -> usize {
+        self.shape().map_or(0, |shape| shape.vocab_size())
     }
 
-    /// How to train, on a device.
+    /// The trainer's options, for a device.
     pub fn options(&self, device: Device) -> Result<Options> {
         self.options_of(device).map_err(|wrong| self.sources.error(wrong))
     }
 
-    pub(super) fn options_of(&self, device: Device) -> Either<Options, Wrong> {
+    pub(super) fn options_of(&self, device: Device) -> Either<Options, Invalid> {
         Ok(Options {
-            sharding: Sharding::stage(self.sharding.stage)
-                .map_err(|error| Wrong::at("sharding.stage", format!("sharding.stage: {error}")))?,
+            sharding: Sharding::stage(self.zero.stage)
+                .map_err(|error| Invalid::at("zero.stage", format!("zero.stage: {error}")))?,
             precision: Precision {
-                parameters: self.precision.parameters.dtype(),
-                gradients: self.precision.gradients.dtype(),
+                param_dtype: self.precision.param_dtype.dtype(),
+                reduce_dtype: self.precision.reduce_dtype.dtype(),
             },
-            recomputation: match self.recomputation {
-                RecomputationRecipe::None => Recomputation::None,
-                RecomputationRecipe::Selective => Recomputation::Selective,
-                RecomputationRecipe::Full => Recomputation::Full,
+            activation_checkpointing: match self.activation_checkpointing {
+                ActivationCheckpointingRecipe::None => ActivationCheckpointing::None,
+                ActivationCheckpointingRecipe::Selective => ActivationCheckpointing::Selective,
+                ActivationCheckpointingRecipe::Full => ActivationCheckpointing::Full,
             },
-            accumulation: match self.sharding.accumulation {
-                AccumulationRecipe::Whole => Accumulation::Whole,
-                AccumulationRecipe::Sharded => Accumulation::Sharded,
-            },
-            units_in_flight: self.sharding.units_in_flight,
+            reduce_each_micro_batch: self.zero.reduce_each_micro_batch,
+            prefetch: self.zero.prefetch,
             optimizer: self.optimizer_of()?,
             schedule: self.schedule_of()?,
-            clip_norm: self.optimizer.clip_norm,
-            loss_scale: match self.precision.parameters {
+            max_grad_norm: self.optimizer.max_grad_norm,
+            loss_scale: match self.precision.param_dtype {
                 FloatRecipe::F16 => LossScale::Dynamic(self.dynamic_scale()),
                 _ => LossScale::Fixed(1.),
             },
-            on_not_finite: match self.on_not_finite() {
-                NotFiniteRecipe::Stop => OnNotFinite::Stop,
-                NotFiniteRecipe::Skip => OnNotFinite::Skip,
+            on_nonfinite: match self.on_nonfinite() {
+                NonFiniteRecipe::Stop => OnNonFinite::Stop,
+                NonFiniteRecipe::Skip => OnNonFinite::Skip,
             },
-            on_outlier: match self.supervision.on_outlier {
-                OutlierRecipe::Report => OnOutlier::Report,
-                // The run goes back from where the step has stopped.
-                OutlierRecipe::Stop | OutlierRecipe::GoBack => OnOutlier::Stop,
+            on_spike: match self.supervision.on_spike {
+                SpikeRecipe::Report => OnSpike::Report,
+                // The step stops first; then the run rolls back.
+                SpikeRecipe::Stop | SpikeRecipe::Rollback => OnSpike::Stop,
             },
             device,
         })
     }
 
-    /// How the loss scale of f16 moves.
+    /// The settings of the dynamic loss scale, which f16 uses.
     pub(super) fn dynamic_scale(&self) -> DynamicScale {
         let (given, default) = (&self.precision, DynamicScale::DEFAULT);
         DynamicScale {
@@ -233,19 +238,19 @@ impl Recipe {
         }
     }
 
-    pub(super) fn on_not_finite(&self) -> NotFiniteRecipe {
-        self.run.on_not_finite.unwrap_or(match self.precision.parameters {
-            FloatRecipe::F16 => NotFiniteRecipe::Skip,
-            _ => NotFiniteRecipe::Stop,
+    pub(super) fn on_nonfinite(&self) -> NonFiniteRecipe {
+        self.run.on_nonfinite.unwrap_or(match self.precision.param_dtype {
+            FloatRecipe::F16 => NonFiniteRecipe::Skip,
+            _ => NonFiniteRecipe::Stop,
         })
     }
 
-    pub(super) fn optimizer_of(&self) -> Either<Optimizer, Wrong> {
-        let OptimizerRecipe { kind, rate, betas, epsilon, momentum, weight_decay, .. } = self.optimizer;
+    pub(super) fn optimizer_of(&self) -> Either<Optimizer, Invalid> {
+        let OptimizerRecipe { kind, lr, betas, eps, momentum, weight_decay, .. } = self.optimizer;
         let unused = |key: &str, value: Option<String>, of: &str| match value {
-            Some(value) => Err(Wrong::between(
+            Some(value) => Err(Invalid::between(
                 &[(key, value), ("optimizer.kind", word(&kind))],
-                format!("`{key}` is of {of}, and the optimizer is {}: leave it out", word(&kind)),
+                format!("`{key}` is for {of}, and the optimizer is {}: leave it out", word(&kind)),
             )),
             None => Ok(()),
         };
@@ -254,48 +259,50 @@ impl Recipe {
             OptimizerKind::AdamW => {
                 unused("optimizer.momentum", momentum_given, "\"sgd\"")?;
                 let [beta1, beta2] = betas.unwrap_or([0.9, 0.95]);
-                Optimizer::AdamW(AdamW { rate, beta1, beta2, weight_decay, epsilon: epsilon.unwrap_or(1e-8) })
+                Optimizer::AdamW(AdamW { lr, beta1, beta2, weight_decay, eps: eps.unwrap_or(1e-8) })
             }
             OptimizerKind::Lamb => {
                 unused("optimizer.momentum", momentum_given, "\"sgd\"")?;
                 let [beta1, beta2] = betas.unwrap_or([0.9, 0.999]);
-                Optimizer::Lamb(Lamb { rate, beta1, beta2, weight_decay, epsilon: epsilon.unwrap_or(1e-6) })
+                Optimizer::Lamb(Lamb { lr, beta1, beta2, weight_decay, eps: eps.unwrap_or(1e-6) })
             }
             OptimizerKind::Sgd => {
                 let adaptive = "\"adamw\" and \"lamb\"";
                 unused("optimizer.betas", betas.map(|betas| format!("{betas:?}")), adaptive)?;
-                unused("optimizer.epsilon", epsilon.map(number), adaptive)?;
-                Optimizer::Sgd(Sgd { rate, momentum: momentum.unwrap_or(0.), weight_decay })
+                unused("optimizer.eps", eps.map(number), adaptive)?;
+                Optimizer::Sgd(Sgd { lr, momentum: momentum.unwrap_or(0.), weight_decay })
             }
         })
     }
 
-    pub(super) fn schedule_of(&self) -> Either<Schedule, Wrong> {
+    pub(super) fn schedule_of(&self) -> Either<Schedule, Invalid> {
         let given = &self.schedule;
         let kind = match given.kind {
             ScheduleKind::Constant => Kind::Constant,
-            ScheduleKind::Linear => Kind::Linear { end: given.end.unwrap_or(0.) },
-            ScheduleKind::Cosine => Kind::Cosine { end: given.end.unwrap_or(0.1) },
-            ScheduleKind::StableDecay => Kind::StableDecay {
+            ScheduleKind::Linear => Kind::Linear { min_lr_ratio: given.min_lr_ratio.unwrap_or(0.) },
+            ScheduleKind::Cosine => Kind::Cosine { min_lr_ratio: given.min_lr_ratio.unwrap_or(0.1) },
+            ScheduleKind::Wsd => Kind::Wsd {
                 decay_steps: given.decay_steps.unwrap_or(self.run.steps / 10),
-                end: given.end.unwrap_or(0.),
+                min_lr_ratio: given.min_lr_ratio.unwrap_or(0.),
             },
             ScheduleKind::OneCycle => Kind::OneCycle {
-                rising: given.rising.unwrap_or(0.3),
-                start: given.start.unwrap_or(0.04),
-                end: given.end.unwrap_or(4e-6),
+                pct_start: given.pct_start.unwrap_or(0.3),
+                start_lr_ratio: given.start_lr_ratio.unwrap_or(0.04),
+                min_lr_ratio: given.min_lr_ratio.unwrap_or(4e-6),
                 momentum: given.momentum.unwrap_or([0.95, 0.85]),
             },
-            ScheduleKind::RangeTest => Kind::RangeTest { from: given.from.unwrap_or(self.optimizer.rate * 1e-6) },
+            ScheduleKind::LrRangeTest => {
+                Kind::LrRangeTest { start_lr: given.start_lr.unwrap_or(self.optimizer.lr * 1e-6) }
+            }
         };
-        Ok(Schedule { rate: self.optimizer.rate, warmup_steps: given.warmup_steps, steps: self.run.steps, kind })
+        Ok(Schedule { lr: self.optimizer.lr, warmup_steps: given.warmup_steps, steps: self.run.steps, kind })
     }
 }
 
-pub(super) const NEITHER: &str = "[batch] does not say how much a rank computes at once: give `batch.sequences`, or \
-                                  `batch.global` with `batch.micro_batches`";
+pub(super) const NO_MICRO_BATCH_SIZE: &str = "[batch] has no micro-batch size: give `batch.micro_batch_size`, or \
+                                  `batch.global_batch_size` with `batch.gradient_accumulation_steps`";
 
-/// A word as a recipe has it, in its quotation marks.
+/// An enum value as written in a recipe, in quotation marks.
 pub(super) fn word(value: &impl Serialize) -> String {
     toml::Value::try_from(value).map_or_else(|_| String::new(), |value| value.to_string())
 }
@@ -306,9 +313,9 @@ pub(super) fn number(value: f64) -> String {
     if is_small { format!("{value:e}") } else { format!("{value:?}") }
 }
 
-/// What `global` leaves for the one of sequences and micro-batches that is not given.
-fn divided(global: usize, (key, part): (&str, usize), ranks: usize) -> Either<usize, String> {
-    let each = part.saturating_mul(ranks);
+/// Computes the missing one of `micro_batch_size` and `gradient_accumulation_steps` from the other.
+fn divide(global: usize, (key, given): (&str, usize), ranks: usize) -> Either<usize, String> {
+    let each = given.saturating_mul(ranks);
     if each != 0 && global.is_multiple_of(each) && global > 0 {
         return Ok(global / each);
     }
@@ -316,21 +323,21 @@ fn divided(global: usize, (key, part): (&str, usize), ranks: usize) -> Either<us
     let above = below.saturating_add(each);
     let near = if below == 0 { format!("{above} would do") } else { format!("{below} or {above} would do") };
     Err(format!(
-        "batch.global = {global}, and must be a multiple of {key} × ranks = {part} × {ranks} = {each} ({near})"
+        "batch.global_batch_size = {global}, and must be a multiple of {key} × ranks = {given} × {ranks} = {each} ({near})"
     ))
 }
 
-/// The equation that does not hold, and one change that makes it hold.
-fn contradiction(global: usize, sequences: usize, micro_batches: usize, ranks: usize) -> String {
-    let actual = sequences.saturating_mul(micro_batches).saturating_mul(ranks);
+/// Describes the equation that does not hold, and one change that makes it hold.
+fn contradiction(global: usize, size: usize, steps: usize, ranks: usize) -> String {
+    let actual = size.saturating_mul(steps).saturating_mul(ranks);
     let whole = |each: usize| (each != 0 && global >= each && global.is_multiple_of(each)).then(|| global / each);
-    let remedy = match (whole(sequences.saturating_mul(ranks)), whole(micro_batches.saturating_mul(ranks))) {
-        (Some(micro_batches), _) => format!("batch.micro_batches = {micro_batches}"),
-        (None, Some(sequences)) => format!("batch.sequences = {sequences}"),
-        (None, None) => format!("batch.global = {actual}"),
+    let remedy = match (whole(size.saturating_mul(ranks)), whole(steps.saturating_mul(ranks))) {
+        (Some(steps), _) => format!("batch.gradient_accumulation_steps = {steps}"),
+        (None, Some(size)) => format!("batch.micro_batch_size = {size}"),
+        (None, None) => format!("batch.global_batch_size = {actual}"),
     };
     format!(
-        "batch.global = {global}, but batch.sequences × batch.micro_batches × ranks = {sequences} × {micro_batches} × {ranks} = \
-         {actual}: change one of them ({remedy} would do)"
+        "batch.global_batch_size = {global}, but batch.micro_batch_size × batch.gradient_accumulation_steps × ranks = \
+         {size} × {steps} × {ranks} = {actual}: change one of them ({remedy} would do)"
     )
 }

@@ -1,19 +1,20 @@
-//! What can be found wrong with a recipe without a rank: numbers out of bounds, keys that would do nothing, keys that contradict
-//! each other.
+//! Checks of a recipe that need no ranks: numbers out of range, keys without effect, keys that contradict each other.
 
 use std::result::Result as Either;
 
 use shardwise_model::hugging_face::Shape;
 use shardwise_torch::tch::Device;
 
-use super::build::{MICRO_BATCHES_MAX, NEITHER, SEQUENCES_MAX, TOKENS_MAX, number, word};
-use super::source::Wrong;
-use super::{AccumulationRecipe, DeviceRecipe, FloatRecipe, NO_CUDA, OutlierRecipe, Recipe, ScheduleKind};
+use super::build::{
+    GRADIENT_ACCUMULATION_STEPS_MAX, MICRO_BATCH_SIZE_MAX, NO_MICRO_BATCH_SIZE, TOKENS_MAX, number, word,
+};
+use super::source::Invalid;
+use super::{DeviceRecipe, FloatRecipe, NO_CUDA, Recipe, ScheduleKind, SpikeRecipe};
 use crate::Error;
 
-type Checked = Either<(), Wrong>;
+type Checked = Either<(), Invalid>;
 
-const UNITS_IN_FLIGHT_MAX: usize = 1 << 12;
+const PREFETCH_MAX: usize = 1 << 12;
 const PARTS_MAX: usize = 1 << 12;
 
 impl Recipe {
@@ -23,74 +24,82 @@ impl Recipe {
         self.check_data()?;
         self.check_optimizer()?;
         self.check_schedule()?;
-        self.check_sharding()?;
+        self.check_zero()?;
         self.check_precision()?;
         self.check_checkpoints()?;
         self.check_supervision()?;
-        if self.start.seed.is_some() && self.start.weights.is_some() {
-            let seed = self.start.seed.unwrap_or_default().to_string();
-            let weights = self.start.weights.clone().unwrap_or_default();
-            let problem = "parameters begin with a seed or with weights: leave one of them out";
-            return Err(Wrong::between(&[("start.seed", seed), ("start.weights", quoted(&weights))], problem));
+        if self.init.seed.is_some() && self.init.weights.is_some() {
+            let seed = self.init.seed.unwrap_or_default().to_string();
+            let weights = self.init.weights.clone().unwrap_or_default();
+            let problem = "parameters start from a seed or from weights: leave one of them out";
+            return Err(Invalid::between(&[("init.seed", seed), ("init.weights", quoted(&weights))], problem));
         }
         if self.run.device == DeviceRecipe::Cuda && cfg!(not(feature = "cuda")) {
-            return Err(Wrong::at("run.device", NO_CUDA));
+            return Err(Invalid::at("run.device", NO_CUDA));
         }
         let model = self.model_of()?;
         if !model.units().iter().flat_map(|unit| unit.parameters()).any(|parameter| parameter.trainable) {
-            return Err(Wrong::at("model.frozen", Error::AllFrozen.to_string()));
+            return Err(Invalid::at("model.frozen", Error::AllFrozen.to_string()));
         }
-        // What is left to options is found by the checks above first, with its key; this is for what they have missed.
+        // The checks above name the key at fault. This catches anything that they miss.
         let options = self.options_of(Device::Cpu)?;
-        options.check().map_err(|error| Wrong { keys: Vec::new(), problem: error.to_string() })
+        options.check().map_err(|error| Invalid { keys: Vec::new(), problem: error.to_string() })
     }
 
-    /// Far beyond what anybody trains, and far below where sizes could overflow.
+    /// Checks that counts are in range. The limits are far beyond any real run, and far below where sizes could overflow.
     fn check_counts(&self) -> Checked {
         let count = |number: u64| usize::try_from(number).unwrap_or(usize::MAX);
+        let batch = &self.batch;
         let mut counts = vec![
-            ("batch.global", self.batch.global.unwrap_or(1), 1 << 40),
-            ("batch.sequences", self.batch.sequences.unwrap_or(1), SEQUENCES_MAX),
-            ("batch.micro_batches", self.batch.micro_batches.unwrap_or(1), MICRO_BATCHES_MAX),
-            ("batch.positions", self.batch.positions, 1 << 22),
-            ("sharding.replicas", self.sharding.replicas, 1 << 20),
+            ("batch.global_batch_size", batch.global_batch_size.unwrap_or(1), 1 << 40),
+            ("batch.micro_batch_size", batch.micro_batch_size.unwrap_or(1), MICRO_BATCH_SIZE_MAX),
+            (
+                "batch.gradient_accumulation_steps",
+                batch.gradient_accumulation_steps.unwrap_or(1),
+                GRADIENT_ACCUMULATION_STEPS_MAX,
+            ),
+            ("batch.seq_len", batch.seq_len, 1 << 22),
+            ("parallel.replicate", self.parallel.replicate, 1 << 20),
             ("run.steps", count(self.run.steps), 1 << 40),
-            ("run.print_every", count(self.run.print_every), 1 << 40),
+            ("run.log_every", count(self.run.log_every), 1 << 40),
         ];
         match self.shape_of()? {
             Shape::Llama(llama) => counts.extend([
-                ("model.llama.vocabulary", llama.vocabulary, 1 << 22),
-                ("model.llama.width", llama.width, 1 << 17),
-                ("model.llama.blocks", llama.blocks, 1 << 12),
-                ("model.llama.heads", llama.heads, 1 << 17),
-                ("model.llama.mlp_width", llama.mlp_width, 1 << 19),
-                ("model.llama.head_chunk", llama.head_chunk, 1 << 24),
+                ("model.llama.vocab_size", llama.vocab_size, 1 << 22),
+                ("model.llama.hidden_size", llama.hidden_size, 1 << 17),
+                ("model.llama.num_hidden_layers", llama.num_hidden_layers, 1 << 12),
+                ("model.llama.num_attention_heads", llama.num_attention_heads, 1 << 17),
+                ("model.llama.intermediate_size", llama.intermediate_size, 1 << 19),
+                ("model.llama.loss_chunk_tokens", llama.loss_chunk_tokens, 1 << 24),
             ]),
             Shape::Gpt2(gpt2) => counts.extend([
-                ("model.gpt2.vocabulary", gpt2.vocabulary, 1 << 22),
-                ("model.gpt2.positions", gpt2.positions, 1 << 22),
-                ("model.gpt2.width", gpt2.width, 1 << 17),
-                ("model.gpt2.blocks", gpt2.blocks, 1 << 12),
-                ("model.gpt2.head_chunk", gpt2.head_chunk, 1 << 24),
+                ("model.gpt2.vocab_size", gpt2.vocab_size, 1 << 22),
+                ("model.gpt2.n_positions", gpt2.n_positions, 1 << 22),
+                ("model.gpt2.n_embd", gpt2.n_embd, 1 << 17),
+                ("model.gpt2.n_layer", gpt2.n_layer, 1 << 12),
+                ("model.gpt2.loss_chunk_tokens", gpt2.loss_chunk_tokens, 1 << 24),
             ]),
         }
         if let Some(evaluation) = &self.evaluation {
             counts.push(("evaluation.every_steps", count(evaluation.every_steps.unwrap_or(1)), 1 << 40));
-            counts.push(("evaluation.windows", count(evaluation.windows.unwrap_or(1)), 1 << 40));
+            counts.push(("evaluation.max_sequences", count(evaluation.max_sequences.unwrap_or(1)), 1 << 40));
         }
         for (key, value, most) in counts {
             if value == 0 {
-                return Err(Wrong::at(key, format!("`{key}` is 0, and must be at least 1")));
+                return Err(Invalid::at(key, format!("`{key}` is 0, and must be at least 1")));
             }
             if value > most {
-                return Err(Wrong::at(key, format!("`{key}` is {value}, and must be at most {most}")));
+                return Err(Invalid::at(key, format!("`{key}` is {value}, and must be at most {most}")));
             }
         }
         if let Shape::Llama(llama) = self.shape_of()? {
-            let (heads, width, most) = (llama.heads, llama.head_width, 1 << 18);
-            if heads.saturating_mul(width) > most {
-                let keys = [("model.llama.heads", heads.to_string()), ("model.llama.head_width", width.to_string())];
-                return Err(Wrong::between(&keys, format!("heads × head_width must be at most {most}")));
+            let (heads, head_dim, most) = (llama.num_attention_heads, llama.head_dim, 1 << 18);
+            if heads.saturating_mul(head_dim) > most {
+                let keys = [
+                    ("model.llama.num_attention_heads", heads.to_string()),
+                    ("model.llama.head_dim", head_dim.to_string()),
+                ];
+                return Err(Invalid::between(&keys, format!("num_attention_heads × head_dim must be at most {most}")));
             }
         }
         Ok(())
@@ -98,23 +107,27 @@ impl Recipe {
 
     fn check_batch(&self) -> Checked {
         let batch = &self.batch;
-        let (sequences, positions) = (batch.sequences.unwrap_or(1), batch.positions);
-        if batch.sequences.is_none() && (batch.global.is_none() || batch.micro_batches.is_none()) {
-            return Err(Wrong::at("batch.sequences", NEITHER));
+        let (micro_batch_size, seq_len) = (batch.micro_batch_size.unwrap_or(1), batch.seq_len);
+        if batch.micro_batch_size.is_none()
+            && (batch.global_batch_size.is_none() || batch.gradient_accumulation_steps.is_none())
+        {
+            return Err(Invalid::at("batch.micro_batch_size", NO_MICRO_BATCH_SIZE));
         }
-        if sequences.saturating_mul(positions) > TOKENS_MAX {
-            let keys = [("batch.sequences", sequences.to_string()), ("batch.positions", positions.to_string())];
-            let tokens = sequences.saturating_mul(positions);
-            let problem = format!("sequences × positions is {tokens} tokens at once, and must be at most {TOKENS_MAX}");
-            return Err(Wrong::between(&keys, problem));
+        if micro_batch_size.saturating_mul(seq_len) > TOKENS_MAX {
+            let keys =
+                [("batch.micro_batch_size", micro_batch_size.to_string()), ("batch.seq_len", seq_len.to_string())];
+            let tokens = micro_batch_size.saturating_mul(seq_len);
+            let problem =
+                format!("micro_batch_size × seq_len is {tokens} tokens at once, and must be at most {TOKENS_MAX}");
+            return Err(Invalid::between(&keys, problem));
         }
         if let Shape::Gpt2(gpt2) = self.shape_of()?
-            && gpt2.positions < positions
+            && gpt2.n_positions < seq_len
         {
             let keys =
-                [("batch.positions", positions.to_string()), ("model.gpt2.positions", gpt2.positions.to_string())];
-            let problem = format!("sequences of {positions} positions are longer than the model's {}", gpt2.positions);
-            return Err(Wrong::between(&keys, problem));
+                [("batch.seq_len", seq_len.to_string()), ("model.gpt2.n_positions", gpt2.n_positions.to_string())];
+            let problem = format!("sequences of {seq_len} tokens are longer than the model's {}", gpt2.n_positions);
+            return Err(Invalid::between(&keys, problem));
         }
         Ok(())
     }
@@ -127,31 +140,31 @@ impl Recipe {
         given.extend(data.mixture.as_ref().map(|parts| ("data.mixture", format!("[{} corpora]", parts.len()))));
         given.extend(data.chat.as_deref().map(|chat| ("data.chat", path(chat))));
         if given.len() > 1 {
-            return Err(Wrong::between(&given, "there is more than one kind of data: leave all but one out"));
+            return Err(Invalid::between(&given, "there is more than one kind of data: keep one of them"));
         }
         if let Some(parts) = &data.mixture {
             if !(1..=PARTS_MAX).contains(&parts.len()) {
                 let problem = format!("`data.mixture` has {} corpora, and must have 1 to {PARTS_MAX}", parts.len());
-                return Err(Wrong::at("data.mixture", problem));
+                return Err(Invalid::at("data.mixture", problem));
             }
             for (index, part) in parts.iter().enumerate() {
                 if !(part.weight > 0. && part.weight.is_finite()) {
                     let key = format!("data.mixture[{index}].weight");
                     let problem = format!("`{key}` is {}, and must be a positive number", part.weight);
-                    return Err(Wrong::at(key, problem));
+                    return Err(Invalid::at(key, problem));
                 }
             }
         }
         if data.chat.is_some() && data.tokenizer.is_none() {
-            return Err(Wrong::at("data.chat", "`data.chat` is text, and needs a tokenizer: give `data.tokenizer`"));
+            return Err(Invalid::at("data.chat", "`data.chat` is text, and needs a tokenizer: give `data.tokenizer`"));
         }
         let Some(bytes) = data.token_bytes else { return Ok(()) };
         if ![2, 4].contains(&bytes) {
-            return Err(Wrong::at("data.token_bytes", format!("`data.token_bytes` is {bytes}, and must be 2 or 4")));
+            return Err(Invalid::at("data.token_bytes", format!("`data.token_bytes` is {bytes}, and must be 2 or 4")));
         }
         if data.corpus.is_none() && data.mixture.is_none() && self.evaluation.is_none() {
-            let problem = "`data.token_bytes` is of a raw file of ids, and there is no `data.corpus`: leave it out";
-            return Err(Wrong::at("data.token_bytes", problem));
+            let problem = "`data.token_bytes` is for a raw corpus, and there is no `data.corpus`: leave it out";
+            return Err(Invalid::at("data.token_bytes", problem));
         }
         Ok(())
     }
@@ -159,26 +172,26 @@ impl Recipe {
     fn check_optimizer(&self) -> Checked {
         let given = &self.optimizer;
         let positive = [
-            ("optimizer.rate", Some(given.rate)),
-            ("optimizer.clip_norm", given.clip_norm),
-            ("optimizer.epsilon", given.epsilon),
+            ("optimizer.lr", Some(given.lr)),
+            ("optimizer.max_grad_norm", given.max_grad_norm),
+            ("optimizer.eps", given.eps),
         ];
         for (key, value) in positive {
             if let Some(value) = value.filter(|value| !(*value > 0. && value.is_finite())) {
-                return Err(Wrong::at(key, format!("`{key}` is {value}, and must be a positive number")));
+                return Err(Invalid::at(key, format!("`{key}` is {value}, and must be a positive number")));
             }
         }
         let betas = given.betas.into_iter().flatten().map(|beta| ("optimizer.betas", beta));
         let momentum = given.momentum.map(|momentum| ("optimizer.momentum", momentum));
         for (key, part) in betas.chain(momentum) {
             if !(0. ..1.).contains(&part) {
-                return Err(Wrong::at(key, format!("`{key}` has {part}, and must be from 0 to below 1")));
+                return Err(Invalid::at(key, format!("`{key}` has {part}, and must be from 0 to below 1")));
             }
         }
         let decay = given.weight_decay;
         if !(decay >= 0. && decay.is_finite()) {
             let problem = format!("`optimizer.weight_decay` is {decay}, and must be 0 or a positive number");
-            return Err(Wrong::at("optimizer.weight_decay", problem));
+            return Err(Invalid::at("optimizer.weight_decay", problem));
         }
         self.optimizer_of().map(drop)
     }
@@ -187,84 +200,84 @@ impl Recipe {
         let given = &self.schedule;
         let kind = given.kind;
         let pair = |pair: [f64; 2]| format!("{pair:?}");
-        // Each key belongs to some kinds; with another one it would do nothing, silently.
-        let falls = [ScheduleKind::Linear, ScheduleKind::Cosine, ScheduleKind::StableDecay, ScheduleKind::OneCycle];
+        // Each key applies to some kinds of schedule. With any other kind it would silently have no effect.
+        let falls = [ScheduleKind::Linear, ScheduleKind::Cosine, ScheduleKind::Wsd, ScheduleKind::OneCycle];
         for (key, value, of) in [
-            ("schedule.end", given.end.map(number), &falls[..]),
-            ("schedule.decay_steps", given.decay_steps.map(|steps| steps.to_string()), &[ScheduleKind::StableDecay]),
-            ("schedule.start", given.start.map(number), &[ScheduleKind::OneCycle]),
-            ("schedule.rising", given.rising.map(number), &[ScheduleKind::OneCycle]),
+            ("schedule.min_lr_ratio", given.min_lr_ratio.map(number), &falls[..]),
+            ("schedule.decay_steps", given.decay_steps.map(|steps| steps.to_string()), &[ScheduleKind::Wsd]),
+            ("schedule.start_lr_ratio", given.start_lr_ratio.map(number), &[ScheduleKind::OneCycle]),
+            ("schedule.pct_start", given.pct_start.map(number), &[ScheduleKind::OneCycle]),
             ("schedule.momentum", given.momentum.map(pair), &[ScheduleKind::OneCycle]),
-            ("schedule.from", given.from.map(number), &[ScheduleKind::RangeTest]),
-            ("schedule.plot", given.plot.as_ref().map(|plot| plot.display().to_string()), &[ScheduleKind::RangeTest]),
+            ("schedule.start_lr", given.start_lr.map(number), &[ScheduleKind::LrRangeTest]),
+            ("schedule.plot", given.plot.as_ref().map(|plot| plot.display().to_string()), &[ScheduleKind::LrRangeTest]),
         ] {
             if let Some(value) = value.filter(|_| !of.contains(&kind)) {
                 let of: Vec<String> = of.iter().map(word).collect();
                 let problem =
-                    format!("`{key}` is of {}, and the schedule is {}: leave it out", of.join(", "), word(&kind));
-                return Err(Wrong::between(&[(key, value), ("schedule.kind", word(&kind))], problem));
+                    format!("`{key}` is for {}, and the schedule is {}: leave it out", of.join(", "), word(&kind));
+                return Err(Invalid::between(&[(key, value), ("schedule.kind", word(&kind))], problem));
             }
         }
-        for (key, part) in
-            [("schedule.end", given.end), ("schedule.start", given.start), ("schedule.rising", given.rising)]
-        {
-            if let Some(part) = part.filter(|part| !(0. ..=1.).contains(part)) {
-                return Err(Wrong::at(key, format!("`{key}` is {part}; it is a part, and must be from 0 to 1")));
+        for (key, ratio) in [
+            ("schedule.min_lr_ratio", given.min_lr_ratio),
+            ("schedule.start_lr_ratio", given.start_lr_ratio),
+            ("schedule.pct_start", given.pct_start),
+        ] {
+            if let Some(ratio) = ratio.filter(|ratio| !(0. ..=1.).contains(ratio)) {
+                return Err(Invalid::at(key, format!("`{key}` is {ratio}, and must be from 0 to 1")));
             }
         }
         if let Some(momentum) = given.momentum.into_iter().flatten().find(|momentum| !(0. ..1.).contains(momentum)) {
             let problem = format!("`schedule.momentum` has {momentum}, and must be from 0 to below 1");
-            return Err(Wrong::at("schedule.momentum", problem));
+            return Err(Invalid::at("schedule.momentum", problem));
         }
         if let (ScheduleKind::OneCycle, Some(momentum)) = (kind, self.optimizer.momentum) {
             let keys = [("optimizer.momentum", number(momentum)), ("schedule.kind", word(&kind))];
-            let problem = "1-cycle moves the momentum itself: use `schedule.momentum` instead";
-            return Err(Wrong::between(&keys, problem));
+            let problem = "one-cycle sets the momentum itself: use `schedule.momentum` instead";
+            return Err(Invalid::between(&keys, problem));
         }
-        let rate = self.optimizer.rate;
-        if let Some(from) = given.from.filter(|from| !(*from > 0. && *from <= rate)) {
-            let keys = [("schedule.from", number(from)), ("optimizer.rate", number(rate))];
-            return Err(Wrong::between(&keys, "`schedule.from` must be above 0, and at most `optimizer.rate`"));
+        let lr = self.optimizer.lr;
+        if let Some(start_lr) = given.start_lr.filter(|start_lr| !(*start_lr > 0. && *start_lr <= lr)) {
+            let keys = [("schedule.start_lr", number(start_lr)), ("optimizer.lr", number(lr))];
+            return Err(Invalid::between(&keys, "`schedule.start_lr` must be above 0, and at most `optimizer.lr`"));
         }
-        let own_rise = [ScheduleKind::OneCycle, ScheduleKind::RangeTest].contains(&kind);
+        let own_rise = [ScheduleKind::OneCycle, ScheduleKind::LrRangeTest].contains(&kind);
         if own_rise && given.warmup_steps > 0 {
             let keys = [("schedule.warmup_steps", given.warmup_steps.to_string()), ("schedule.kind", word(&kind))];
-            let problem = format!("{} rises in its own way: leave `schedule.warmup_steps` out", word(&kind));
-            return Err(Wrong::between(&keys, problem));
+            let problem = format!("{} has its own warm-up: leave `schedule.warmup_steps` out", word(&kind));
+            return Err(Invalid::between(&keys, problem));
         }
         Ok(())
     }
 
-    fn check_sharding(&self) -> Checked {
-        let sharding = &self.sharding;
-        if sharding.stage > 3 {
-            let problem = format!("there is no ZeRO stage {}: `sharding.stage` is 0, 1, 2 or 3", sharding.stage);
-            return Err(Wrong::at("sharding.stage", problem));
+    fn check_zero(&self) -> Checked {
+        let zero = &self.zero;
+        if zero.stage > 3 {
+            let problem = format!("there is no ZeRO stage {}: `zero.stage` is 0, 1, 2 or 3", zero.stage);
+            return Err(Invalid::at("zero.stage", problem));
         }
-        if sharding.units_in_flight > UNITS_IN_FLIGHT_MAX {
-            let (key, asked) = ("sharding.units_in_flight", sharding.units_in_flight);
-            return Err(Wrong::at(key, format!("`{key}` is {asked}, and must be at most {UNITS_IN_FLIGHT_MAX}")));
+        if zero.prefetch > PREFETCH_MAX {
+            let (key, asked) = ("zero.prefetch", zero.prefetch);
+            return Err(Invalid::at(key, format!("`{key}` is {asked}, and must be at most {PREFETCH_MAX}")));
         }
-        if sharding.accumulation == AccumulationRecipe::Sharded && sharding.stage < 2 {
-            let keys = [
-                ("sharding.accumulation", word(&sharding.accumulation)),
-                ("sharding.stage", sharding.stage.to_string()),
-            ];
-            let problem = "sharded accumulation needs gradients that are sliced: use stage 2 or 3, or leave it out";
-            return Err(Wrong::between(&keys, problem));
+        if zero.reduce_each_micro_batch && zero.stage < 2 {
+            let keys = [("zero.reduce_each_micro_batch", "true".to_string()), ("zero.stage", zero.stage.to_string())];
+            let problem =
+                "reducing gradients after each micro-batch needs sharded gradients: use stage 2 or 3, or leave it out";
+            return Err(Invalid::between(&keys, problem));
         }
         Ok(())
     }
 
     fn check_precision(&self) -> Checked {
         let precision = &self.precision;
-        if precision.gradients == FloatRecipe::F16 && precision.parameters != FloatRecipe::F16 {
+        if precision.reduce_dtype == FloatRecipe::F16 && precision.param_dtype != FloatRecipe::F16 {
             let keys = [
-                ("precision.gradients", word(&precision.gradients)),
-                ("precision.parameters", word(&precision.parameters)),
+                ("precision.reduce_dtype", word(&precision.reduce_dtype)),
+                ("precision.param_dtype", word(&precision.param_dtype)),
             ];
             let problem = "gradients in f16 overflow where parameters are not f16: use \"f32\" or \"bf16\" for them";
-            return Err(Wrong::between(&keys, problem));
+            return Err(Invalid::between(&keys, problem));
         }
         let given = [
             ("precision.loss_scale_initial", precision.loss_scale_initial.map(number)),
@@ -276,24 +289,24 @@ impl Recipe {
             ),
             ("precision.loss_scale_min", precision.loss_scale_min.map(number)),
         ];
-        if precision.parameters != FloatRecipe::F16
+        if precision.param_dtype != FloatRecipe::F16
             && let Some((key, value)) = given.into_iter().find_map(|(key, value)| Some((key, value?)))
         {
-            let of = word(&precision.parameters);
-            let problem = format!("`{key}` is of \"f16\", and parameters are {of}: leave it out");
-            return Err(Wrong::between(&[(key, value), ("precision.parameters", of)], problem));
+            let dtype = word(&precision.param_dtype);
+            let problem = format!("`{key}` is for \"f16\", and parameters are {dtype}: leave it out");
+            return Err(Invalid::between(&[(key, value), ("precision.param_dtype", dtype)], problem));
         }
         let scale = self.dynamic_scale();
         for (key, value) in [("precision.loss_scale_initial", scale.initial), ("precision.loss_scale_min", scale.min)] {
             if !(value > 0. && value.is_finite()) {
-                return Err(Wrong::at(key, format!("`{key}` is {value}, and must be a positive number")));
+                return Err(Invalid::at(key, format!("`{key}` is {value}, and must be a positive number")));
             }
         }
         for (key, count) in
             [("precision.loss_scale_window", scale.window), ("precision.loss_scale_hysteresis", scale.hysteresis)]
         {
             if count == 0 {
-                return Err(Wrong::at(key, format!("`{key}` is 0, and must be at least 1")));
+                return Err(Invalid::at(key, format!("`{key}` is 0, and must be at least 1")));
             }
         }
         if scale.min > scale.initial {
@@ -301,7 +314,7 @@ impl Recipe {
                 ("precision.loss_scale_min", number(scale.min)),
                 ("precision.loss_scale_initial", number(scale.initial)),
             ];
-            return Err(Wrong::between(&keys, "the smallest loss scale is larger than the first: make it smaller"));
+            return Err(Invalid::between(&keys, "the smallest loss scale is larger than the initial one: lower it"));
         }
         Ok(())
     }
@@ -314,57 +327,65 @@ impl Recipe {
             ("checkpoints.keep_last", checkpoints.keep_last == Some(0)),
         ];
         if let Some((key, _)) = at_least_one.into_iter().find(|(_, is_zero)| *is_zero) {
-            return Err(Wrong::at(key, format!("`{key}` is 0, and must be at least 1")));
+            return Err(Invalid::at(key, format!("`{key}` is 0, and must be at least 1")));
         }
         if let Some(minutes) = checkpoints.every_minutes.filter(|minutes| !(*minutes > 0. && minutes.is_finite())) {
             let problem = format!("`checkpoints.every_minutes` is {minutes}, and must be a positive number");
-            return Err(Wrong::at("checkpoints.every_minutes", problem));
+            return Err(Invalid::at("checkpoints.every_minutes", problem));
         }
-        if self.schedule.kind == ScheduleKind::RangeTest {
+        if self.schedule.kind == ScheduleKind::LrRangeTest {
             let keys =
                 [("checkpoints.folder", quoted(&checkpoints.folder)), ("schedule.kind", word(&self.schedule.kind))];
-            return Err(Wrong::between(&keys, "a range test is not gone on with: leave [checkpoints] out"));
+            return Err(Invalid::between(
+                &keys,
+                "a learning rate range test cannot be resumed: leave [checkpoints] out",
+            ));
         }
         Ok(())
     }
 
     fn check_supervision(&self) -> Checked {
         let supervision = &self.supervision;
-        // A rank gives a sign twice a second; and a century is as good as for ever.
-        let limits =
-            [("supervision.time_limit_s", supervision.time_limit_s), ("supervision.silence_s", supervision.silence_s)];
+        // Ranks send heartbeats at least twice a second, so 2 s is the least that makes sense. 3e9 s is a century, as good as forever.
+        let limits = [
+            ("supervision.timeout_s", supervision.timeout_s),
+            ("supervision.heartbeat_timeout_s", supervision.heartbeat_timeout_s),
+        ];
         if let Some((key, seconds)) = limits.into_iter().find(|(_, seconds)| !(2. ..=3e9).contains(seconds)) {
-            return Err(Wrong::at(key, format!("`{key}` is {seconds}, and must be at least 2 seconds")));
+            return Err(Invalid::at(key, format!("`{key}` is {seconds}, and must be at least 2 seconds")));
         }
         if supervision.spot_check_every == Some(0) {
             let key = "supervision.spot_check_every";
-            return Err(Wrong::at(key, format!("`{key}` is 0, and must be at least 1")));
+            return Err(Invalid::at(key, format!("`{key}` is 0, and must be at least 1")));
         }
-        let (key, on_outlier) = ("supervision.on_outlier", supervision.on_outlier);
-        if on_outlier != OutlierRecipe::Report && self.schedule.kind == ScheduleKind::RangeTest {
-            let keys = [(key, word(&on_outlier)), ("schedule.kind", word(&self.schedule.kind))];
-            return Err(Wrong::between(&keys, "a range test is there to see the loss rise: leave it out"));
+        let (key, on_spike) = ("supervision.on_spike", supervision.on_spike);
+        if on_spike != SpikeRecipe::Report && self.schedule.kind == ScheduleKind::LrRangeTest {
+            let keys = [(key, word(&on_spike)), ("schedule.kind", word(&self.schedule.kind))];
+            return Err(Invalid::between(
+                &keys,
+                "a learning rate range test is meant to make the loss rise: leave it out",
+            ));
         }
-        if on_outlier == OutlierRecipe::GoBack && self.checkpoints.is_none() {
+        if on_spike == SpikeRecipe::Rollback && self.checkpoints.is_none() {
             let problem = format!(
-                "`{key}` is {}, and there is nothing to go back to: give `checkpoints.folder`",
-                word(&on_outlier)
+                "`{key}` is {}, and there is no checkpoint to roll back to: give `checkpoints.folder`",
+                word(&on_spike)
             );
-            return Err(Wrong::at(key, problem));
+            return Err(Invalid::at(key, problem));
         }
         Ok(())
     }
 
-    /// The replicas that ranks are divided into.
+    /// Checks that the ranks can be divided into replicas.
     pub fn check_replicas(&self, ranks: usize) -> crate::Result<()> {
-        let replicas = self.sharding.replicas;
+        let replicas = self.parallel.replicate;
         if ranks.is_multiple_of(replicas) {
             return Ok(());
         }
         let problem = format!(
-            "sharding.replicas: {ranks} ranks cannot be divided into {replicas} replicas; use a divisor of {ranks}"
+            "parallel.replicate: {ranks} ranks cannot be divided into {replicas} replicas; use a divisor of {ranks}"
         );
-        Err(self.sources.error(Wrong::at("sharding.replicas", problem)))
+        Err(self.sources.error(Invalid::at("parallel.replicate", problem)))
     }
 }
 

@@ -1,8 +1,8 @@
-//! A DeepSpeed configuration as a layer of a recipe.
+//! A DeepSpeed configuration as a layer on top of a recipe.
 //!
-//! Every key of the file is translated, or known to mean nothing here, or named in a refusal: a configuration is never followed
-//! in part. `"auto"` and null leave a key to the recipe. What a section of the file leaves out is DeepSpeed's default, not the
-//! recipe's: an optimizer without betas has DeepSpeed's. The keys are those of DeepSpeed's config-json.md.
+//! Every key of the file is translated, ignored because it has no meaning here, or refused: a configuration is never honoured in
+//! part. `"auto"` and null leave a key to the recipe. If a section of the file omits a key, DeepSpeed's default applies and not
+//! the recipe's value: an optimizer without betas gets DeepSpeed's betas. The keys are those of DeepSpeed's config-json.md.
 
 mod json;
 mod rules;
@@ -18,20 +18,20 @@ use super::Source;
 use super::layers::Change;
 use crate::{Error, Result};
 
-/// The largest power of two that a loss scale may begin with: far beyond what f16 can hold, and far below where f32 ends.
+/// The maximum `initial_scale_power`: far beyond the range of f16, and far below the limit of f32.
 const SCALE_POWER_MAX: i64 = 64;
 
-/// The largest count that is read into 32 bits.
+/// The maximum of counts, which are 32 bits wide in a recipe.
 const COUNT_MAX: i64 = u32::MAX as i64;
 
-/// What a configuration changes, and what its user should know.
+/// The changes that a configuration makes to a recipe, and notes for the user.
 pub(super) struct Translated {
     pub(super) changes: Vec<Change>,
     pub(super) notes: Vec<String>,
 }
 
-/// Translates a configuration, to be laid over `recipe`.
-pub(super) fn translated(file: &Path, text: &str, recipe: &Table) -> Result<Translated> {
+/// Translates a configuration into changes to `recipe`.
+pub(super) fn translate(file: &Path, text: &str, recipe: &Table) -> Result<Translated> {
     let fail = |problem: String| Error::Recipe { place: file.display().to_string(), problem };
     let leaves = json::leaves(text).map_err(fail)?;
     let mut translation =
@@ -55,8 +55,8 @@ pub(super) fn translated(file: &Path, text: &str, recipe: &Table) -> Result<Tran
     }
     if !memory.is_empty() {
         notes.push(format!(
-            "these keys bound DeepSpeed's buffers; here memory follows from sharding.units_in_flight, sharding.accumulation and \
-             recomputation, and `shardwise train --dry-run` prints how much it is: {}",
+            "these keys limit DeepSpeed's buffers; here memory depends on zero.prefetch, zero.reduce_each_micro_batch and \
+             activation_checkpointing, and `shardwise train --dry-run` prints the estimate: {}",
             memory.join(", ")
         ));
     }
@@ -64,22 +64,22 @@ pub(super) fn translated(file: &Path, text: &str, recipe: &Table) -> Result<Tran
     Ok(Translated { changes, notes: notes.into_iter().map(|note| format!("{name}: {note}")).collect() })
 }
 
-/// Every key of DeepSpeed's that is known here, by what becomes of it: the guide's table.
+/// Every known DeepSpeed key, by how it is treated: the table in the guide.
 pub fn deepspeed_keys() -> [Fates; 5] {
     rules::fates()
 }
 
-/// What a key of the file says.
+/// The value of a key of the file.
 enum Said<T> {
-    /// Nothing: it is not there.
+    /// The key is missing.
     Absent,
-    /// That the recipe decides.
+    /// `"auto"` or null: the recipe decides.
     Auto,
-    /// This.
+    /// A value.
     Value(T),
 }
 
-/// A translation under way. A key that is understood is taken out of `leaves`; what is left at the end is refused.
+/// A translation in progress. Keys that are understood are removed from `leaves`; the rest is refused at the end.
 struct Translation<'a> {
     leaves: BTreeMap<String, Json>,
     recipe: &'a Table,
@@ -115,7 +115,7 @@ impl Translation<'_> {
         self.changes.push(Change { key: ours.to_string(), value: None, source });
     }
 
-    /// A value of the right kind, or a refusal.
+    /// Takes a value of the right type, and refuses any other.
     fn typed<T>(&mut self, key: &str, kind: &str, read: impl Fn(&Json) -> Option<T>) -> Said<T> {
         match self.take(key) {
             Said::Absent => Said::Absent,
@@ -150,19 +150,19 @@ impl Translation<'_> {
         self.leaves.keys().any(|key| is_within(key, section))
     }
 
-    /// What the recipe's file says of a key.
+    /// The value of a key in the recipe's file.
     fn of_recipe(&self, key: &str) -> Option<&Value> {
         let (table, name) = key.split_once('.')?;
         self.recipe.get(table)?.as_table()?.get(name)
     }
 
-    /// The three sizes of a batch. The file's stand; of the recipe's, only as many are kept as make two together, so that the
-    /// third follows.
+    /// Translates the three batch sizes. The file's take precedence. Of the recipe's, only enough are kept to make two in total;
+    /// the third follows from those.
     fn batch(&mut self) {
         let sizes = [
-            ("train_batch_size", "batch.global"),
-            ("train_micro_batch_size_per_gpu", "batch.sequences"),
-            ("gradient_accumulation_steps", "batch.micro_batches"),
+            ("train_batch_size", "batch.global_batch_size"),
+            ("train_micro_batch_size_per_gpu", "batch.micro_batch_size"),
+            ("gradient_accumulation_steps", "batch.gradient_accumulation_steps"),
         ];
         let given: Vec<Option<i64>> = sizes
             .iter()
@@ -197,23 +197,23 @@ impl Translation<'_> {
             _ => {
                 self.leaves.retain(|key, _| !is_within(key, "optimizer"));
                 return self
-                    .refuse("optimizer.type", format!("there is no {name} here, but Adam, AdamW, Lamb and SGD"));
+                    .refuse("optimizer.type", format!("{name} is not supported, only Adam, AdamW, Lamb and SGD"));
             }
         };
         self.set("optimizer.kind", kind, "optimizer.type");
         let torch_adam = matches!(self.flag("optimizer.params.torch_adam"), Said::Value(true));
         if let Said::Value(false) = self.flag("optimizer.params.adam_w_mode") {
-            self.refuse("optimizer.params.adam_w_mode", "weight decay is AdamW's here: write true, or leave it out");
+            self.refuse("optimizer.params.adam_w_mode", "weight decay is decoupled here: write true, or leave it out");
         }
-        self.rates("lr", "rate", 1e-3);
-        // What torch's AdamW does when nothing is said, where it is asked for.
+        self.rates("lr", "lr", 1e-3);
+        // PyTorch's AdamW, if the file asks for it, has another default.
         self.rates("weight_decay", "weight_decay", if torch_adam { 0.01 } else { 0. });
         if kind == "sgd" {
             self.rates("momentum", "momentum", 0.);
             self.remove("optimizer.betas", "optimizer.type");
-            self.remove("optimizer.epsilon", "optimizer.type");
+            self.remove("optimizer.eps", "optimizer.type");
         } else {
-            self.rates("eps", "epsilon", 1e-8);
+            self.rates("eps", "eps", 1e-8);
             self.betas();
             self.remove("optimizer.momentum", "optimizer.type");
         }
@@ -226,13 +226,12 @@ impl Translation<'_> {
         }
         if kind == "lamb" {
             self.notes.push(
-                "optimizer.type: LAMB's trust ratio is not limited here; DeepSpeed's is kept from 0.01 to 10"
-                    .to_string(),
+                "optimizer.type: LAMB's trust ratio is not clamped here; DeepSpeed clamps it to 0.01 to 10".to_string(),
             );
         }
     }
 
-    /// A number of `optimizer.params`.
+    /// Translates a number in `optimizer.params`. If it is absent, DeepSpeed's default applies.
     fn rates(&mut self, theirs: &str, ours: &str, default: f64) {
         let (theirs, ours) = (format!("optimizer.params.{theirs}"), format!("optimizer.{ours}"));
         match self.number(&theirs) {
@@ -269,23 +268,23 @@ impl Translation<'_> {
             }
         };
         self.set("schedule.kind", kind, "scheduler.type");
-        for key in ["decay_steps", "start", "rising", "momentum", "from", "plot"] {
+        for key in ["decay_steps", "start_lr_ratio", "pct_start", "momentum", "start_lr", "plot"] {
             self.remove(&format!("schedule.{key}"), "scheduler.type");
         }
         self.warmup();
         match kind {
-            "constant" => self.remove("schedule.end", "scheduler.type"),
-            "linear" => self.set("schedule.end", 0., "scheduler.type"),
+            "constant" => self.remove("schedule.min_lr_ratio", "scheduler.type"),
+            "linear" => self.set("schedule.min_lr_ratio", 0., "scheduler.type"),
             _ => match self.number("scheduler.params.cos_min_ratio") {
-                Said::Value(end) => self.set("schedule.end", end, "scheduler.params.cos_min_ratio"),
-                Said::Absent => self.set("schedule.end", 1e-4, "scheduler, by default"),
+                Said::Value(ratio) => self.set("schedule.min_lr_ratio", ratio, "scheduler.params.cos_min_ratio"),
+                Said::Absent => self.set("schedule.min_lr_ratio", 1e-4, "scheduler, by default"),
                 Said::Auto => {}
             },
         }
         if kind != "cosine" {
             match self.number("scheduler.params.warmup_max_lr") {
-                Said::Value(rate) => self.set("optimizer.rate", rate, "scheduler.params.warmup_max_lr"),
-                Said::Absent if kind == "linear" => self.set("optimizer.rate", 1e-3, "scheduler, by default"),
+                Said::Value(lr) => self.set("optimizer.lr", lr, "scheduler.params.warmup_max_lr"),
+                Said::Absent if kind == "linear" => self.set("optimizer.lr", 1e-3, "scheduler, by default"),
                 Said::Absent | Said::Auto => {}
             }
         }
@@ -297,14 +296,13 @@ impl Translation<'_> {
             }
         }
         self.notes.push(format!(
-            "scheduler.type: the rate of {name} rises from the first step on here; DeepSpeed's first two steps have a rate of 0, and \
-             what follows comes later by as much"
+            "scheduler.type: here the learning rate of {name} rises from the first step; DeepSpeed's first two steps have a \
+             learning rate of 0, and later steps are delayed accordingly"
         ));
     }
 
-    /// How a rate rises.
     fn warmup(&mut self) {
-        let log = "the rate rises along a line here: write \"warmup_type\": \"linear\"";
+        let log = "the learning rate rises linearly here: write \"warmup_type\": \"linear\"";
         match self.text("scheduler.params.warmup_type") {
             Said::Value(rise) if rise == "linear" => {}
             Said::Auto => {}
@@ -315,12 +313,12 @@ impl Translation<'_> {
             if let Said::Value(rate) = self.number(key)
                 && rate != 0.
             {
-                self.refuse(key, format!("it is {rate}, and the rate rises from 0 here"));
+                self.refuse(key, format!("it is {rate}, and the learning rate rises from 0 here"));
             }
         }
         let steps = "scheduler.params.warmup_num_steps";
         match self.whole(steps) {
-            // DeepSpeed takes at least two.
+            // DeepSpeed warms up for at least two steps.
             Said::Value(count) => self.set("schedule.warmup_steps", count.max(2), steps),
             Said::Absent => self.set("schedule.warmup_steps", 1000, "scheduler, by default"),
             Said::Auto => {}
@@ -330,15 +328,15 @@ impl Translation<'_> {
     fn precision(&mut self) {
         let scales = self.has("fp16");
         let (bf16, fp16) = (self.flag("bf16.enabled"), self.flag("fp16.enabled"));
-        let was = self.of_recipe("precision.parameters").and_then(Value::as_str).unwrap_or("f32").to_string();
+        let was = self.of_recipe("precision.param_dtype").and_then(Value::as_str).unwrap_or("f32").to_string();
         match (&bf16, &fp16) {
             (Said::Value(true), Said::Value(true)) => {
                 self.refuse("fp16.enabled", "bf16.enabled is true as well: enable one of them");
             }
-            (Said::Value(true), _) => self.set("precision.parameters", "bf16", "bf16.enabled"),
-            (_, Said::Value(true)) => self.set("precision.parameters", "f16", "fp16.enabled"),
-            (Said::Value(false), _) if was == "bf16" => self.set("precision.parameters", "f32", "bf16.enabled"),
-            (_, Said::Value(false)) if was == "f16" => self.set("precision.parameters", "f32", "fp16.enabled"),
+            (Said::Value(true), _) => self.set("precision.param_dtype", "bf16", "bf16.enabled"),
+            (_, Said::Value(true)) => self.set("precision.param_dtype", "f16", "fp16.enabled"),
+            (Said::Value(false), _) if was == "bf16" => self.set("precision.param_dtype", "f32", "bf16.enabled"),
+            (_, Said::Value(false)) if was == "f16" => self.set("precision.param_dtype", "f32", "fp16.enabled"),
             _ => {}
         }
         let is_half = matches!(bf16, Said::Value(true)) || matches!(fp16, Said::Value(true));
@@ -349,7 +347,7 @@ impl Translation<'_> {
         };
         match is_f16 && scales {
             true => self.loss_scale(),
-            // How a loss would be scaled does not matter where none is.
+            // Without f16 there is no loss scale.
             false => self.leaves.retain(|key, _| !rules::LOSS_SCALE.contains(&key.as_str())),
         }
         let is_bf16 = match &bf16 {
@@ -358,11 +356,11 @@ impl Translation<'_> {
         };
         match self.flag("bf16.check_grad_overflow") {
             _ if !is_bf16 => {}
-            Said::Value(true) => self.set("run.on_not_finite", "skip", "bf16.check_grad_overflow"),
+            Said::Value(true) => self.set("run.on_nonfinite", "skip", "bf16.check_grad_overflow"),
             Said::Value(false) => self.refuse(
                 "bf16.check_grad_overflow",
                 "it is false, and numbers that are not finite are always found here: write true to skip such a step, or leave \
-                 it to run.on_not_finite",
+                 it to run.on_nonfinite",
             ),
             Said::Absent | Said::Auto => {}
         }
@@ -372,9 +370,9 @@ impl Translation<'_> {
             ((_, Some(kept)), (key, Some(sent))) if kept != sent => {
                 self.refuse(key, format!("gradients are sent in the type they are added up in, {kept}, not {sent}"));
             }
-            ((key, Some(float)), _) | (_, (key, Some(float))) => self.set("precision.gradients", float, key),
+            ((key, Some(float)), _) | (_, (key, Some(float))) => self.set("precision.reduce_dtype", float, key),
             _ if is_half => self.notes.push(
-                "gradients are added up and sent in precision.gradients, f32 unless the recipe says otherwise; DeepSpeed's default \
+                "gradients are accumulated and sent in precision.reduce_dtype, f32 unless the recipe says otherwise; DeepSpeed's default \
                  is the parameters' type (communication_data_type)"
                     .to_string(),
             ),
@@ -382,12 +380,12 @@ impl Translation<'_> {
         }
     }
 
-    /// How the loss scale of f16 moves, which decides which steps are skipped.
+    /// The dynamic loss scale of f16, which decides which steps are skipped.
     fn loss_scale(&mut self) {
         if let Said::Value(scale) = self.number("fp16.loss_scale")
             && scale != 0.
         {
-            self.refuse("fp16.loss_scale", format!("it is {scale}, and the scale moves by itself here: write 0"));
+            self.refuse("fp16.loss_scale", format!("it is {scale}, and the loss scale is dynamic here: write 0"));
         }
         let key = "fp16.initial_scale_power";
         match self.whole(key) {
@@ -422,8 +420,8 @@ impl Translation<'_> {
             Said::Auto => {}
         }
         self.notes.push(
-            "fp16.loss_scale_window: the loss scale is doubled after as many steps without an overflow here; DeepSpeed waits for one \
-             step more at the start and after each overflow"
+            "fp16.loss_scale_window: here the loss scale doubles after exactly this many steps without an overflow; DeepSpeed waits \
+             one step longer at the start and after each overflow"
                 .to_string(),
         );
     }
@@ -441,23 +439,23 @@ impl Translation<'_> {
         }
     }
 
-    /// Keys that are numbers here as well.
+    /// Handles keys that are translated one to one, allow only one value, or have no meaning here.
     fn plain_keys(&mut self) {
         match self.number("gradient_clipping") {
-            Said::Value(0.) => self.remove("optimizer.clip_norm", "gradient_clipping"),
-            Said::Value(norm) => self.set("optimizer.clip_norm", norm, "gradient_clipping"),
+            Said::Value(0.) => self.remove("optimizer.max_grad_norm", "gradient_clipping"),
+            Said::Value(norm) => self.set("optimizer.max_grad_norm", norm, "gradient_clipping"),
             Said::Absent | Said::Auto => {}
         }
-        for (theirs, ours) in [("steps_per_print", "run.print_every"), ("zero_optimization.stage", "sharding.stage")] {
+        for (theirs, ours) in [("steps_per_print", "run.log_every"), ("zero_optimization.stage", "zero.stage")] {
             if let Said::Value(number) = self.whole(theirs) {
                 self.set(ours, number, theirs);
             }
         }
         if self.has("zero_optimization")
-            && !self.changes.iter().any(|change| change.key == "sharding.stage")
-            && self.of_recipe("sharding.stage").is_none()
+            && !self.changes.iter().any(|change| change.key == "zero.stage")
+            && self.of_recipe("zero.stage").is_none()
         {
-            self.set("sharding.stage", 0, "zero_optimization, by default");
+            self.set("zero.stage", 0, "zero_optimization, by default");
         }
         for &(key, wanted, why) in rules::ONLY {
             match self.take(key) {
@@ -478,7 +476,7 @@ impl Translation<'_> {
         }
     }
 
-    /// Whole sections that do nothing unless they are switched on.
+    /// Refuses sections that are enabled and have no counterpart.
     fn sections(&mut self) {
         for &(section, why) in rules::SWITCHED {
             if !self.has(section) {
@@ -507,7 +505,7 @@ impl Translation<'_> {
 
     fn leftovers(&mut self) {
         for (key, value) in std::mem::take(&mut self.leaves) {
-            // An empty section says nothing.
+            // An empty section has no effect.
             if !matches!(value, Json::Empty) || !rules::is_section(&key) {
                 let why = rules::why_not(&key);
                 self.refuse(&key, why);

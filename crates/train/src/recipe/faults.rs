@@ -1,32 +1,33 @@
-//! What is wrong with a recipe's keys and the kinds of their values, all of it at once, before anything is made of them.
+//! Finds unknown keys, missing keys and values of the wrong type in a recipe. All of them are reported at once, before any value is used.
 
 use toml::{Table, Value};
 
 use super::intent::{Intent, intent, nearest_word};
+use super::renamed;
 use super::schema::{Node, Shape};
-use super::source::Wrong;
+use super::source::Invalid;
 
-/// Longer texts are no name of anything.
+/// The maximum length of a text. No name or path is longer.
 const TEXT_BYTES_MAX: usize = 4096;
 
-/// Every fault of a recipe, as the schema has it.
-pub(super) fn faults(recipe: &Table, schema: Node<'_>) -> Vec<Wrong> {
+/// Compares a recipe with the schema, and returns every difference.
+pub(super) fn faults(recipe: &Table, schema: Node<'_>) -> Vec<Invalid> {
     let family = family(recipe);
     let mut faults = Faults { schema, family, found: Vec::new(), meant: Vec::new(), missing: Vec::new() };
     faults.table(recipe, schema, "");
     let Faults { mut found, meant, missing, .. } = faults;
-    // Who misspelt a key has not forgotten it.
+    // A required key that was misspelt, or given by its old name, is not reported as missing as well.
     let forgotten = missing.into_iter().filter(|(key, _)| !meant.iter().any(|other| is_or_is_in(other, key)));
-    found.extend(forgotten.map(|(key, problem)| Wrong::at(key, problem)));
+    found.extend(forgotten.map(|(key, problem)| Invalid::at(key, problem)));
     found
 }
 
-/// Why there is no such key, and what to write.
-pub(super) fn unknown(key: &str, schema: Node<'_>, recipe: &Table) -> String {
-    explained(key, intent(key, schema, family(recipe)), schema)
+/// The error message for a key that does not exist, with what to write instead.
+pub(super) fn unknown(key: &str, given: Option<&Value>, schema: Node<'_>, recipe: &Table) -> String {
+    renamed::problem(key, given).unwrap_or_else(|| explain(key, intent(key, schema, family(recipe)), schema))
 }
 
-/// The model that a recipe is about.
+/// The model family, which is also the name of its table.
 fn family(recipe: &Table) -> &'static str {
     let is_gpt2 = recipe.get("model").and_then(Value::as_table).is_some_and(|model| model.contains_key("gpt2"));
     if is_gpt2 { "gpt2" } else { "llama" }
@@ -35,8 +36,8 @@ fn family(recipe: &Table) -> &'static str {
 struct Faults<'a> {
     schema: Node<'a>,
     family: &'static str,
-    found: Vec<Wrong>,
-    /// What unknown keys were meant to be.
+    found: Vec<Invalid>,
+    /// The keys that unknown keys were probably meant to be.
     meant: Vec<String>,
     missing: Vec<(String, String)>,
 }
@@ -47,7 +48,7 @@ impl Faults<'_> {
             let key = below(at, name);
             match node.key(name) {
                 Some(node) => self.value(value, node, &key),
-                None => self.unknown(key, node, at),
+                None => self.unknown(key, value, node, at),
             }
         }
         for name in node.required().filter(|name| !table.contains_key(*name)) {
@@ -59,14 +60,25 @@ impl Faults<'_> {
         }
     }
 
-    fn unknown(&mut self, key: String, node: Node<'_>, at: &str) {
-        // Parts of a mixture are not in the table of keys.
+    fn unknown(&mut self, key: String, value: &Value, node: Node<'_>, at: &str) {
+        // Keys inside a list, such as the parts of a mixture, have no dotted name to compare with.
         if at.ends_with(']') {
             let names: Vec<&str> = node.names().collect();
             return self.fault(&key, format!("there is no key `{key}`; it has {}", names.join(", ")));
         }
+        if let Some(problem) = renamed::problem(&key, Some(value)) {
+            return match value {
+                Value::Table(table) if renamed::is_table(&key) && !table.is_empty() => {
+                    table.iter().for_each(|(name, value)| self.unknown(below(&key, name), value, node, &key));
+                }
+                _ => {
+                    self.meant.extend(renamed::new_key(&key).map(str::to_string));
+                    self.fault(&key, problem);
+                }
+            };
+        }
         let meant = intent(&key, self.schema, self.family);
-        let problem = explained(&key, meant, self.schema);
+        let problem = explain(&key, meant, self.schema);
         if let Some(Intent::Key(meant)) = intent(&key, self.schema, self.family) {
             self.meant.push(meant);
         }
@@ -78,7 +90,7 @@ impl Faults<'_> {
             (Shape::Table, Value::Table(table)) => return self.table(table, node, key),
             (Shape::Array(items), Value::Array(values)) => return self.array(values, node, items, key),
             (Shape::Words(words), Value::String(word)) if words.contains(&word.as_str()) => return,
-            (Shape::Words(words), given) => one_of(&words, given),
+            (Shape::Words(words), given) => one_of(key, &words, given),
             (Shape::Text, Value::String(text)) => match text {
                 text if text.is_empty() => "must not be empty".to_string(),
                 text if text.len() > TEXT_BYTES_MAX => format!("must be at most {TEXT_BYTES_MAX} bytes long"),
@@ -95,7 +107,10 @@ impl Faults<'_> {
             (Shape::Text, _) => "must be text in quotation marks".to_string(),
             (Shape::Whole, _) => "must be a whole number, at least 0".to_string(),
             (Shape::Number, _) => "must be a number".to_string(),
-            (Shape::Flag, _) => "must be true or false".to_string(),
+            (Shape::Flag, given) => match renamed::new_value(key, given) {
+                Some(now) => format!("must be true or false: {now}"),
+                None => "must be true or false".to_string(),
+            },
         };
         self.fault(key, format!("`{key}` is {}, and {must}", shown(value)));
     }
@@ -114,13 +129,12 @@ impl Faults<'_> {
     }
 
     fn fault(&mut self, key: &str, problem: String) {
-        self.found.push(Wrong::at(key, problem));
+        self.found.push(Invalid::at(key, problem));
     }
 }
 
-fn explained(key: &str, meant: Option<Intent>, schema: Node<'_>) -> String {
+fn explain(key: &str, meant: Option<Intent>, schema: Node<'_>) -> String {
     match meant {
-        _ if key == "data.tokens" => "`data.tokens` is gone: use `data.corpus`".to_string(),
         Some(Intent::Key(meant)) => format!("there is no key `{key}`: did you mean `{meant}`?"),
         Some(Intent::Nothing(why)) => format!("there is no key `{key}`: {why}"),
         None => {
@@ -138,14 +152,17 @@ fn explained(key: &str, meant: Option<Intent>, schema: Node<'_>) -> String {
     }
 }
 
-fn one_of(words: &[&str], given: &Value) -> String {
+fn one_of(key: &str, words: &[&str], given: &Value) -> String {
     let quoted: Vec<String> = words.iter().map(|word| format!("\"{word}\"")).collect();
-    let nearest = given.as_str().and_then(|given| nearest_word(given, words.iter().copied()));
-    let hint = nearest.map(|word| format!(": did you mean \"{word}\"?")).unwrap_or_default();
+    let nearest = || given.as_str().and_then(|given| nearest_word(given, words.iter().copied()));
+    let hint = match renamed::new_value(key, given) {
+        Some(now) => format!(": {now}"),
+        None => nearest().map(|word| format!(": did you mean \"{word}\"?")).unwrap_or_default(),
+    };
     format!("must be one of {}{hint}", quoted.join(", "))
 }
 
-/// A value as it would be written, cut short.
+/// A value as TOML, truncated to 60 characters.
 pub(super) fn shown(value: &Value) -> String {
     let text = value.to_string();
     match text.char_indices().nth(60) {
@@ -158,7 +175,7 @@ fn below(table: &str, name: &str) -> String {
     if table.is_empty() { name.to_string() } else { format!("{table}.{name}") }
 }
 
-/// Whether `key` is `other`, or the table that `other` is in.
+/// Whether `key` is `other`, or a table that contains it.
 fn is_or_is_in(other: &str, key: &str) -> bool {
     other.strip_prefix(key).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
 }

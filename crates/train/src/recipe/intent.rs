@@ -1,93 +1,99 @@
-//! What was probably meant by a key that does not exist.
+//! Guesses what an unknown key was meant to be. Former names of our own keys are in `renamed`.
 
 use super::schema::Node;
 
-/// What a word of another system's is here.
+/// Our counterpart of another framework's key.
 enum Here {
     /// A key.
     Key(&'static str),
-    /// A key of the model's, whichever it is.
-    OfModel(&'static str),
-    /// No key, but this.
+    /// A key of the model, by its name in Llama and in GPT-2.
+    OfModel(&'static str, &'static str),
+    /// There is no such key; this is the advice instead.
     Nothing(&'static str),
 }
 
 const WORDS: &[(&str, Here)] = &[
-    ("lr learning_rate max_lr peak_lr base_lr", Here::Key("optimizer.rate")),
+    ("lr rate learning_rate max_lr peak_lr base_lr", Here::Key("optimizer.lr")),
     ("optim optimizer_type", Here::Key("optimizer.kind")),
     ("beta1 beta2 adam_beta1 adam_beta2", Here::Key("optimizer.betas")),
-    ("eps adam_eps adam_epsilon", Here::Key("optimizer.epsilon")),
+    ("eps epsilon adam_eps adam_epsilon", Here::Key("optimizer.eps")),
     ("wd decay", Here::Key("optimizer.weight_decay")),
     (
-        "grad_clip clip_grad gradient_clipping max_grad_norm max_norm gradient_clip_val clip",
-        Here::Key("optimizer.clip_norm"),
+        "max_grad_norm grad_clip clip_grad gradient_clipping max_norm gradient_clip_val clip clip_norm",
+        Here::Key("optimizer.max_grad_norm"),
     ),
     ("scheduler lr_scheduler lr_scheduler_type lr_decay_style", Here::Key("schedule.kind")),
     (
         "warmup warm_up warmup_iters num_warmup_steps lr_warmup_iters warmup_num_steps",
         Here::Key("schedule.warmup_steps"),
     ),
-    ("min_lr min_lr_ratio end_factor", Here::Key("schedule.end")),
+    ("min_lr min_lr_ratio end_factor", Here::Key("schedule.min_lr_ratio")),
     (
         "batch_size micro_batch_size micro_batch per_device_train_batch_size train_micro_batch_size_per_gpu mbs",
-        Here::Key("batch.sequences"),
+        Here::Key("batch.micro_batch_size"),
     ),
-    ("global_batch_size train_batch_size total_batch_size gbs", Here::Key("batch.global")),
+    ("global_batch_size train_batch_size total_batch_size gbs", Here::Key("batch.global_batch_size")),
     (
-        "gradient_accumulation_steps gradient_accumulation accumulate_grad_batches grad_accum accumulation_steps",
-        Here::Key("batch.micro_batches"),
+        "gradient_accumulation_steps gradient_accumulation accumulate_grad_batches grad_accum accumulation_steps micro_batches",
+        Here::Key("batch.gradient_accumulation_steps"),
     ),
     (
         "seq_len seq_length sequence_length block_size max_seq_len max_length context context_length n_ctx",
-        Here::Key("batch.positions"),
+        Here::Key("batch.seq_len"),
     ),
-    ("zero_stage zero", Here::Key("sharding.stage")),
-    ("prefetch", Here::Key("sharding.units_in_flight")),
+    ("zero_stage zero_optimization", Here::Key("zero.stage")),
+    ("prefetch units_in_flight", Here::Key("zero.prefetch")),
     ("max_steps num_steps total_steps train_steps train_iters max_iters iterations", Here::Key("run.steps")),
-    ("logging_steps log_interval log_every steps_per_print", Here::Key("run.print_every")),
+    ("logging_steps log_interval log_every steps_per_print print_every", Here::Key("run.log_every")),
     ("epochs num_epochs num_train_epochs", Here::Nothing("a run is as long as `run.steps` says")),
     (
         "ranks world_size gpus num_gpus nproc_per_node",
         Here::Nothing("the number of ranks is `-n` of the command line, or the launcher's"),
     ),
-    ("dtype bf16 fp16 mixed_precision amp", Here::Key("precision.parameters")),
-    ("grad_dtype grad_accum_dtype", Here::Key("precision.gradients")),
-    ("gradient_checkpointing activation_checkpointing activation_checkpoint recompute", Here::Key("recomputation")),
+    ("dtype bf16 fp16 mixed_precision amp", Here::Key("precision.param_dtype")),
+    ("grad_dtype grad_accum_dtype", Here::Key("precision.reduce_dtype")),
+    (
+        "gradient_checkpointing activation_checkpointing activation_checkpoint recompute recomputation",
+        Here::Key("activation_checkpointing"),
+    ),
     ("tokens dataset data_path train_data train_file data_prefix", Here::Key("data.corpus")),
     ("eval_interval eval_steps eval_every", Here::Key("evaluation.every_steps")),
-    ("eval_iters", Here::Key("evaluation.windows")),
+    ("eval_iters", Here::Key("evaluation.max_sequences")),
     ("eval_data val_data valid_data validation", Here::Key("evaluation.corpus")),
     ("save_steps save_interval checkpoint_interval", Here::Key("checkpoints.every_steps")),
     ("save_dir output_dir out_dir save checkpoint_dir", Here::Key("checkpoints.folder")),
     ("log_dir logging_dir tensorboard_dir", Here::Key("run.folder")),
     ("save_total_limit", Here::Key("checkpoints.keep_last")),
-    ("model_name_or_path pretrained init_from", Here::Key("model.from")),
-    ("hidden_size n_embd d_model dim embed_dim", Here::OfModel("width")),
-    ("num_layers n_layer n_layers num_hidden_layers layers depth", Here::OfModel("blocks")),
-    ("num_attention_heads n_head n_heads num_heads", Here::OfModel("heads")),
-    ("vocab_size n_vocab", Here::OfModel("vocabulary")),
-    ("max_position_embeddings n_positions", Here::Key("model.gpt2.positions")),
-    ("num_key_value_heads n_kv_heads num_kv_heads n_kv_head", Here::Key("model.llama.kv_heads")),
-    ("intermediate_size ffn_hidden_size ffn_dim", Here::Key("model.llama.mlp_width")),
-    ("head_dim", Here::Key("model.llama.head_width")),
-    ("rope_theta", Here::Key("model.llama.rope_base")),
-    ("rms_norm_eps norm_eps", Here::Key("model.llama.norm_epsilon")),
-    ("sliding_window", Here::Key("model.llama.window")),
-    ("initializer_range", Here::Key("model.llama.init_std")),
-    ("tie_word_embeddings tie_embeddings", Here::Key("model.llama.tied")),
+    ("model_name_or_path pretrained init_from", Here::Key("model.from_pretrained")),
+    ("hidden_size n_embd d_model dim embed_dim width", Here::OfModel("hidden_size", "n_embd")),
+    (
+        "num_hidden_layers n_layer num_layers n_layers layers depth blocks",
+        Here::OfModel("num_hidden_layers", "n_layer"),
+    ),
+    ("num_attention_heads n_head n_heads num_heads heads", Here::OfModel("num_attention_heads", "n_head")),
+    ("vocab_size n_vocab vocabulary", Here::OfModel("vocab_size", "vocab_size")),
+    ("max_position_embeddings n_positions", Here::Key("model.gpt2.n_positions")),
+    ("num_key_value_heads n_kv_heads num_kv_heads n_kv_head kv_heads", Here::Key("model.llama.num_key_value_heads")),
+    ("intermediate_size ffn_hidden_size ffn_dim", Here::Key("model.llama.intermediate_size")),
+    ("head_dim", Here::Key("model.llama.head_dim")),
+    ("rope_theta", Here::Key("model.llama.rope_theta")),
+    ("rms_norm_eps norm_eps", Here::Key("model.llama.rms_norm_eps")),
+    ("sliding_window", Here::Key("model.llama.sliding_window")),
+    ("initializer_range", Here::Key("model.llama.initializer_range")),
+    ("tie_word_embeddings tie_embeddings", Here::Key("model.llama.tie_word_embeddings")),
     ("attention_bias", Here::Key("model.llama.qkv_bias")),
 ];
 
-/// The key that was meant.
+/// What an unknown key was meant to be.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Intent {
-    /// This one.
+    /// This key.
     Key(String),
-    /// None; this is how it is done.
+    /// There is no such key; this is the advice instead.
     Nothing(&'static str),
 }
 
-/// What was meant by `key`, in a recipe whose model is of `family`.
+/// Guesses what `key` was meant to be, in a recipe whose model is of `family`.
 pub(super) fn intent(key: &str, schema: Node<'_>, family: &str) -> Option<Intent> {
     let (table, name) = key.rsplit_once('.').map_or((None, key), |(table, name)| (Some(table), name));
     let keys = schema.keys();
@@ -111,13 +117,16 @@ pub(super) fn intent(key: &str, schema: Node<'_>, family: &str) -> Option<Intent
         WORDS.iter().find(|(words, _)| words.split(' ').any(|word| word == name.to_lowercase().replace('-', "_")));
     match word {
         Some((_, Here::Key(key))) => Some(Intent::Key(key.to_string())),
-        Some((_, Here::OfModel(name))) => Some(Intent::Key(format!("model.{family}.{name}"))),
+        Some((_, Here::OfModel(llama, gpt2))) => {
+            let name = if family == "gpt2" { gpt2 } else { llama };
+            Some(Intent::Key(format!("model.{family}.{name}")))
+        }
         Some((_, Here::Nothing(why))) => Some(Intent::Nothing(why)),
         None => misspelt().or_else(elsewhere).or_else(anywhere).map(Intent::Key),
     }
 }
 
-/// The word of a list that is nearest to this one.
+/// The word in a list that is most similar to `word`, if any is similar enough.
 pub(super) fn nearest_word<'a>(word: &str, words: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     let close = words.filter_map(|other| Some((distance(word, other)?, other)));
     close.min_by_key(|(distance, _)| *distance).map(|(_, other)| other)
@@ -128,9 +137,9 @@ fn nearest(name: &str, schema: Node<'_>, table: Option<&str>) -> Option<String> 
     nearest_word(name, table.names()).map(str::to_string)
 }
 
-/// How many letters differ, if few do.
+/// The edit distance, if it is small enough for a misspelling.
 fn distance(a: &str, b: &str) -> Option<usize> {
-    // Nobody misspells a word as one of thousands of letters, and the time grows with both lengths.
+    // Nobody misspells a word with thousands of letters, and the time grows with both lengths.
     if a.len() > 64 {
         return None;
     }

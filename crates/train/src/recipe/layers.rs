@@ -1,6 +1,6 @@
-//! Reading a recipe: its file, then a DeepSpeed configuration, then `--set`, each laid over what was there.
+//! Reads a recipe in layers: its file, then a DeepSpeed configuration, then `--set`. Each layer overrides the ones before it.
 //!
-//! All of it is one table in the end, which is read into the structs once. Beside it stands where each value comes from.
+//! The layers are merged into one table, which is deserialized once. The source of each value is recorded along with it.
 
 use std::collections::BTreeMap;
 use std::io::Read;
@@ -16,21 +16,21 @@ use super::schema::{Node, Shape};
 use super::{Recipe, Source, Sources, deepspeed, schema};
 use crate::{Error, Result};
 
-/// The longest recipe, and the longest DeepSpeed configuration, that is read.
+/// The maximum size of a recipe or a DeepSpeed configuration.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
-/// How many faults are told at once.
-const FAULTS_MAX: usize = 20;
+/// The maximum number of errors that are reported at once.
+const ERRORS_MAX: usize = 20;
 
-/// A change of one key; none removes it.
+/// A new value for a key; `None` removes the key.
 pub(super) struct Change {
     pub(super) key: String,
     pub(super) value: Option<Value>,
     pub(super) source: Source,
 }
 
-/// A recipe with what was laid over it, and no more: beside another one it then differs in what people have changed.
-fn laid_over(table: &Table, notes: &[String], sets: &[String]) -> Result<String> {
+/// The merged recipe as TOML. It omits defaults, so that a diff of two recipes shows what people changed.
+fn render(table: &Table, notes: &[String], sets: &[String]) -> Result<String> {
     let plain = toml::to_string(table).map_err(|error| Error::Options(format!("the recipe as TOML: {error}")))?;
     let sets = sets.iter().map(|set| format!("--set {set}"));
     let comments: String =
@@ -39,40 +39,40 @@ fn laid_over(table: &Table, notes: &[String], sets: &[String]) -> Result<String>
 }
 
 impl Recipe {
-    /// Reads a recipe, and makes its paths relative to the file.
+    /// Reads a recipe. Its relative paths are relative to the file.
     pub fn read(path: &Path) -> Result<Self> {
-        Recipe::layered(path, None, &[])
+        Recipe::read_layered(path, None, &[])
     }
 
-    /// Reads a recipe, lays a DeepSpeed configuration over it, and then settings such as `optimizer.rate=1e-3`. Relative paths,
-    /// also those of settings, are relative to the recipe's file.
-    pub fn layered(path: &Path, deepspeed: Option<&Path>, sets: &[String]) -> Result<Self> {
+    /// Reads a recipe, and overrides it with a DeepSpeed configuration and then with settings such as `optimizer.lr=1e-3`. Relative
+    /// paths, including those of settings, are relative to the recipe's file.
+    pub fn read_layered(path: &Path, deepspeed: Option<&Path>, sets: &[String]) -> Result<Self> {
         let schema = schema();
         let schema = Node(&schema);
-        let text = text(path)?;
-        let (mut table, lines) = parsed(path, &text)?;
+        let text = read_text(path)?;
+        let (mut table, lines) = parse(path, &text)?;
         let sources = lines.into_iter().map(|(key, line)| (key, Source::Line(line))).collect();
         let mut sources =
             Sources { path: path.to_path_buf(), deepspeed: deepspeed.unwrap_or(Path::new("")).into(), of: sources };
         let mut notes = Vec::new();
         if let Some(file) = deepspeed {
-            let translated = deepspeed::translated(file, &self::text(file)?, &table)?;
+            let translated = deepspeed::translate(file, &read_text(file)?, &table)?;
             notes = translated.notes;
-            translated.changes.into_iter().for_each(|change| lay(&mut table, &mut sources, change));
+            translated.changes.into_iter().for_each(|change| apply(&mut table, &mut sources, change));
         }
         for set in sets {
-            let change = setting(set, schema, &table)?;
-            lay(&mut table, &mut sources, change);
+            let change = parse_set(set, schema, &table)?;
+            apply(&mut table, &mut sources, change);
         }
         drop_loss_scale(&mut table, &sources);
         let mut found = faults(&table, schema);
         found.sort_by_key(|fault| fault.keys.first().map_or(0, |(key, _)| sources.line(key)));
         if !found.is_empty() {
-            return Err(together(found.into_iter().map(|fault| sources.error(fault)).collect()));
+            return Err(combine(found.into_iter().map(|fault| sources.error(fault)).collect()));
         }
         let text = match deepspeed.is_none() && sets.is_empty() {
             true => text,
-            false => laid_over(&table, &notes, sets)?,
+            false => render(&table, &notes, sets)?,
         };
         let mut recipe: Recipe = Value::Table(table).try_into().map_err(|error| at(path, error.message()))?;
         (recipe.sources, recipe.notes) = (sources, notes);
@@ -82,7 +82,7 @@ impl Recipe {
         Ok(recipe)
     }
 
-    /// Makes paths relative to the recipe's folder, and reads what the model's own folder says.
+    /// Resolves paths relative to the recipe's folder, and reads the config.json of a pretrained model.
     fn find_files(&mut self, folder: &Path) -> Result<()> {
         let data = &mut self.data;
         let parts = data.mixture.iter_mut().flatten().map(|part| &mut part.corpus);
@@ -93,39 +93,40 @@ impl Recipe {
             *file = folder.join(&*file);
         }
         let checkpoints = self.checkpoints.as_mut().map(|checkpoints| &mut checkpoints.folder);
-        let addresses = [self.start.weights.as_mut(), self.model.from.as_mut(), checkpoints];
+        let addresses = [self.init.weights.as_mut(), self.model.from_pretrained.as_mut(), checkpoints];
         for address in addresses.into_iter().flatten().filter(|address| !address.contains("://")) {
             *address = folder.join(&*address).display().to_string();
         }
-        if let Some(from) = &self.model.from {
-            let wrong = |problem: String| self.sources.error(super::source::Wrong::at("model.from", problem));
-            let config = Weights::open(from).and_then(|weights| weights.config());
-            let config = config.map_err(|error| wrong(format!("model.from: {error}")))?;
-            let config = config.ok_or_else(|| wrong(format!("model.from: {from}: there is no config.json")))?;
+        if let Some(folder) = &self.model.from_pretrained {
+            let key = "model.from_pretrained";
+            let wrong =
+                |problem: String| self.sources.error(super::source::Invalid::at(key, format!("{key}: {problem}")));
+            let config = Weights::open(folder).and_then(|weights| weights.config());
+            let config = config.map_err(|error| wrong(error.to_string()))?;
+            let config = config.ok_or_else(|| wrong(format!("{folder}: there is no config.json")))?;
             self.model.config = Some(config);
         }
         Ok(())
     }
 }
 
-/// Leaves a DeepSpeed configuration's loss scale behind where `--set` has chosen a type that has none.
+/// Drops the loss scale settings of a DeepSpeed configuration if `--set` chose a type without a loss scale.
 fn drop_loss_scale(table: &mut Table, sources: &Sources) {
     let Some(Value::Table(precision)) = table.get_mut("precision") else { return };
-    if precision.get("parameters").and_then(Value::as_str) == Some("f16") {
+    if precision.get("param_dtype").and_then(Value::as_str) == Some("f16") {
         return;
     }
-    let is_left_behind = |name: &str| {
+    let is_dropped = |name: &str| {
         let source = sources.of(&format!("precision.{name}"));
         name.starts_with("loss_scale_") && matches!(source, Source::DeepSpeed(_))
     };
-    let names: Vec<String> = precision.keys().filter(|name| is_left_behind(name.as_str())).cloned().collect();
+    let names: Vec<String> = precision.keys().filter(|name| is_dropped(name.as_str())).cloned().collect();
     for name in names {
         precision.remove(&name);
     }
 }
 
-/// A file's text.
-fn text(path: &Path) -> Result<String> {
+fn read_text(path: &Path) -> Result<String> {
     let mut text = String::new();
     let file = std::fs::File::open(path).map_err(|error| at(path, error.to_string()))?;
     file.take(FILE_BYTES_MAX + 1).read_to_string(&mut text).map_err(|error| at(path, error.to_string()))?;
@@ -135,15 +136,15 @@ fn text(path: &Path) -> Result<String> {
     Ok(text)
 }
 
-/// A recipe's text as a table, and the line of each key.
-fn parsed(path: &Path, text: &str) -> Result<(Table, BTreeMap<String, usize>)> {
+/// Parses a recipe into a table and the line of each key.
+fn parse(path: &Path, text: &str) -> Result<(Table, BTreeMap<String, usize>)> {
     let line_of = |offset: usize| 1 + text.bytes().take(offset).filter(|&byte| byte == b'\n').count();
     let fail = |error: toml::de::Error| {
         let line = error.span().map_or(1, |span| line_of(span.start));
         let shown = text.lines().nth(line - 1).unwrap_or_default().trim();
         let problem = match error.message() {
             _ if shown.ends_with('=') => "this key has no value".to_string(),
-            "duplicate key" => "this key is there twice".to_string(),
+            "duplicate key" => "this key occurs twice".to_string(),
             other => format!("this is not TOML: {other}"),
         };
         Error::Recipe { place: format!("{}:{line}", path.display()), problem: format!("{problem}: {shown}") }
@@ -182,14 +183,15 @@ fn note_lines_of(
     }
 }
 
-/// One `--set`.
-fn setting(set: &str, schema: Node<'_>, table: &Table) -> Result<Change> {
+/// Parses one `--set`.
+fn parse_set(set: &str, schema: Node<'_>, table: &Table) -> Result<Change> {
     let fail = |problem: String| Error::Recipe { place: format!("--set {set}"), problem };
     let Some((key, text)) = set.split_once('=') else {
-        return Err(fail("it has no value; write KEY=VALUE, such as optimizer.rate=1e-3".to_string()));
+        return Err(fail("it has no value; write KEY=VALUE, such as optimizer.lr=1e-3".to_string()));
     };
     let (key, text) = (key.trim(), text.trim());
-    let node = schema.find(key).ok_or_else(|| fail(unknown(key, schema, table)))?;
+    let given = Value::String(text.trim_matches(['"', '\'']).to_string());
+    let node = schema.find(key).ok_or_else(|| fail(unknown(key, Some(&given), schema, table)))?;
     if text.is_empty() {
         return Err(fail(format!("`{key}` is given no value; write {key}=VALUE")));
     }
@@ -200,7 +202,7 @@ fn setting(set: &str, schema: Node<'_>, table: &Table) -> Result<Change> {
         (_, Ok(value @ Value::String(_))) => value,
         (Shape::Text | Shape::Words(_), Ok(_)) => Value::String(text.to_string()),
         (_, Ok(value)) => value,
-        // What was meant as more than a word is not taken for one.
+        // This is broken TOML, not a bare word.
         (_, Err(error)) if text.starts_with(['"', '\'', '[', '{']) => {
             return Err(fail(format!("the value is not TOML: {}", error.message())));
         }
@@ -209,8 +211,8 @@ fn setting(set: &str, schema: Node<'_>, table: &Table) -> Result<Change> {
     Ok(Change { key: key.to_string(), value: Some(value), source: Source::Set })
 }
 
-/// Lays a change over a table.
-fn lay(table: &mut Table, sources: &mut Sources, change: Change) {
+/// Applies a change to a table.
+fn apply(table: &mut Table, sources: &mut Sources, change: Change) {
     let Change { key, value, source } = change;
     let within =
         |other: &str| other.strip_prefix(&key).is_some_and(|rest| rest.is_empty() || rest.starts_with(['.', '[']));
@@ -227,7 +229,7 @@ fn lay(table: &mut Table, sources: &mut Sources, change: Change) {
             }
             sources.of.insert(above.clone(), source.clone());
         }
-        // Something else in a table's place is found wrong later, with its line.
+        // A value in place of a table is reported later, with its line.
         let Value::Table(inner) = here.entry(name).or_insert_with(|| Value::Table(Table::new())) else { return };
         here = inner;
     }
@@ -240,13 +242,13 @@ fn lay(table: &mut Table, sources: &mut Sources, change: Change) {
     }
 }
 
-/// Several errors as one.
-fn together(mut errors: Vec<Error>) -> Error {
+/// Combines several errors into one.
+fn combine(mut errors: Vec<Error>) -> Error {
     if errors.len() == 1 {
         return errors.remove(0);
     }
-    let more = errors.len().saturating_sub(FAULTS_MAX);
-    let mut lines: Vec<String> = errors.iter().take(FAULTS_MAX).map(Error::to_string).collect();
+    let more = errors.len().saturating_sub(ERRORS_MAX);
+    let mut lines: Vec<String> = errors.iter().take(ERRORS_MAX).map(Error::to_string).collect();
     if more > 0 {
         lines.push(format!("and {more} more"));
     }

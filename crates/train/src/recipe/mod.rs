@@ -1,9 +1,9 @@
-//! A run as a file: what to train, on what, how.
+//! A run as a file: what to train, on which data, and how.
 //!
-//! The structs here are the keys, and their comments are what an editor says of them (`schema`). A recipe is read in `layers`,
-//! compared with the schema in `faults`, checked in `check`, and turned into models and options in `build`. A key that is not
-//! known is an error with its line, and so is one that would do nothing; but for the first of `optimizer.betas`, which 1-cycle
-//! moves.
+//! The structs here are the keys, and their doc comments are the help that an editor shows (`schema`). A recipe is read in
+//! `layers`, compared with the schema in `faults`, checked in `check`, and turned into models and options in `build`. An unknown
+//! key is an error with its line, and so is a key that would have no effect. The one exception is the first of `optimizer.betas`,
+//! which the one-cycle schedule overrides. Keys that were renamed are errors that name the new key (`renamed`).
 
 mod build;
 mod check;
@@ -12,6 +12,7 @@ mod faults;
 mod intent;
 mod layers;
 mod print;
+mod renamed;
 mod schema;
 mod source;
 
@@ -30,49 +31,52 @@ pub use source::{Source, Sources};
 pub(crate) const NO_CUDA: &str =
     "run.device is \"cuda\", and this program was built without it: cargo build --release --features cuda";
 
-/// A recipe. Relative paths in it are relative to the file.
+/// A training run. Relative paths are relative to this file.
 #[derive(Clone, Debug, Deserialize, JsonSchema, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Recipe {
-    /// What is trained.
+    /// The model to train.
     pub model: ModelRecipe,
-    /// What its parameters begin with.
+    /// The initial values of the parameters.
     #[serde(default)]
-    pub start: StartRecipe,
-    /// What it is trained on.
+    pub init: InitRecipe,
+    /// The training data.
     pub data: DataRecipe,
-    /// What it is measured on.
+    /// The held-out data to evaluate on.
     pub evaluation: Option<EvaluationRecipe>,
-    /// How much of it in a step.
+    /// The batch size and the sequence length.
     pub batch: BatchRecipe,
-    /// What is sliced, among whom.
+    /// What ZeRO shards, and how far ahead it prefetches.
     #[serde(default)]
-    pub sharding: ShardingRecipe,
-    /// In which types.
+    pub zero: ZeroRecipe,
+    /// How ranks are arranged.
+    #[serde(default)]
+    pub parallel: ParallelRecipe,
+    /// The types of parameters and gradients.
     #[serde(default)]
     pub precision: PrecisionRecipe,
-    /// What is kept for the backward pass.
+    /// Which activations the backward pass recomputes.
     #[serde(default)]
-    pub recomputation: RecomputationRecipe,
-    /// How parameters are updated.
+    pub activation_checkpointing: ActivationCheckpointingRecipe,
+    /// The optimizer and its settings.
     pub optimizer: OptimizerRecipe,
-    /// How the rate moves.
+    /// The learning rate schedule.
     #[serde(default)]
     pub schedule: ScheduleRecipe,
-    /// How long, and where.
+    /// How long to train, and where.
     pub run: RunRecipe,
-    /// What is saved, and gone on from.
+    /// When and where to save checkpoints.
     pub checkpoints: Option<CheckpointsRecipe>,
-    /// What is watched meanwhile.
+    /// Timeouts, restarts and checks.
     #[serde(default)]
     pub supervision: SupervisionRecipe,
-    /// The recipe as it was written; or, where something was laid over it, with that and without comments.
+    /// The recipe's text: as it was written, or without comments if something was laid over it.
     #[serde(skip)]
     pub text: String,
-    /// Where each value comes from.
+    /// The source of each value.
     #[serde(skip)]
     pub sources: Sources,
-    /// What the user should know of what was laid over it.
+    /// Notes for the user about the DeepSpeed configuration that was laid over the recipe.
     #[serde(skip)]
     pub notes: Vec<String>,
 }
@@ -81,199 +85,201 @@ pub struct Recipe {
 #[derive(Clone, Debug, Deserialize, JsonSchema, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct ModelRecipe {
-    /// `[model.llama]`
+    /// Llama 2 and 3, Mistral, Qwen 2 and 3.
     pub llama: Option<LlamaRecipe>,
-    /// `[model.gpt2]`
+    /// GPT-2.
     pub gpt2: Option<Gpt2Recipe>,
-    /// A Hugging Face checkpoint: a folder with config.json, whose shape the model has and, unless `[start]` says otherwise,
-    /// whose weights it begins with.
-    pub from: Option<String>,
-    /// What that file says.
+    /// A Hugging Face checkpoint: a folder with config.json. The model has its shape and, unless `[init]` says otherwise,
+    /// starts from its weights.
+    pub from_pretrained: Option<String>,
+    /// The contents of that config.json.
     #[serde(skip)]
     pub config: Option<Value>,
-    /// Parameters that stay as they begin, by the beginnings of their names.
+    /// Parameters that are not trained, by the prefixes of their names.
     #[serde(default)]
     pub frozen: Vec<String>,
 }
 
-/// `[model.llama]`: Llama 2 and 3, Mistral, Qwen 2 and 3.
+/// `[model.llama]`: Llama 2 and 3, Mistral, Qwen 2 and 3. Keys have the names of Hugging Face's config.json.
 #[derive(Clone, Debug, Deserialize, JsonSchema, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct LlamaRecipe {
-    /// Token ids are below this.
-    pub vocabulary: usize,
-    /// The width of the hidden states.
-    pub width: usize,
-    /// The number of blocks.
-    pub blocks: usize,
+    /// The size of the vocabulary. Token ids are smaller than this.
+    pub vocab_size: usize,
+    /// The size of the hidden states.
+    pub hidden_size: usize,
+    /// The number of transformer blocks.
+    pub num_hidden_layers: usize,
     /// The number of query heads.
-    pub heads: usize,
-    /// The width of the MLP.
-    pub mlp_width: usize,
-    /// The number of key and value heads, which divides heads; as many as heads unless said otherwise.
-    pub kv_heads: Option<usize>,
-    /// The width of a head; width / heads unless said otherwise.
-    pub head_width: Option<usize>,
+    pub num_attention_heads: usize,
+    /// The size of the MLP's hidden layer.
+    pub intermediate_size: usize,
+    /// The number of key and value heads. Must divide num_attention_heads, which is also the default.
+    pub num_key_value_heads: Option<usize>,
+    /// The size of a head. Defaults to hidden_size / num_attention_heads.
+    pub head_dim: Option<usize>,
     /// The base of the rotary embedding's wavelengths.
-    pub rope_base: Option<f64>,
-    /// Added to the mean square in the norms.
-    pub norm_epsilon: Option<f64>,
-    /// How many positions a position sees, itself included, as in Mistral; all unless said otherwise.
-    pub window: Option<usize>,
-    /// The standard deviation with which matrices begin.
-    pub init_std: Option<f64>,
-    /// Tokens whose logits exist at once.
-    pub head_chunk: Option<usize>,
-    /// Whether the head uses the embedding's matrix.
+    pub rope_theta: Option<f64>,
+    /// The epsilon that RMSNorm adds to the mean square.
+    pub rms_norm_eps: Option<f64>,
+    /// How many positions a position attends to, itself included, as in Mistral. Defaults to all of them.
+    pub sliding_window: Option<usize>,
+    /// The standard deviation of initial weight matrices.
+    pub initializer_range: Option<f64>,
+    /// The number of tokens whose logits are in memory at once.
+    pub loss_chunk_tokens: Option<usize>,
+    /// Whether the head shares the embedding's matrix.
     #[serde(default)]
-    pub tied: bool,
-    /// Whether query, key and value have biases, as in Qwen 2.
+    pub tie_word_embeddings: bool,
+    /// Whether the query, key and value projections have biases, as in Qwen 2.
     #[serde(default)]
     pub qkv_bias: bool,
-    /// Whether queries and keys are normed per head, as in Qwen 3.
+    /// Whether queries and keys are normalized per head, as in Qwen 3.
     #[serde(default)]
     pub qk_norm: bool,
 }
 
-/// `[model.gpt2]`
+/// `[model.gpt2]`. Keys have the names of Hugging Face's config.json.
 #[derive(Clone, Debug, Deserialize, JsonSchema, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Gpt2Recipe {
-    /// Token ids are below this.
-    pub vocabulary: usize,
-    /// The longest sequence.
-    pub positions: usize,
-    /// The width of the hidden states.
-    pub width: usize,
-    /// The number of blocks.
-    pub blocks: usize,
-    /// The number of query heads.
-    pub heads: usize,
-    /// Tokens whose logits exist at once.
-    pub head_chunk: Option<usize>,
+    /// The size of the vocabulary. Token ids are smaller than this.
+    pub vocab_size: usize,
+    /// The length of the longest sequence.
+    pub n_positions: usize,
+    /// The size of the hidden states.
+    pub n_embd: usize,
+    /// The number of transformer blocks.
+    pub n_layer: usize,
+    /// The number of attention heads.
+    pub n_head: usize,
+    /// The number of tokens whose logits are in memory at once.
+    pub loss_chunk_tokens: Option<usize>,
 }
 
-/// `[start]`
+/// `[init]`
 #[derive(Clone, Debug, Default, Deserialize, JsonSchema, Serialize)]
 #[serde(deny_unknown_fields, default)]
-pub struct StartRecipe {
-    /// What parameters are made of; 1 unless said otherwise.
+pub struct InitRecipe {
+    /// The seed of the random initial values. Defaults to 1.
     pub seed: Option<u64>,
-    /// A safetensors file, or a folder of a Hugging Face checkpoint, that they are read from instead.
+    /// A safetensors file or a folder with a Hugging Face checkpoint to read the initial values from instead.
     pub weights: Option<String>,
 }
 
-/// `[data]`: one of `corpus`, `mixture` and `chat`; without any, tokens are random.
+/// `[data]`: one of `corpus`, `mixture` and `chat`. Without any of them, tokens are random.
 #[derive(Clone, Debug, Deserialize, JsonSchema, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct DataRecipe {
-    /// A corpus of token ids: Megatron's PATH.bin and PATH.idx, or a raw file of ids, as nanoGPT has them.
+    /// A corpus of token ids: Megatron's PATH.bin and PATH.idx, or a raw file of ids, as in nanoGPT.
     pub corpus: Option<PathBuf>,
-    /// Several corpora, each with its weight.
+    /// Several corpora with their weights.
     pub mixture: Option<Vec<PartRecipe>>,
-    /// A file of conversations, one in a line; needs data.tokenizer.
+    /// A file of conversations, one per line. Needs data.tokenizer.
     pub chat: Option<PathBuf>,
-    /// What turns text into ids: a tokenizer.json, or a folder with one.
+    /// The tokenizer: a tokenizer.json, or a folder with one.
     pub tokenizer: Option<PathBuf>,
-    /// The size of an id where the corpus is a raw file of nothing but ids: 2 or 4.
+    /// The size of a token id in a raw corpus, in bytes: 2 or 4.
     pub token_bytes: Option<usize>,
-    /// The order of the data.
+    /// The seed of the shuffle.
     #[serde(default)]
     pub seed: u64,
 }
 
-/// A part of `data.mixture`.
+/// One corpus of `data.mixture`.
 #[derive(Clone, Debug, Deserialize, JsonSchema, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct PartRecipe {
     /// A corpus, as in data.corpus.
     pub corpus: PathBuf,
-    /// How much of it, beside the other parts' weights.
+    /// Its weight relative to the others.
     pub weight: f64,
 }
 
-/// `[evaluation]`: the loss on tokens that are not trained on, at the end and, if it is said, meanwhile.
+/// `[evaluation]`: the loss on held-out tokens, at the end of the run and every `every_steps` steps.
 #[derive(Clone, Debug, Deserialize, JsonSchema, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct EvaluationRecipe {
-    /// The corpus that was held out, as in data.corpus.
+    /// The held-out corpus, as in data.corpus.
     pub corpus: PathBuf,
-    /// Every how many steps, besides the end.
+    /// Evaluate every N steps, in addition to the end of the run.
     pub every_steps: Option<u64>,
-    /// How many windows of it at most; all unless said otherwise.
-    pub windows: Option<u64>,
+    /// The most sequences to evaluate. Defaults to all of them.
+    pub max_sequences: Option<u64>,
 }
 
-/// `[batch]`: global = sequences × micro_batches × ranks. Two of the three give the third; sequences alone means one
-/// micro-batch.
+/// `[batch]`: global_batch_size = micro_batch_size × gradient_accumulation_steps × ranks. Two of the three give the third;
+/// micro_batch_size alone means one micro-batch per step.
 #[derive(Clone, Debug, Deserialize, JsonSchema, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct BatchRecipe {
-    /// Sequences of a step, on all ranks together.
-    pub global: Option<usize>,
-    /// Sequences that a rank computes at once.
-    pub sequences: Option<usize>,
-    /// Micro-batches of a step, on every rank.
-    pub micro_batches: Option<usize>,
-    /// Tokens of a sequence.
-    pub positions: usize,
+    /// The number of sequences per step, on all ranks together.
+    pub global_batch_size: Option<usize>,
+    /// The number of sequences per micro-batch, on each rank.
+    pub micro_batch_size: Option<usize>,
+    /// The number of micro-batches per step, on each rank.
+    pub gradient_accumulation_steps: Option<usize>,
+    /// The number of tokens per sequence.
+    pub seq_len: usize,
 }
 
-/// `[sharding]`
+/// `[zero]`
 #[derive(Clone, Debug, Deserialize, JsonSchema, Serialize)]
 #[serde(deny_unknown_fields, default)]
-pub struct ShardingRecipe {
-    /// ZeRO's stage, 0 to 3.
+pub struct ZeroRecipe {
+    /// ZeRO stage, 0 to 3. Stage 1 shards the optimizer state, stage 2 also the gradients, stage 3 also the parameters.
     pub stage: u8,
-    /// Into how many replicas the ranks are divided, each of which holds the whole model in slices.
-    pub replicas: usize,
-    /// Units on their way ahead of and behind the one that computes. With 0 the least memory is needed.
-    pub units_in_flight: usize,
-    /// Where gradients of several micro-batches are added up.
-    pub accumulation: AccumulationRecipe,
+    /// How many units to gather ahead of the one that computes, and to reduce behind it. 0 needs the least memory.
+    pub prefetch: usize,
+    /// Whether to reduce gradients after each micro-batch instead of once per step: less memory, more traffic.
+    pub reduce_each_micro_batch: bool,
 }
 
-impl Default for ShardingRecipe {
+impl Default for ZeroRecipe {
     fn default() -> Self {
-        ShardingRecipe { stage: 3, replicas: 1, units_in_flight: 1, accumulation: AccumulationRecipe::Whole }
+        ZeroRecipe { stage: 3, prefetch: 1, reduce_each_micro_batch: false }
     }
 }
 
-/// `accumulation`
-#[derive(Clone, Copy, Debug, Deserialize, JsonSchema, Serialize, PartialEq, Eq)]
-#[serde(rename_all = "lowercase")]
-pub enum AccumulationRecipe {
-    /// On every rank, whole, and reduced once a step.
-    Whole,
-    /// On the ranks that own them, reduced after each micro-batch: less memory, more traffic.
-    Sharded,
+/// `[parallel]`
+#[derive(Clone, Debug, Deserialize, JsonSchema, Serialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct ParallelRecipe {
+    /// The number of replicas (hybrid sharding). Each is sharded among its own share of the ranks.
+    pub replicate: usize,
+}
+
+impl Default for ParallelRecipe {
+    fn default() -> Self {
+        ParallelRecipe { replicate: 1 }
+    }
 }
 
 /// `[precision]`
 #[derive(Clone, Copy, Debug, Deserialize, JsonSchema, Serialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct PrecisionRecipe {
-    /// Parameters, as units compute with them and as they are gathered.
-    pub parameters: FloatRecipe,
-    /// Gradients, as they are added up and sent to be reduced.
-    pub gradients: FloatRecipe,
-    /// The first loss scale of f16.
+    /// The type of parameters in forward and backward passes and in all-gathers.
+    pub param_dtype: FloatRecipe,
+    /// The type in which gradients are accumulated and reduced.
+    pub reduce_dtype: FloatRecipe,
+    /// The initial loss scale of f16.
     pub loss_scale_initial: Option<f64>,
-    /// Double the loss scale after this many steps in a row without an overflow.
+    /// Double the loss scale after this many consecutive steps without an overflow.
     pub loss_scale_window: Option<u32>,
-    /// Halve the loss scale at this overflow, and at every further one until it is doubled again.
+    /// Halve the loss scale at the Nth overflow, and at each further one until it is doubled again.
     pub loss_scale_hysteresis: Option<u32>,
-    /// Count overflows for the hysteresis anew after every step without one.
+    /// Restart the hysteresis count after each step without an overflow.
     pub loss_scale_consecutive_hysteresis: Option<bool>,
-    /// The smallest loss scale: an overflow at this scale ends the run.
+    /// The smallest loss scale. An overflow at this scale ends the run.
     pub loss_scale_min: Option<f64>,
 }
 
 impl Default for PrecisionRecipe {
     fn default() -> Self {
         PrecisionRecipe {
-            parameters: FloatRecipe::F32,
-            gradients: FloatRecipe::F32,
+            param_dtype: FloatRecipe::F32,
+            reduce_dtype: FloatRecipe::F32,
             loss_scale_initial: None,
             loss_scale_window: None,
             loss_scale_hysteresis: None,
@@ -283,15 +289,15 @@ impl Default for PrecisionRecipe {
     }
 }
 
-/// A type of numbers.
+/// A floating-point type.
 #[derive(Clone, Copy, Debug, Deserialize, JsonSchema, Serialize, PartialEq, Eq)]
 #[serde(rename_all = "lowercase")]
 pub enum FloatRecipe {
     /// 32 bits.
     F32,
-    /// 16 bits, with f32's range.
+    /// 16 bits, with the range of f32.
     Bf16,
-    /// 16 bits, with a loss scale that moves by itself.
+    /// 16 bits, with a dynamic loss scale.
     F16,
 }
 
@@ -305,16 +311,16 @@ impl FloatRecipe {
     }
 }
 
-/// `recomputation`
+/// `activation_checkpointing`
 #[derive(Clone, Copy, Debug, Default, Deserialize, JsonSchema, Serialize, PartialEq, Eq)]
 #[serde(rename_all = "lowercase")]
-pub enum RecomputationRecipe {
-    /// What autograd wants.
+pub enum ActivationCheckpointingRecipe {
+    /// Keep all activations.
     #[default]
     None,
-    /// What linear layers have put out; the rest is computed again.
+    /// Keep the outputs of linear layers and recompute the rest.
     Selective,
-    /// The input of each unit alone; the rest is computed again.
+    /// Keep the input of each unit and recompute the rest.
     Full,
 }
 
@@ -322,34 +328,34 @@ pub enum RecomputationRecipe {
 #[derive(Clone, Debug, Deserialize, JsonSchema, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct OptimizerRecipe {
-    /// Which.
+    /// The optimizer.
     #[serde(default)]
     pub kind: OptimizerKind,
-    /// The highest learning rate.
-    pub rate: f64,
-    /// AdamW's and LAMB's decays of the moments.
+    /// The peak learning rate.
+    pub lr: f64,
+    /// The decay rates of AdamW's and LAMB's moments.
     pub betas: Option<[f64; 2]>,
-    /// AdamW's and LAMB's guard against division by zero.
-    pub epsilon: Option<f64>,
-    /// SGD's momentum.
+    /// The epsilon in the denominator of AdamW and LAMB.
+    pub eps: Option<f64>,
+    /// The momentum of SGD.
     pub momentum: Option<f64>,
-    /// Weight decay.
+    /// The weight decay. Norms and biases do not decay.
     #[serde(default)]
     pub weight_decay: f64,
-    /// The largest norm of all gradients together.
-    pub clip_norm: Option<f64>,
+    /// Clip gradients to this norm, all of them together. Defaults to no clipping.
+    pub max_grad_norm: Option<f64>,
 }
 
 /// `kind` of an optimizer.
 #[derive(Clone, Copy, Debug, Default, Deserialize, JsonSchema, Serialize, PartialEq, Eq)]
 #[serde(rename_all = "lowercase")]
 pub enum OptimizerKind {
-    /// Adam with weight decay of its own.
+    /// Adam with decoupled weight decay.
     #[default]
     AdamW,
-    /// Plain steps, with momentum if there is any.
+    /// Stochastic gradient descent, with or without momentum.
     Sgd,
-    /// Adam's directions, scaled by each parameter's norm.
+    /// Adam with updates scaled by the norm of each parameter.
     Lamb,
 }
 
@@ -357,25 +363,25 @@ pub enum OptimizerKind {
 #[derive(Clone, Debug, Default, Deserialize, JsonSchema, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct ScheduleRecipe {
-    /// Which.
+    /// The shape of the schedule.
     #[serde(default)]
     pub kind: ScheduleKind,
-    /// Steps over which the rate rises.
+    /// The number of steps over which the learning rate rises from 0 to its peak.
     #[serde(default)]
     pub warmup_steps: u64,
-    /// The part of the rate with which it ends: of linear, cosine, stable-decay and 1-cycle.
-    pub end: Option<f64>,
-    /// Steps over which it falls: of stable-decay.
+    /// The last learning rate divided by the peak, for linear, cosine, wsd and one-cycle.
+    pub min_lr_ratio: Option<f64>,
+    /// The number of steps over which the learning rate falls, for wsd.
     pub decay_steps: Option<u64>,
-    /// The part of the rate with which it begins: of 1-cycle.
-    pub start: Option<f64>,
-    /// The part of all steps over which it rises: of 1-cycle.
-    pub rising: Option<f64>,
-    /// The momentum at the lowest and at the highest rate: of 1-cycle.
+    /// The first learning rate divided by the peak, for one-cycle.
+    pub start_lr_ratio: Option<f64>,
+    /// The fraction of all steps over which the learning rate rises, for one-cycle.
+    pub pct_start: Option<f64>,
+    /// The momentum at the lowest and at the highest learning rate, for one-cycle.
     pub momentum: Option<[f64; 2]>,
-    /// The first rate: of a range test.
-    pub from: Option<f64>,
-    /// Where a range test's plot goes.
+    /// The first learning rate, for lr-range-test.
+    pub start_lr: Option<f64>,
+    /// The file to write the plot to, for lr-range-test.
     pub plot: Option<PathBuf>,
 }
 
@@ -383,66 +389,65 @@ pub struct ScheduleRecipe {
 #[derive(Clone, Copy, Debug, Default, Deserialize, JsonSchema, Serialize, PartialEq, Eq)]
 #[serde(rename_all = "kebab-case")]
 pub enum ScheduleKind {
-    /// The rate stays.
+    /// Stay at the peak.
     #[default]
     Constant,
-    /// It falls along a line.
+    /// Fall linearly.
     Linear,
-    /// It falls along half a cosine.
+    /// Fall along half a cosine.
     Cosine,
-    /// It stays, and falls along a line at the end.
-    StableDecay,
-    /// It rises and falls along half cosines, and the momentum the other way round.
-    #[serde(rename = "1-cycle")]
+    /// Warmup-stable-decay: stay at the peak, then fall linearly at the end.
+    Wsd,
+    /// Rise and fall along half cosines, while the momentum falls and rises.
     OneCycle,
-    /// It rises geometrically, to find out which rates a model can bear.
-    RangeTest,
+    /// Rise exponentially, to find out which learning rates the model can bear.
+    LrRangeTest,
 }
 
 /// `[run]`
 #[derive(Clone, Debug, Deserialize, JsonSchema, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct RunRecipe {
-    /// How many steps.
+    /// The number of steps to train.
     pub steps: u64,
-    /// Where ranks compute.
+    /// The device that ranks compute on.
     #[serde(default)]
     pub device: DeviceRecipe,
-    /// What to do when numbers are not finite; f16 skips unless told otherwise, the others stop.
-    pub on_not_finite: Option<NotFiniteRecipe>,
-    /// Where the run writes what it says of itself; where its checkpoints are, if that is a folder, or else in `runs`, by the
-    /// recipe's name.
+    /// What to do when the loss or the gradients are not finite. Defaults to skip for f16 and to stop for other types.
+    pub on_nonfinite: Option<NonFiniteRecipe>,
+    /// The folder for the journal, traces and reports. Defaults to checkpoints.folder if that is a local folder, otherwise to
+    /// `runs/NAME` next to the recipe.
     pub folder: Option<PathBuf>,
-    /// Every how many steps a line is printed.
+    /// Print a line every N steps.
     #[serde(default = "one_step")]
-    pub print_every: u64,
+    pub log_every: u64,
 }
 
 fn one_step() -> u64 {
     1
 }
 
-/// `[checkpoints]`: a run goes on from the newest one in the folder, saves when it is said here, and saves at its end.
+/// `[checkpoints]`: a run resumes from the newest checkpoint in the folder, saves as configured here, and saves at its end.
 #[derive(Clone, Debug, Deserialize, JsonSchema, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct CheckpointsRecipe {
-    /// Where they are: a folder, or `s3://bucket/folder`, `gs://…`, `az://…`.
+    /// The folder: a path, or `s3://bucket/folder`, `gs://…`, `az://…`.
     pub folder: String,
-    /// Every how many steps one is saved.
+    /// Save every N steps.
     pub every_steps: Option<u64>,
-    /// After how many minutes one is saved.
+    /// Save every N minutes.
     pub every_minutes: Option<f64>,
-    /// How many of the last whole ones are kept; 3 unless said otherwise.
+    /// Keep the last N complete checkpoints. Defaults to 3.
     #[serde(default = "three")]
     pub keep_last: Option<usize>,
-    /// Which ones are kept for good: those of every so manieth step.
+    /// Also keep every checkpoint whose step is a multiple of N.
     pub keep_every: Option<u64>,
-    /// Whether training goes on while they are written.
+    /// Whether training continues while checkpoints are written.
     #[serde(default = "yes")]
     pub background: bool,
-    /// How many bytes a rank may copy at a time for a save in the background (1 GiB); training waits for what has no room.
+    /// The most bytes that a rank copies at once for a save in the background. Training waits for the rest.
     #[serde(default = "one_gib")]
-    pub buffer: u64,
+    pub buffer_bytes: u64,
 }
 
 fn three() -> Option<usize> {
@@ -458,7 +463,7 @@ fn one_gib() -> u64 {
 }
 
 impl CheckpointsRecipe {
-    /// Plain settings: in the background, at the end.
+    /// The defaults: save in the background, at the end of the run.
     pub fn at(folder: &str) -> Self {
         CheckpointsRecipe {
             folder: folder.to_string(),
@@ -467,80 +472,81 @@ impl CheckpointsRecipe {
             keep_last: three(),
             keep_every: None,
             background: true,
-            buffer: one_gib(),
+            buffer_bytes: one_gib(),
         }
     }
 }
 
-/// `[supervision]`: what is watched while a run goes on.
+/// `[supervision]`: timeouts, restarts and checks.
 #[derive(Clone, Debug, Deserialize, JsonSchema, Serialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct SupervisionRecipe {
-    /// How long a call between ranks may stand still, in seconds.
-    pub time_limit_s: f64,
-    /// How long a rank may give no sign before it is given up, in seconds. It gives one twice a second, whatever it computes.
-    pub silence_s: f64,
-    /// How many starts in a row may bring nothing before the run is given up.
-    pub restarts: u32,
-    /// Whether ranks compare every call before they send anything: what does not agree is named at once, for some latency.
-    pub checked: bool,
-    /// What to do with a step whose loss or gradient norm is far above what it was in the last steps.
-    pub on_outlier: OutlierRecipe,
-    /// Every how many steps ranks compute each other's gradients once more, and compare; never unless said.
+    /// Fail when a collective makes no progress for this many seconds.
+    pub timeout_s: f64,
+    /// Give up on a rank that sends no heartbeat for this many seconds. Ranks send one every half second, even while they compute.
+    pub heartbeat_timeout_s: f64,
+    /// Give up after this many restarts in a row without progress.
+    pub max_restarts: u32,
+    /// Whether ranks compare each collective call before they send data. Mismatches are reported at once; each call takes
+    /// longer.
+    pub verify_collectives: bool,
+    /// What to do when the loss or the gradient norm spikes far above its recent values.
+    pub on_spike: SpikeRecipe,
+    /// Every N steps, recompute another rank's gradients and compare them. Defaults to never.
     pub spot_check_every: Option<u64>,
 }
 
 impl Default for SupervisionRecipe {
     fn default() -> Self {
         SupervisionRecipe {
-            time_limit_s: 300.,
-            silence_s: 30.,
-            restarts: 5,
-            checked: false,
-            on_outlier: OutlierRecipe::Report,
+            timeout_s: 300.,
+            heartbeat_timeout_s: 30.,
+            max_restarts: 5,
+            verify_collectives: false,
+            on_spike: SpikeRecipe::Report,
             spot_check_every: None,
         }
     }
 }
 
 impl SupervisionRecipe {
-    /// How ranks call each other.
-    pub fn calls(&self) -> shardwise_comm::mpi::Options {
-        let time_limit = std::time::Duration::from_secs_f64(self.time_limit_s);
-        shardwise_comm::mpi::Options { time_limit, checked: self.checked, ..Default::default() }
+    /// The settings of collectives.
+    pub fn comm_options(&self) -> shardwise_comm::mpi::Options {
+        let timeout = std::time::Duration::from_secs_f64(self.timeout_s);
+        shardwise_comm::mpi::Options { timeout, verify_collectives: self.verify_collectives, ..Default::default() }
     }
 }
 
-/// `on_outlier`
+/// `on_spike`
 #[derive(Clone, Copy, Debug, Default, Deserialize, JsonSchema, Serialize, PartialEq, Eq)]
-#[serde(rename_all = "kebab-case")]
-pub enum OutlierRecipe {
-    /// It is taken, and reported.
+#[serde(rename_all = "lowercase")]
+pub enum SpikeRecipe {
+    /// Take the step and report the spike.
     #[default]
     Report,
-    /// The run ends before anything is updated.
+    /// End the run before the update.
     Stop,
-    /// The run goes back to its newest checkpoint, and passes over the step's batch when it comes to it again.
-    GoBack,
+    /// Return to the newest checkpoint and skip the step's batch the second time.
+    Rollback,
 }
 
 /// `device`
 #[derive(Clone, Copy, Debug, Default, Deserialize, JsonSchema, Serialize, PartialEq, Eq)]
 #[serde(rename_all = "lowercase")]
 pub enum DeviceRecipe {
-    /// The processor.
+    /// The CPU.
     #[default]
     Cpu,
-    /// A GPU for each rank.
+    /// One GPU per rank.
     Cuda,
 }
 
-/// `on_not_finite`
+/// `on_nonfinite`
 #[derive(Clone, Copy, Debug, Deserialize, JsonSchema, Serialize, PartialEq, Eq)]
 #[serde(rename_all = "lowercase")]
-pub enum NotFiniteRecipe {
-    /// The run ends.
+pub enum NonFiniteRecipe {
+    /// End the run.
     Stop,
-    /// The step is left out.
+    /// Skip the step.
     Skip,
 }

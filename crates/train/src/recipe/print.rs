@@ -1,4 +1,4 @@
-//! A recipe as it came out: every value, defaults included, with where it comes from. It can be read back.
+//! The resolved recipe: every value, defaults included, with its source. It is itself a valid recipe.
 
 use shardwise_model::hugging_face::Shape;
 use shardwise_zero::Optimizer;
@@ -7,19 +7,19 @@ use super::build::number;
 use super::{Recipe, Source};
 use crate::{Error, Kind, LossScale, Result};
 
-/// Where comments begin, at the least.
+/// The column at which comments start.
 const COMMENT_COLUMN: usize = 40;
 
 impl Recipe {
-    /// The recipe as TOML: every value, defaults included, with its source behind it. With the number of ranks, the batch has
-    /// all three of its sizes.
-    pub fn resolved(&self, ranks: Option<usize>) -> Result<String> {
-        resolved(self, ranks)
+    /// The recipe as TOML: every value, defaults included, with its source as a comment. If the number of ranks is given, all
+    /// three batch sizes are filled in.
+    pub fn resolved_toml(&self, ranks: Option<usize>) -> Result<String> {
+        resolved_toml(self, ranks)
     }
 }
 
-pub(super) fn resolved(recipe: &Recipe, ranks: Option<usize>) -> Result<String> {
-    let full = filled(recipe, ranks)?;
+fn resolved_toml(recipe: &Recipe, ranks: Option<usize>) -> Result<String> {
+    let full = fill_defaults(recipe, ranks)?;
     let plain = toml::to_string(&full).map_err(|error| Error::Options(format!("the recipe as TOML: {error}")))?;
     let mut table = String::new();
     let mut text = String::new();
@@ -34,7 +34,7 @@ pub(super) fn resolved(recipe: &Recipe, ranks: Option<usize>) -> Result<String> 
         let key = name.map(|name| if table.is_empty() { name.to_string() } else { format!("{table}.{name}") });
         match key {
             Some(key) => {
-                let line = short(line);
+                let line = shorten(line);
                 text += &format!("{line:COMMENT_COLUMN$} # {}\n", source(recipe, &key, ranks));
             }
             None => text += &format!("{line}\n"),
@@ -43,8 +43,8 @@ pub(super) fn resolved(recipe: &Recipe, ranks: Option<usize>) -> Result<String> 
     Ok(text)
 }
 
-/// A line with its number as people write it.
-fn short(line: &str) -> String {
+/// Shortens the number in a line, as in 1e-8.
+fn shorten(line: &str) -> String {
     match line.split_once(" = ") {
         Some((name, value)) if value.contains('.') => match value.parse() {
             Ok(value) => format!("{name} = {}", number(value)),
@@ -54,76 +54,76 @@ fn short(line: &str) -> String {
     }
 }
 
-/// Where a printed value comes from. A size of the batch that nobody gave follows from the others.
+/// The source of a printed value. A batch size that was not given is derived from the others.
 fn source(recipe: &Recipe, key: &str, ranks: Option<usize>) -> String {
     let own = if key.starts_with("data.mixture.") { "data.mixture" } else { key };
     let follows = match key {
-        "batch.global" | "batch.sequences" => true,
-        "batch.micro_batches" => recipe.batch.global.is_some(),
+        "batch.global_batch_size" | "batch.micro_batch_size" => true,
+        "batch.gradient_accumulation_steps" => recipe.batch.global_batch_size.is_some(),
         _ => false,
     };
     match (recipe.sources.of(own), ranks) {
         (Source::Default, Some(ranks)) if follows => {
-            format!("from global = sequences × micro_batches × {ranks} ranks")
+            format!("from global_batch_size = micro_batch_size × gradient_accumulation_steps × {ranks} ranks")
         }
         _ => recipe.sources.describe(own),
     }
 }
 
-/// The recipe with what it leaves to defaults filled in.
-fn filled(recipe: &Recipe, ranks: Option<usize>) -> Result<Recipe> {
+/// The recipe with its defaults filled in.
+fn fill_defaults(recipe: &Recipe, ranks: Option<usize>) -> Result<Recipe> {
     let mut full = recipe.clone();
     if let Some(ranks) = ranks {
         let batch = recipe.batch(ranks)?;
-        full.batch.global = Some(batch.global);
-        full.batch.sequences = Some(batch.sequences);
-        full.batch.micro_batches = Some(batch.micro_batches);
-    } else if full.batch.global.is_none() {
-        full.batch.micro_batches = Some(full.batch.micro_batches.unwrap_or(1));
+        full.batch.global_batch_size = Some(batch.global_batch_size);
+        full.batch.micro_batch_size = Some(batch.micro_batch_size);
+        full.batch.gradient_accumulation_steps = Some(batch.gradient_accumulation_steps);
+    } else if full.batch.global_batch_size.is_none() {
+        full.batch.gradient_accumulation_steps = Some(full.batch.gradient_accumulation_steps.unwrap_or(1));
     }
     if let (Shape::Llama(llama), Some(keys)) = (recipe.shape()?, &mut full.model.llama) {
-        keys.kv_heads = Some(llama.kv_heads);
-        keys.head_width = Some(llama.head_width);
-        keys.rope_base = Some(llama.rope_base);
-        keys.norm_epsilon = Some(llama.norm_epsilon);
-        keys.init_std = Some(llama.init_std);
-        keys.head_chunk = Some(llama.head_chunk);
+        keys.num_key_value_heads = Some(llama.num_key_value_heads);
+        keys.head_dim = Some(llama.head_dim);
+        keys.rope_theta = Some(llama.rope_theta);
+        keys.rms_norm_eps = Some(llama.rms_norm_eps);
+        keys.initializer_range = Some(llama.initializer_range);
+        keys.loss_chunk_tokens = Some(llama.loss_chunk_tokens);
     }
     if let (Shape::Gpt2(gpt2), Some(keys)) = (recipe.shape()?, &mut full.model.gpt2) {
-        keys.head_chunk = Some(gpt2.head_chunk);
+        keys.loss_chunk_tokens = Some(gpt2.loss_chunk_tokens);
     }
     if recipe.weights().is_none() {
-        full.start.seed = Some(recipe.start.seed.unwrap_or(1));
+        full.init.seed = Some(recipe.init.seed.unwrap_or(1));
     }
     let options = recipe.options(shardwise_torch::tch::Device::Cpu)?;
     match options.optimizer {
         Optimizer::AdamW(adamw) => {
             full.optimizer.betas = Some([adamw.beta1, adamw.beta2]);
-            full.optimizer.epsilon = Some(adamw.epsilon);
+            full.optimizer.eps = Some(adamw.eps);
         }
         Optimizer::Lamb(lamb) => {
             full.optimizer.betas = Some([lamb.beta1, lamb.beta2]);
-            full.optimizer.epsilon = Some(lamb.epsilon);
+            full.optimizer.eps = Some(lamb.eps);
         }
-        // 1-cycle moves the momentum, and has its own key for it.
+        // One-cycle sets the momentum, and has its own key for it.
         Optimizer::Sgd(sgd) if !matches!(options.schedule.kind, Kind::OneCycle { .. }) => {
             full.optimizer.momentum = Some(sgd.momentum);
         }
-        // One's own is no recipe's.
+        // A custom optimizer has no keys.
         _ => {}
     }
     let schedule = &mut full.schedule;
     match options.schedule.kind {
         Kind::Constant => {}
-        Kind::Linear { end } | Kind::Cosine { end } => schedule.end = Some(end),
-        Kind::StableDecay { decay_steps, end } => {
-            (schedule.decay_steps, schedule.end) = (Some(decay_steps), Some(end));
+        Kind::Linear { min_lr_ratio } | Kind::Cosine { min_lr_ratio } => schedule.min_lr_ratio = Some(min_lr_ratio),
+        Kind::Wsd { decay_steps, min_lr_ratio } => {
+            (schedule.decay_steps, schedule.min_lr_ratio) = (Some(decay_steps), Some(min_lr_ratio));
         }
-        Kind::OneCycle { rising, start, end, momentum } => {
-            (schedule.rising, schedule.start) = (Some(rising), Some(start));
-            (schedule.end, schedule.momentum) = (Some(end), Some(momentum));
+        Kind::OneCycle { pct_start, start_lr_ratio, min_lr_ratio, momentum } => {
+            (schedule.pct_start, schedule.start_lr_ratio) = (Some(pct_start), Some(start_lr_ratio));
+            (schedule.min_lr_ratio, schedule.momentum) = (Some(min_lr_ratio), Some(momentum));
         }
-        Kind::RangeTest { from } => schedule.from = Some(from),
+        Kind::LrRangeTest { start_lr } => schedule.start_lr = Some(start_lr),
     }
     if let LossScale::Dynamic(scale) = options.loss_scale {
         let precision = &mut full.precision;
@@ -134,6 +134,6 @@ fn filled(recipe: &Recipe, ranks: Option<usize>) -> Result<Recipe> {
         precision.loss_scale_min = Some(scale.min);
     }
     full.run.folder = Some(recipe.folder());
-    full.run.on_not_finite = Some(recipe.on_not_finite());
+    full.run.on_nonfinite = Some(recipe.on_nonfinite());
     Ok(full)
 }

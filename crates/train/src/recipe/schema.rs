@@ -1,24 +1,24 @@
-//! The keys of a recipe as JSON Schema: for editors, for `docs/recipe.schema.json`, and for the reader, which finds in it
-//! which keys there are, of what kind, and what they are for.
+//! The JSON Schema of recipes: for editors, for `docs/recipe.schema.json`, and for `faults`, which checks the names and types of
+//! keys against it.
 
 use schemars::generate::SchemaSettings;
 use serde_json::{Value, json};
 
 use super::Recipe;
 
-/// The schema. Editors use draft 7.
+/// The JSON Schema of recipes. It is draft 7, which editors support.
 pub fn schema() -> Value {
     let settings = SchemaSettings::draft07().with(|settings| settings.inline_subschemas = true);
     let schema = settings.into_generator().into_root_schema_for::<Recipe>();
-    let mut schema = plain(schema.to_value());
+    let mut schema = simplify(schema.to_value());
     schema["title"] = json!("A Shardwise recipe");
     schema
 }
 
-/// TOML has no null, and an editor needs no sizes of integers.
-fn plain(value: Value) -> Value {
+/// Removes nulls, which TOML does not have, and integer formats, which editors do not need.
+fn simplify(value: Value) -> Value {
     match value {
-        Value::Array(values) => Value::Array(values.into_iter().map(plain).collect()),
+        Value::Array(values) => Value::Array(values.into_iter().map(simplify).collect()),
         Value::Object(mut map) => {
             if map.get("format").is_some_and(Value::is_string) {
                 map.remove("format");
@@ -39,17 +39,17 @@ fn plain(value: Value) -> Value {
                 }
             }
             let said = map.into_iter().filter(|(_, value)| !value.is_null());
-            Value::Object(said.map(|(key, value)| (key, plain(value))).collect())
+            Value::Object(said.map(|(key, value)| (key, simplify(value))).collect())
         }
         other => other,
     }
 }
 
-/// What the schema says of one key.
+/// The schema of one key.
 #[derive(Clone, Copy)]
 pub(super) struct Node<'a>(pub(super) &'a Value);
 
-/// What a value has to be.
+/// The type of a value.
 pub(super) enum Shape<'a> {
     Table,
     Array(Node<'a>),
@@ -86,7 +86,7 @@ impl<'a> Node<'a> {
         words
     }
 
-    /// The key of this name in this table.
+    /// A key of this table.
     pub(super) fn key(self, name: &str) -> Option<Node<'a>> {
         self.0["properties"].get(name).map(Node)
     }
@@ -103,12 +103,12 @@ impl<'a> Node<'a> {
         self.0["description"].as_str().unwrap_or_default()
     }
 
-    /// The node of a dotted key.
+    /// Finds the node of a dotted key.
     pub(super) fn find(self, key: &str) -> Option<Node<'a>> {
         key.split('.').try_fold(self, |node, name| node.key(name))
     }
 
-    /// Every dotted key below, tables included.
+    /// All dotted keys below this node, including tables.
     pub(super) fn keys(self) -> Vec<String> {
         let mut keys = Vec::new();
         for name in self.names() {

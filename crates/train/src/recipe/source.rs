@@ -1,24 +1,24 @@
-//! Where each value of a recipe comes from, and errors that say so.
+//! The source of each value of a recipe, and errors that name it.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use crate::Error;
 
-/// Where a value comes from.
+/// The source of a value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Source {
     /// A line of the recipe's file.
     Line(usize),
     /// A key of a DeepSpeed configuration.
     DeepSpeed(String),
-    /// `--set`.
+    /// A `--set` argument.
     Set,
-    /// Nobody has said anything.
+    /// The key's default.
     Default,
 }
 
-/// Where each value of a recipe comes from, by its key.
+/// The source of each value of a recipe, by its key.
 #[derive(Clone, Debug, Default)]
 pub struct Sources {
     pub(super) path: PathBuf,
@@ -27,12 +27,12 @@ pub struct Sources {
 }
 
 impl Sources {
-    /// Where the value of a key comes from, such as `optimizer.rate`.
+    /// The source of a key such as `optimizer.lr`.
     pub fn of(&self, key: &str) -> Source {
         self.of.get(key).cloned().unwrap_or(Source::Default)
     }
 
-    /// The same for people: `recipe.toml:12`, `--set`, `ds_config.json: train_batch_size` or `default`.
+    /// The source as text: `recipe.toml:12`, `--set`, `ds_config.json: train_batch_size` or `default`.
     pub fn describe(&self, key: &str) -> String {
         match self.of(key) {
             Source::Line(line) => format!("{}:{line}", name(&self.path)),
@@ -42,7 +42,7 @@ impl Sources {
         }
     }
 
-    /// The line of a key, or of the table that it is missing from; none comes last.
+    /// The line of a key, or of the table that it is missing from. Keys without a line sort last.
     pub(super) fn line(&self, key: &str) -> usize {
         match (self.of(key), key.rsplit_once('.')) {
             (Source::Line(line), _) => line,
@@ -51,13 +51,13 @@ impl Sources {
         }
     }
 
-    /// What an error begins with.
+    /// The location that an error message starts with.
     fn place(&self, key: &str) -> String {
         match self.of(key) {
             Source::Line(line) => format!("{}:{line}", self.path.display()),
             Source::DeepSpeed(theirs) => format!("{}: {theirs}", self.deepspeed.display()),
             Source::Set => format!("--set {key}"),
-            // A key that is missing is missing from its table, if that is anywhere.
+            // A missing key is reported at its table, if that exists.
             Source::Default => match key.rsplit_once('.') {
                 Some((table, _)) if self.of.contains_key(table) => self.place(table),
                 _ => self.path.display().to_string(),
@@ -65,9 +65,9 @@ impl Sources {
         }
     }
 
-    /// An error that says where. Several keys that contradict each other are listed.
-    pub(super) fn error(&self, wrong: Wrong) -> Error {
-        let Wrong { keys, problem } = wrong;
+    /// Adds the location to an error. Keys that contradict each other are listed with their sources.
+    pub(super) fn error(&self, wrong: Invalid) -> Error {
+        let Invalid { keys, problem } = wrong;
         let place = match keys.first() {
             Some((key, _)) => self.place(key),
             None => self.path.display().to_string(),
@@ -84,23 +84,23 @@ impl Sources {
     }
 }
 
-/// What is wrong with a recipe: a sentence, and the keys that it is about with their values.
+/// An error in a recipe: the problem, and the keys at fault with their values.
 #[derive(Clone, Debug)]
-pub(super) struct Wrong {
+pub(super) struct Invalid {
     pub(super) keys: Vec<(String, String)>,
     pub(super) problem: String,
 }
 
-impl Wrong {
-    /// About one key.
+impl Invalid {
+    /// An error about one key.
     pub(super) fn at(key: impl Into<String>, problem: impl Into<String>) -> Self {
-        Wrong { keys: vec![(key.into(), String::new())], problem: problem.into() }
+        Invalid { keys: vec![(key.into(), String::new())], problem: problem.into() }
     }
 
-    /// About keys that contradict each other.
+    /// An error about keys that contradict each other.
     pub(super) fn between(keys: &[(&str, String)], problem: impl Into<String>) -> Self {
         let keys = keys.iter().map(|(key, value)| (key.to_string(), value.clone())).collect();
-        Wrong { keys, problem: problem.into() }
+        Invalid { keys, problem: problem.into() }
     }
 }
 

@@ -1,12 +1,12 @@
-//! A supervisor of many ranks, and the ranks: what watching takes, and how soon one that falls silent is found.
+//! Measures the supervisor's side of the channel with many ranks: its load, and how soon it finds a rank that falls silent.
 //!
-//! The ranks are simulated by a second process, because one may not open files enough for both sides. They are real to the
-//! supervisor: each has its own connection and proof, and says where it stands once a second in a message of the usual length.
+//! A second process simulates the ranks, because one process may not open enough files for both sides. To the supervisor they look
+//! real: each has its own connection, authenticates, and sends a heartbeat of the usual length once a second.
 //!
 //!     bench-watch [RANKS] [SECONDS] [SILENT] [LIMIT_S]
 //!
-//! After the seconds are over one rank falls silent. The last line is what was measured, as JSON. The exit code says whether
-//! that rank, and no other, was found.
+//! After SECONDS seconds, the rank SILENT stops sending heartbeats. The last line of output has the measurements as JSON. The exit
+//! code is 0 if that rank, and no other, was found.
 
 #![forbid(unsafe_code)]
 
@@ -17,12 +17,12 @@ use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
 use shardwise_watch::{
-    CallStanding, CallState, Cause, Client, Event, Order, Place, Ranks, Secret, Server, Standing, explain,
+    CallState, CallStatus, Cause, Client, Event, Order, RankIdentity, RankStatus, Ranks, Secret, Server, explain,
 };
 
 type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
 
-const BEAT: Duration = Duration::from_secs(1);
+const HEARTBEAT: Duration = Duration::from_secs(1);
 const JOIN_LIMIT: Duration = Duration::from_secs(60);
 
 fn main() -> Outcome<ExitCode> {
@@ -42,42 +42,42 @@ fn main() -> Outcome<ExitCode> {
 fn supervise(ranks: usize, steady: Duration, silent: usize, limit: Duration) -> Outcome<ExitCode> {
     let secret = Secret::new()?;
     let mut server = Server::bind("127.0.0.1:0".parse()?, secret.clone(), ranks, 1)?;
-    server.set_beat(BEAT);
-    // A supervisor that fails must not leave its ranks behind; they end when their input does.
-    let mut child = Ended(
+    server.set_heartbeat(HEARTBEAT);
+    // If the supervisor fails, it must not leave its ranks behind.
+    let mut child = KillOnDrop(
         Command::new(std::env::current_exe()?)
             .args(["ranks", &server.address().to_string(), &ranks.to_string()])
             .stdin(Stdio::piped())
             .spawn()?,
     );
-    let mut input = child.0.stdin.take().ok_or("the ranks have no input")?;
+    let mut input = child.0.stdin.take().ok_or("the ranks have no standard input")?;
     writeln!(input, "{}", secret.to_hex())?;
 
     let started = Instant::now();
-    while !server.awaited().is_empty() {
+    while !server.not_joined().is_empty() {
         for event in server.poll(Duration::from_millis(100))? {
             if !matches!(event, Event::Joined { .. }) {
                 return Err(format!("while ranks joined: {event:?}").into());
             }
         }
         if started.elapsed() > JOIN_LIMIT {
-            return Err(format!("after {JOIN_LIMIT:?} {} ranks have not joined", server.awaited().len()).into());
+            return Err(format!("after {JOIN_LIMIT:?} {} ranks have not joined", server.not_joined().len()).into());
         }
     }
     let join_s = started.elapsed().as_secs_f64();
 
-    let (began, cpu) = (Instant::now(), cpu_s());
-    let mut found = watch(&mut server, steady, limit)?;
+    let (start, cpu) = (Instant::now(), cpu_s());
+    let mut found = wait_for_silence(&mut server, steady, limit)?;
     let false_alarms = found.len();
-    let cpu_share = (cpu_s() - cpu) / began.elapsed().as_secs_f64();
+    let cpu_share = (cpu_s() - cpu) / start.elapsed().as_secs_f64();
     let rss_mb = resident_mb()?;
 
     if false_alarms == 0 {
         writeln!(input, "{silent}")?;
-        found = watch(&mut server, 2 * limit + Duration::from_secs(5), limit)?;
+        found = wait_for_silence(&mut server, 2 * limit + Duration::from_secs(5), limit)?;
     }
     let now = Instant::now();
-    let since_heard = server.ranks()[silent].heard.map_or(Duration::MAX, |heard| now - heard);
+    let since_heard = server.ranks()[silent].last_heard.map_or(Duration::MAX, |heard| now - heard);
     println!("{}", explain(server.ranks(), &Cause::Silent { ranks: found.clone() }, now));
     server.order(Order::End { reason: "measured".to_string() });
     drop(input);
@@ -90,14 +90,14 @@ fn supervise(ranks: usize, steady: Duration, silent: usize, limit: Duration) -> 
     Ok(if false_alarms == 0 && found == [silent] { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// Watches until a rank is silent for longer than `limit`, or the time is over. An event is a failure: nothing should happen.
-fn watch(server: &mut Server, time: Duration, limit: Duration) -> Outcome<Vec<usize>> {
+/// Polls until ranks are silent for longer than `limit`, or the time is up. Any event is an error.
+fn wait_for_silence(server: &mut Server, time: Duration, limit: Duration) -> Outcome<Vec<usize>> {
     let end = Instant::now() + time;
-    // Who is silent is asked ten times a second, however often something comes.
+    // Check for silence ten times a second, however often data arrives.
     let mut next = Instant::now();
     while Instant::now() < end {
         if let Some(event) = server.poll(next.saturating_duration_since(Instant::now()))?.first() {
-            return Err(format!("while nothing should happen: {event:?}").into());
+            return Err(format!("unexpected event: {event:?}").into());
         }
         if Instant::now() >= next {
             next += Duration::from_millis(100);
@@ -110,7 +110,7 @@ fn watch(server: &mut Server, time: Duration, limit: Duration) -> Outcome<Vec<us
     Ok(Vec::new())
 }
 
-/// All ranks, on one thread. The first line of input is the secret, the second the rank that falls silent.
+/// Simulates all ranks on one thread. The first line of input is the secret, the second the rank that falls silent.
 fn simulate(address: SocketAddr, ranks: u32) -> Outcome<()> {
     let mut lines = BufReader::new(std::io::stdin()).lines();
     let secret = Secret::from_hex(lines.next().ok_or("no secret was given")??.as_str())?;
@@ -119,19 +119,19 @@ fn simulate(address: SocketAddr, ranks: u32) -> Outcome<()> {
     raise_open_files()?;
     let mut clients = Vec::new();
     for rank in 0..ranks {
-        let place = Place { rank, ranks, host: format!("n{}", rank / 8), pid: 100_000 + rank, attempt: 1 };
-        clients.push(Client::join(&[address], &secret, &place, JOIN_LIMIT)?);
+        let identity = RankIdentity { rank, ranks, host: format!("n{}", rank / 8), pid: 100_000 + rank, attempt: 1 };
+        clients.push(Client::join(&[address], &secret, &identity, JOIN_LIMIT)?);
     }
     let mut silent = None;
     let mut next = Instant::now();
     for step in 0.. {
         for (rank, client) in clients.iter_mut().enumerate() {
-            // Ranks beat when they like, not all at once.
+            // Spread the heartbeats over the interval.
             if rank % 100 == 0 {
                 std::thread::sleep(next.saturating_duration_since(Instant::now()));
-                next += BEAT.mul_f64(100.0 / f64::from(ranks.max(100)));
+                next += HEARTBEAT.mul_f64(100.0 / f64::from(ranks.max(100)));
             }
-            if silent != Some(rank) && client.beat(standing(rank, ranks as usize, step)).is_err() {
+            if silent != Some(rank) && client.send_heartbeat(status(rank, ranks as usize, step)).is_err() {
                 return Ok(());
             }
         }
@@ -144,10 +144,10 @@ fn simulate(address: SocketAddr, ranks: u32) -> Outcome<()> {
     Ok(())
 }
 
-/// A rank in two groups, as at stage 3 with replicas.
-fn standing(rank: usize, ranks: usize, step: u64) -> Standing {
+/// The status of a rank in two groups, as at stage 3 with replication.
+fn status(rank: usize, ranks: usize, step: u64) -> RankStatus {
     let first = rank - rank % 8;
-    let call = |group: String, ranks: Ranks, verb: &str, state| CallStanding {
+    let call = |group: String, ranks: Ranks, verb: &str, state| CallStatus {
         group,
         ranks,
         number: 400 * step + 12,
@@ -157,13 +157,13 @@ fn standing(rank: usize, ranks: usize, step: u64) -> Standing {
         bytes: 12_582_912,
         dtype: "f32".to_string(),
         state,
-        for_ms: 17,
-        waits_for: Ranks::default(),
+        in_state_ms: 17,
+        waiting_for: Ranks::default(),
     };
     let last = (first + 7).min(ranks - 1);
-    let shard = Ranks::of_runs([(first, last, 1)]);
-    let replicas = Ranks::of_runs([(rank % 8, ranks - 1, 8)]);
-    Standing {
+    let shard = Ranks::from_runs([(first, last, 1)]);
+    let replicas = Ranks::from_runs([(rank % 8, ranks - 1, 8)]);
+    RankStatus {
         step,
         first_step: 1,
         phase: "backward".to_string(),
@@ -176,10 +176,10 @@ fn standing(rank: usize, ranks: usize, step: u64) -> Standing {
     }
 }
 
-/// A process that is ended with its owner.
-struct Ended(Child);
+/// A child process that is killed when this is dropped.
+struct KillOnDrop(Child);
 
-impl Drop for Ended {
+impl Drop for KillOnDrop {
     fn drop(&mut self) {
         drop(self.0.kill());
         drop(self.0.wait());

@@ -1,4 +1,4 @@
-//! JSON, flat: each value by its dotted key. A key that is there twice is an error, and depth is limited by the parser.
+//! JSON, flattened into a map from dotted keys to values. Duplicate keys are an error, and the parser limits the depth.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -6,7 +6,7 @@ use std::fmt;
 use serde::de::{Error as _, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 
-/// A value that is not a section.
+/// A value other than a non-empty object.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Json {
     Null,
@@ -14,7 +14,7 @@ pub(super) enum Json {
     Number(f64),
     Text(String),
     List(Vec<Json>),
-    /// A section without keys.
+    /// An object without keys.
     Empty,
 }
 
@@ -26,7 +26,7 @@ impl Json {
         }
     }
 
-    /// A whole number, also where it is written as 5e8.
+    /// The value as an integer, even if it is written as 5e8.
     pub(super) fn whole(&self) -> Option<i64> {
         self.number().filter(|number| number.fract() == 0. && (0. ..1e15).contains(number)).map(|number| number as i64)
     }
@@ -55,7 +55,7 @@ impl Json {
         }
     }
 
-    /// Whether this is what `text`, a value as JSON, says.
+    /// Whether this equals `text`, which is a JSON value.
     pub(super) fn is(&self, text: &str) -> bool {
         match self {
             Json::Number(number) => text.parse() == Ok(*number),
@@ -80,7 +80,7 @@ impl fmt::Display for Json {
     }
 }
 
-/// The values of a file whose whole is a section.
+/// Parses a file and flattens its values.
 pub(super) fn leaves(text: &str) -> Result<BTreeMap<String, Json>, String> {
     let tree: Tree = serde_json::from_str(text).map_err(|error| format!("this is not DeepSpeed's JSON: {error}"))?;
     let mut leaves = BTreeMap::new();
@@ -161,7 +161,7 @@ impl<'de> Visitor<'de> for TreeVisitor {
         let mut keys: BTreeMap<String, Tree> = BTreeMap::new();
         while let Some(key) = map.next_key::<String>()? {
             if keys.contains_key(&key) {
-                return Err(A::Error::custom(format!("the key \"{key}\" is there twice")));
+                return Err(A::Error::custom(format!("the key \"{key}\" occurs twice")));
             }
             let value = map.next_value()?;
             keys.insert(key, value);

@@ -1,0 +1,29 @@
+//! Parameter initialization: from a seed, or from the weights of a Hugging Face checkpoint. Each rank initializes only the elements
+//! that it keeps.
+
+use std::ops::Range;
+
+use shardwise_checkpoint::hugging_face::Weights;
+use shardwise_model::{Parameter, init};
+use shardwise_zero::InitError;
+
+use crate::state::shape;
+
+/// Writes the initial values of a range of a parameter's elements.
+pub type ParameterInit<'a> = dyn FnMut(&Parameter, Range<usize>, &mut [f32]) -> Result<(), InitError> + 'a;
+
+/// Random initialization. It depends on the seed alone, not on the number of ranks.
+pub fn from_seed(seed: u64) -> impl FnMut(&Parameter, Range<usize>, &mut [f32]) -> Result<(), InitError> {
+    move |parameter, range, elements| {
+        init::fill(seed, parameter, range, elements);
+        Ok(())
+    }
+}
+
+/// Initialization from a Hugging Face checkpoint.
+pub fn from_weights(weights: &Weights) -> impl FnMut(&Parameter, Range<usize>, &mut [f32]) -> Result<(), InitError> {
+    move |parameter, range, elements| {
+        let range = range.start as u64..range.end as u64;
+        Ok(weights.read_f32(&parameter.name, &shape(parameter), range, elements)?)
+    }
+}

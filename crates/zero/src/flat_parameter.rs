@@ -1,0 +1,197 @@
+//! A unit's parameters as one flat buffer, sharded or unsharded (FSDP1: `FlatParameter`; FSDP2: `FSDPParam` and its
+//! `ShardedState`).
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use shardwise_comm::{Group, Pending};
+use shardwise_plan::{Dtype, Partition};
+use shardwise_torch::tch::Tensor;
+use shardwise_torch::{Block, kind_of, storage};
+
+use crate::error::UnitErrors;
+use crate::{Pool, Result};
+
+/// A flat buffer of parameters, as one rank of a group holds it.
+pub(crate) struct FlatParameter {
+    errors: UnitErrors,
+    group: Arc<Group>,
+    pool: Arc<Pool>,
+    dtype: Dtype,
+    partition: Partition,
+    /// All parameters. Its storage has memory only while they are unsharded.
+    whole: Tensor,
+    state: State,
+}
+
+/// The memory that this rank holds.
+enum State {
+    /// All parameters, always: they are not sharded (stages 0 to 2).
+    Whole,
+    /// Like `Whole`, while an all-gather fetches the other ranks' updates.
+    Updating(Pending<Block>),
+    /// This rank's shard only.
+    Sharded { shard: Tensor },
+    /// Like `Sharded`, plus memory of the pool for all parameters, which an all-gather is filling.
+    Unsharding { shard: Tensor, pending: Pending<(Block, Block)> },
+    /// Like `Sharded`, plus all parameters, in memory of the pool.
+    Unsharded { shard: Tensor },
+    /// Between two of the other states. An error in the transition leaves the parameters here for good.
+    Moving,
+}
+
+impl FlatParameter {
+    /// Allocates `len` uninitialized elements, sharded or whole.
+    pub(crate) fn new(
+        unit: &str,
+        group: Arc<Group>,
+        pool: Arc<Pool>,
+        dtype: Dtype,
+        len: usize,
+        sharded: bool,
+    ) -> Result<Self> {
+        let errors = UnitErrors::new(unit);
+        let partition = group.partition(len);
+        let empty = |len: usize| errors.tch(Tensor::f_empty([len as i64], (kind_of(dtype), pool.device())));
+        // If sharded, this is never touched, so it never becomes resident.
+        let whole = empty(len)?;
+        let state = if sharded && len > 0 {
+            drop(errors.torch(storage::take(&whole, &freed_message(unit)))?);
+            State::Sharded { shard: empty(partition.part_len(group.rank()))? }
+        } else {
+            State::Whole
+        };
+        Ok(FlatParameter { errors, group, pool, dtype, partition, whole, state })
+    }
+
+    /// The partition of the elements among the ranks.
+    pub(crate) fn partition(&self) -> Partition {
+        self.partition
+    }
+
+    /// Returns a view of some elements, which can be read while the parameters are unsharded.
+    pub(crate) fn view(&self, range: Range<usize>, shape: &[i64]) -> Tensor {
+        self.whole.narrow(0, range.start as i64, range.len() as i64).view(shape).detach()
+    }
+
+    /// Returns the shard of `owner`, for the optimizer to update. If the parameters are sharded, `owner` must be this rank.
+    ///
+    /// # Panics
+    /// If sharded parameters are currently unsharded: an update of the shard would not reach the unsharded copy, and the next
+    /// pass would compute with stale parameters.
+    pub(crate) fn shard(&self, owner: usize) -> Tensor {
+        match &self.state {
+            State::Sharded { shard } => {
+                assert_eq!(owner, self.group.rank(), "{}: a rank keeps its own shard", self.errors.unit());
+                shard.shallow_clone()
+            }
+            State::Whole => {
+                let range = self.partition.range(owner);
+                self.whole.narrow(0, range.start as i64, range.len() as i64)
+            }
+            State::Updating(_) | State::Unsharding { .. } | State::Unsharded { .. } | State::Moving => {
+                panic!("{}: its shard is in use; release the parameters before they are updated", self.errors.unit())
+            }
+        }
+    }
+
+    /// The elements that this rank keeps: all of them, or its shard.
+    pub(crate) fn local_elements(&self) -> Tensor {
+        match &self.state {
+            State::Whole => self.whole.shallow_clone(),
+            _ => self.shard(self.group.rank()),
+        }
+    }
+
+    /// The range of the elements that this rank keeps.
+    pub(crate) fn local_range(&self) -> Range<usize> {
+        match self.state {
+            State::Whole | State::Updating(_) => 0..self.partition.len(),
+            _ => self.partition.range(self.group.rank()),
+        }
+    }
+
+    /// The size of the memory that this rank keeps, excluding memory of the pool.
+    pub(crate) fn bytes(&self) -> usize {
+        self.local_range().len() * self.dtype.bytes()
+    }
+
+    /// Starts an all-gather of sharded parameters (FSDP2: `unshard(async_op=True)`).
+    pub(crate) fn start_gather(&mut self) -> Result<()> {
+        self.state = match self.take_state() {
+            State::Sharded { shard } => {
+                let part = self.errors.torch(storage::take(&shard, "the shard is being gathered"))?;
+                let whole = self.errors.torch(self.pool.allocate(self.dtype, self.partition.len()))?;
+                State::Unsharding { shard, pending: self.group.all_gather(self.errors.unit(), part, whole) }
+            }
+            other => other,
+        };
+        Ok(())
+    }
+
+    /// All-gathers sharded parameters (FSDP2: `unshard`), and waits for updates of whole ones.
+    pub(crate) fn gather(&mut self) -> Result<()> {
+        self.start_gather()?;
+        self.state = match self.take_state() {
+            State::Unsharding { shard, pending } => {
+                let (part, whole) = self.errors.comm(pending.wait())?;
+                self.put(&shard, part)?;
+                self.put(&self.whole, whole)?;
+                State::Unsharded { shard }
+            }
+            other => other,
+        };
+        self.wait_for_update()
+    }
+
+    /// Waits for the all-gather of the other ranks' updates, if there is one.
+    pub(crate) fn wait_for_update(&mut self) -> Result<()> {
+        self.state = match self.take_state() {
+            State::Updating(pending) => {
+                let whole = self.errors.comm(pending.wait())?;
+                self.put(&self.whole, whole)?;
+                State::Whole
+            }
+            other => other,
+        };
+        Ok(())
+    }
+
+    /// Frees the unsharded copy of sharded parameters (FSDP2: `reshard`).
+    pub(crate) fn release(&mut self) -> Result<()> {
+        self.state = match self.take_state() {
+            State::Unsharded { shard } => {
+                let memory = self.errors.torch(storage::take(&self.whole, &freed_message(self.errors.unit())))?;
+                self.pool.free(memory);
+                State::Sharded { shard }
+            }
+            State::Whole => State::Whole,
+            _ => panic!("{}: only unsharded parameters can be released", self.errors.unit()),
+        };
+        Ok(())
+    }
+
+    /// Starts an all-gather of whole parameters after every rank has updated its shard.
+    pub(crate) fn start_update_gather(&mut self) -> Result<()> {
+        self.state = match self.take_state() {
+            State::Whole if !self.partition.is_empty() => {
+                let whole = self.errors.torch(storage::take(&self.whole, "updated parameters are being gathered"))?;
+                State::Updating(self.group.all_gather_in_place(self.errors.unit(), whole))
+            }
+            other => other,
+        };
+        Ok(())
+    }
+
+    fn take_state(&mut self) -> State {
+        std::mem::replace(&mut self.state, State::Moving)
+    }
+
+    fn put(&self, tensor: &Tensor, block: Block) -> Result<()> {
+        self.errors.torch(storage::put(tensor, block).map_err(|failure| failure.error))
+    }
+}
+
+fn freed_message(unit: &str) -> String {
+    format!("the parameters of {unit} are released; gather them before they are used")
+}
