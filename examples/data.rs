@@ -11,7 +11,7 @@
 use std::error::Error;
 use std::ops::ControlFlow;
 
-use shardwise::model::{Batch, Llama, splitmix64};
+use shardwise::model::{Batch, LlamaConfig, Model, splitmix64};
 use shardwise::schedule::Kind;
 use shardwise::tch::Tensor;
 use shardwise::{
@@ -58,7 +58,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     if is_first {
         println!("{} bytes to learn from, on {size} ranks", files.0.len());
     }
-    let model = Llama::new(256, 96, 2, 4, 256).model()?;
+    let model = Model::from_config(LlamaConfig::new(256, 96, 2, 4, 256))?;
     let schedule = Schedule { lr: 4e-3, warmup_steps: 20, steps: 240, kind: Kind::Cosine { min_lr_ratio: 0.1 } };
     let options = Options::new(Sharding::stage(3)?, Optimizer::AdamW(AdamW::default()), schedule);
     let options = Options { max_grad_norm: Some(1.), ..options };

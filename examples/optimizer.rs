@@ -10,7 +10,7 @@
 
 use std::error::Error;
 
-use shardwise::model::{Batch, Llama};
+use shardwise::model::{Batch, LlamaConfig, Model};
 use shardwise::tch::Tensor;
 use shardwise::{
     BatchSize, Elements, Elementwise, Optimizer, Options, Ranks, Schedule, Sharding, SourceError, Trainer, init,
@@ -57,7 +57,7 @@ fn squares(numbers: &[u64]) -> Result<Batch, SourceError> {
 
 /// The losses of 60 steps, and the bytes of optimizer state on this rank.
 fn losses(ranks: &Ranks, stage: u8) -> shardwise::Result<(Vec<f64>, usize)> {
-    let model = Llama::new(VOCAB_SIZE as usize, 64, 2, 4, 160).model();
+    let model = Model::from_config(LlamaConfig::new(VOCAB_SIZE as usize, 64, 2, 4, 160));
     let model = model.map_err(|error| shardwise::Error::Options(error.to_string()))?;
     let lion = Optimizer::custom(Lion { beta1: 0.9, beta2: 0.99, weight_decay: 0.1 });
     let options =

@@ -2,7 +2,7 @@
 //!
 //! SIDE is `shardwise` (this project's groups) or `mpi` (MPI_Reduce_scatter_block and MPI_Allgather, called directly). It runs a
 //! reduce-scatter and an all-gather of BYTES bytes of f32, and prints one line for each call: the operation, and the seconds of
-//! the slowest rank. `bench/peers/comm_gloo.py` prints the same for gloo; `cargo xtask bench-comm` runs them all.
+//! the slowest rank. `bench/peers/comm_gloo.py` prints the same for gloo; `cargo compare comm` runs them all.
 
 use std::time::Instant;
 

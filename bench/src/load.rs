@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use serde_json::json;
 use shardwise_checkpoint::hugging_face::Weights;
 use shardwise_comm::{ReduceOp, mpi};
-use shardwise_model::hugging_face::Shape;
+use shardwise_model::{Model, ModelConfig};
 use shardwise_train::{Options, Ranks, Schedule, Trainer, init};
 use shardwise_zero::{AdamW, Optimizer, Sharding};
 
@@ -24,7 +24,7 @@ fn main() -> Result<()> {
     let options = Options::new(Sharding::stage(3)?, Optimizer::AdamW(adamw), Schedule::constant(1e-4));
     let weights = Weights::open(&folder)?;
     let config = weights.config()?.context("the checkpoint has no config.json")?;
-    let model = Shape::from_config(&config)?.model()?;
+    let model = Model::from_config(ModelConfig::from_hugging_face(&config)?)?;
     let (elements, largest) = (model.elements(), model.units().iter().map(|unit| unit.elements()).max().unwrap_or(0));
     world.barrier("before").wait()?;
     let before = kernel_bytes(STATUS, "VmRSS:")?;

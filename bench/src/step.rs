@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 use shardwise_comm::{Group, ReduceOp, mpi};
-use shardwise_model::{Batch, Llama};
+use shardwise_model::{Batch, LlamaConfig, Model};
 use shardwise_plan::Dtype;
 use shardwise_torch::tch::{Device, Kind, Tensor};
 use shardwise_train::{Options, Ranks, Schedule, Trainer, init};
@@ -27,13 +27,14 @@ fn main() -> Result<()> {
         std::env::args().nth(1).context("usage: mpirun -n 2 bench-step ROUNDS")?.parse().context("ROUNDS")?;
     shardwise_torch::enable_caching_allocator();
     let world = Arc::new(mpi::world(mpi::Options::default())?);
-    let llama = Llama { tie_word_embeddings: true, ..Llama::new(32_000, 512, 8, 8, 1408) };
-    let mut bare = Bare::new(llama.model()?, Dtype::F32, ADAMW, &mut init::from_seed(1))?;
+    let llama = LlamaConfig { tie_word_embeddings: true, ..LlamaConfig::new(32_000, 512, 8, 8, 1408) };
+    let mut bare = Bare::new(Model::from_config(llama.clone())?, Dtype::F32, ADAMW, &mut init::from_seed(1))?;
     let mut trainers = (0..4)
         .map(|stage| {
             let optimizer = Optimizer::AdamW(ADAMW);
             let options = Options::new(Sharding::stage(stage)?, optimizer, Schedule::constant(ADAMW.lr));
-            Ok(Trainer::new(llama.model()?, Ranks::sharded(world.clone()), options, &mut init::from_seed(1))?)
+            let model = Model::from_config(llama.clone())?;
+            Ok(Trainer::new(model, Ranks::sharded(world.clone()), options, &mut init::from_seed(1))?)
         })
         .collect::<Result<Vec<Trainer>>>()?;
     // The first two rounds are warm-up and are not printed.

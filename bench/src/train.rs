@@ -14,11 +14,13 @@ use serde_json::json;
 use shardwise_checkpoint::hugging_face::Weights;
 use shardwise_comm::{Entry, Group, ReduceOp, mpi};
 use shardwise_model::Batch;
+use shardwise_recipe::Recipe;
+use shardwise_run::build;
+use shardwise_run::data::Data;
 use shardwise_torch::exclusive;
 use shardwise_torch::tch::{Device, Kind, Tensor};
-use shardwise_train::data::Data;
 use shardwise_train::init::{from_seed, from_weights};
-use shardwise_train::{Ranks, Recipe, Trainer};
+use shardwise_train::{Ranks, Trainer};
 use shardwise_zero::Optimizer;
 
 mod bare;
@@ -41,15 +43,15 @@ impl Side {
         let mut read = from_weights(&weights);
         if let Some(stage) = name.strip_prefix("stage-") {
             recipe.zero.stage = stage.parse().context(USAGE)?;
-            let (ranks, options) = (Ranks::hybrid(world.clone(), 1)?, recipe.options(Device::Cpu)?);
-            return Ok(Side::Stage(Box::new(Trainer::new(recipe.model()?, ranks, options, &mut read)?)));
+            let (ranks, options) = (Ranks::hybrid(world.clone(), 1)?, build::options(recipe, Device::Cpu)?);
+            return Ok(Side::Stage(Box::new(Trainer::new(build::model(recipe)?, ranks, options, &mut read)?)));
         }
         ensure!(name == "bare", USAGE);
-        let options = recipe.options(Device::Cpu)?;
+        let options = build::options(recipe, Device::Cpu)?;
         let Optimizer::AdamW(adamw) = options.optimizer.with_lr(recipe.optimizer.lr, None) else {
             bail!("the side 'bare' supports only AdamW")
         };
-        Ok(Side::Bare(Box::new(Bare::new(recipe.model()?, options.precision.param_dtype, adamw, &mut read)?)))
+        Ok(Side::Bare(Box::new(Bare::new(build::model(recipe)?, options.precision.param_dtype, adamw, &mut read)?)))
     }
 
     /// Takes one step, and returns the mean loss per token: over all ranks, or on this rank for bare libtorch.
@@ -157,7 +159,7 @@ fn all(world: &Group, reduce: ReduceOp, figure: f64) -> Result<f64> {
 }
 
 fn write_weights(recipe: &Recipe) -> Result<()> {
-    let model = recipe.model()?;
+    let model = build::model(recipe)?;
     let mut init = from_seed(1);
     let mut tensors = Vec::new();
     for parameter in model.units().iter().flat_map(|unit| unit.parameters()) {

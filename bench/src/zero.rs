@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use anyhow::Result;
 use serde_json::json;
 use shardwise_comm::{Verb, mpi};
-use shardwise_model::{Batch, Llama};
+use shardwise_model::{Batch, LlamaConfig, Model};
 use shardwise_plan::Dtype;
 use shardwise_torch::allocated_bytes;
 use shardwise_torch::tch::{Device, Kind, Tensor};
@@ -39,8 +39,8 @@ impl Elementwise for MemoryProbe {
 }
 
 /// A model whose sizes have few divisors. Its head is tied to its embedding, so that every unit is gathered equally often.
-fn llama() -> Llama {
-    Llama { tie_word_embeddings: true, ..Llama::new(8191, 384, 10, 6, 1057) }
+fn llama() -> LlamaConfig {
+    LlamaConfig { tie_word_embeddings: true, ..LlamaConfig::new(8191, 384, 10, 6, 1057) }
 }
 
 fn main() -> Result<()> {
@@ -67,7 +67,7 @@ fn measure(world: &Arc<shardwise_comm::Group>, stage: u8, gradients: Dtype) -> R
         reduce_each_micro_batch: sharding.gradients,
         ..Options::new(sharding, optimizer, Schedule::constant(1e-4))
     };
-    let model = llama().model()?;
+    let model = Model::from_config(llama())?;
     let elements = model.elements();
     let tokens = Tensor::randint(8191, [1, 32], (Kind::Int64, Device::Cpu));
     let targets = tokens.roll(-1, 1);

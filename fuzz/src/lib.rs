@@ -12,7 +12,7 @@ use std::time::SystemTime;
 use peak_alloc::PeakAlloc;
 use shardwise_checkpoint::{Hash, Manifest, Region, Table, elements, safetensors};
 use shardwise_data::{ChatTemplate, Corpus, Message, Tokenizer};
-use shardwise_train::Recipe;
+use shardwise_recipe::Recipe;
 
 #[global_allocator]
 static MEMORY: PeakAlloc = PeakAlloc;

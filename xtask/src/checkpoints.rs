@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail, ensure};
 use serde::Deserialize;
 use shardwise_harness::{launcher, rank_pids, run_with_transformers};
 
-use crate::claims::{Claim, Verdict};
+use crate::claim::{Claim, Verdict};
 use crate::workspace::{Scratch, build, median, output_of, peak_memory_of, tools};
 
 pub(crate) const CLAIMS: &[Claim] = &[

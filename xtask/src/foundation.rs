@@ -1,12 +1,12 @@
-//! The claims about the foundation: environment, documentation, memory safety and collectives.
+//! The claims about the foundation: environment, memory safety and collectives.
 
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
+use shardwise_compare::comm::{self, Backend};
 
-use crate::bench_comm::{self, Backend};
-use crate::claims::{Claim, Verdict};
-use crate::workspace::{build, output_of, root};
+use crate::claim::{Claim, Verdict};
+use crate::workspace::{build, output_of};
 
 pub(crate) const CLAIMS: &[Claim] = &[
     Claim {
@@ -15,13 +15,6 @@ pub(crate) const CLAIMS: &[Claim] = &[
         what: "shardwise doctor finds libtorch, MPI with a working launcher, cores, memory and shared memory",
         heavy: false,
         measure: doctor,
-    },
-    Claim {
-        group: "foundation",
-        name: "way-in",
-        what: "ARCHITECTURE.md follows one collective to the wire and one parameter through a step, each in under a page; all files it names exist",
-        heavy: false,
-        measure: way_in,
     },
     Claim {
         group: "foundation",
@@ -35,7 +28,7 @@ pub(crate) const CLAIMS: &[Claim] = &[
         name: "comm",
         what: "at 2, 4 and 8 ranks, reduce-scatter is 2× as fast as MPI's and 3× gloo's, all-gather within 5% of MPI's and 4× gloo's",
         heavy: true,
-        measure: comm,
+        measure: collectives,
     },
 ];
 
@@ -54,28 +47,6 @@ fn doctor() -> Result<Verdict> {
         figure: format!("{found} of {} requirements found, exit code {:?}", needed.len(), output.status.code()),
         bar: format!("{}, exit code 0", needed.len()),
         holds: output.status.success() && found == needed.len(),
-    })
-}
-
-/// The number of lines on a page.
-const PAGE_LINES: usize = 60;
-
-fn way_in() -> Result<Verdict> {
-    let text = std::fs::read_to_string(root().join("ARCHITECTURE.md")).context("ARCHITECTURE.md")?;
-    let mut lines = 0;
-    for heading in ["## One collective, from caller to wire", "## One parameter, through one step"] {
-        let section = text.split_once(heading).with_context(|| format!("no section '{heading}'"))?.1;
-        let section = section.split("\n## ").next().unwrap_or_default();
-        ensure!(!section.trim().is_empty(), "'{heading}' is empty");
-        lines = lines.max(section.trim().lines().count());
-    }
-    let is_path = |word: &&str| word.contains('/') && word.contains('.') && !word.contains([' ', ':', '<']);
-    let files: Vec<&str> = text.split('`').skip(1).step_by(2).filter(is_path).collect();
-    let missing: Vec<&&str> = files.iter().filter(|file| !root().join(file).exists()).collect();
-    Ok(Verdict {
-        figure: format!("{lines} lines, {} files named, {missing:?} missing", files.len()),
-        bar: format!("under {PAGE_LINES} lines, none missing"),
-        holds: (1..PAGE_LINES).contains(&lines) && !files.is_empty() && missing.is_empty(),
     })
 }
 
@@ -117,8 +88,8 @@ fn leaks() -> Result<Verdict> {
     })
 }
 
-fn comm() -> Result<Verdict> {
-    let rows = bench_comm::run(&bench_comm::Options::default())?;
+fn collectives() -> Result<Verdict> {
+    let rows = comm::run(&comm::Options::default())?;
     let least = |verb: &str, backend: Backend| {
         rows.iter().filter(|row| row.verb == verb).map(|row| row.ratio(backend)).fold(f64::MAX, f64::min)
     };

@@ -1,18 +1,15 @@
 //! Commands for developers.
 //!
-//! `cargo xtask show` measures the project's claims; the others are tools for working on it.
+//! `cargo xtask show` measures the project's claims; the others are tools for working on it. Comparisons with other frameworks are in
+//! `bench/compare`, and the guide's drawings in `docs/drawings`.
 
 #![forbid(unsafe_code)]
 
-mod bench_comm;
 mod checkpoints;
+mod claim;
 mod claims;
-mod diagrams;
-mod draw;
 mod foundation;
-mod frameworks;
 mod fuzz;
-mod growth;
 mod hosts;
 mod licenses;
 mod mutants;
@@ -54,24 +51,6 @@ enum Command {
         #[arg(long)]
         heavy: bool,
     },
-    /// Compare reduce-scatter and all-gather with MPI's and gloo's
-    ///
-    /// Prints a table, and saves it to a dated folder in bench/results.
-    #[command(after_help = "Example:\n  cargo xtask bench-comm --ranks 2,4,8 --rounds 5")]
-    BenchComm(bench_comm::Options),
-    /// Compare training with bare libtorch, PyTorch DDP, FSDP2 and DeepSpeed
-    ///
-    /// Trains the same model with all frameworks. Prints a table for each number of ranks, and saves the tables and a plot to a
-    /// dated folder in bench/results. Installs the peers from PyPI into a separate environment. On 2 cores, 5 rounds take about
-    /// 20 minutes with 42m, and an hour with 124m.
-    #[command(after_help = "Example:\n  cargo xtask peers --size 42m --precision f32 --ranks 2,4")]
-    Peers(peers::Options),
-    /// Measure weak scaling, compared with FSDP2
-    ///
-    /// Measures the bytes, CPU time, memory and start-up time per rank as ranks are added. Prints a table, and saves it with a
-    /// plot to a dated folder in bench/results.
-    #[command(after_help = "Example:\n  cargo xtask growth --ranks 1,2,4,8,16 --rounds 3")]
-    Growth(growth::Options),
     /// Fuzz a reader of untrusted input
     ///
     /// Adds inputs that reach new code to fuzz/corpus, which the tests replay. Installs cargo-fuzz if necessary.
@@ -79,16 +58,13 @@ enum Command {
     Fuzz(fuzz::Options),
     /// Check the licenses and sources of all dependencies against deny.toml
     Licenses,
-    /// Check the rules that the compiler does not: import cycles, crate layers, documented recipe keys
+    /// Check the rules that the compiler does not: import cycles, crate layers, documented recipe keys and more
     Tidy {
         /// Rules to check; all by default
         rules: Vec<String>,
     },
     /// Write the recipe reference of the guide from the schema
     RecipeReference,
-    /// Draw the guide's diagrams of a step at each stage
-    #[command(after_help = "Example:\n  cargo xtask draw-steps && mdbook build docs")]
-    DrawSteps,
     /// Run a program on several simulated hosts
     ///
     /// The hosts are network namespaces, connected by links with a given bandwidth and delay. Needs root and Debian's iproute2. The
@@ -102,14 +78,10 @@ enum Command {
 fn main() -> Result<ExitCode> {
     match Arguments::parse().command {
         Command::Show { name, heavy } => claims::show(name.as_deref(), heavy),
-        Command::BenchComm(options) => bench_comm::run(&options).map(|_| ExitCode::SUCCESS),
-        Command::Peers(options) => peers::run(&options).map(|()| ExitCode::SUCCESS),
         Command::Fuzz(options) => fuzz::run(&options).map(|()| ExitCode::SUCCESS),
-        Command::Growth(options) => growth::run(&options).map(|()| ExitCode::SUCCESS),
         Command::Licenses => licenses::run(),
         Command::Tidy { rules } => tidy::run(&rules),
         Command::RecipeReference => tidy::write_reference().map(|()| ExitCode::SUCCESS),
-        Command::DrawSteps => diagrams::run().map(|()| ExitCode::SUCCESS),
         Command::Hosts(options) => hosts::run(&options),
     }
 }

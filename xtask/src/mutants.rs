@@ -5,7 +5,7 @@
 //!
 //! ```text
 //! # The gradients of a failed step are kept, and count twice in the next.
-//! # caught-by: shardwise-train custom_layers a_trainer_whose_step_failed_halfway_is_not_used_again
+//! # caught-by: shardwise-run custom_layers a_trainer_whose_step_failed_halfway_is_not_used_again
 //! diff --git a/… b/…
 //! ```
 //!
@@ -19,7 +19,7 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail, ensure};
 
-use crate::claims::Verdict;
+use crate::claim::Verdict;
 use crate::workspace::{LOCAL_VARIABLES, Scratch, output_of, root};
 
 /// A test, identified by package, file (or `lib`) and name.

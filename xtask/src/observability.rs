@@ -12,12 +12,12 @@ use anyhow::{Result, ensure};
 use serde_json::Value;
 use shardwise_harness::launcher;
 
-use crate::claims::{Claim, Verdict};
+use crate::claim::{Claim, Verdict};
 use crate::paired_jobs::{Job, measure_slowdown};
 use crate::workspace::{Scratch, build, median, output_of};
 
 pub(crate) const CLAIMS: &[Claim] = &[Claim {
-    group: "sight",
+    group: "observability",
     name: "cost",
     what: "42M, f32 and bf16: with supervisor, journal, TensorBoard and a scraped metrics endpoint, a step takes less than 1% longer than a bare loop's",
     heavy: true,
@@ -29,7 +29,7 @@ fn cost() -> Result<Verdict> {
     let program = bare.with_file_name("shardwise");
     let (mut figures, mut holds) = (Vec::new(), true);
     for precision in ["f32", "bf16"] {
-        let scratch = Scratch::new("sight")?;
+        let scratch = Scratch::new("observability")?;
         let recipe = scratch.path().join("recipe.toml");
         std::fs::write(
             &recipe,

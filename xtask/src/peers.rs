@@ -1,18 +1,17 @@
-//! `cargo xtask peers`: trains the same model with Shardwise, bare libtorch, PyTorch and DeepSpeed; and the claims about it.
+//! The claims about the comparison with peers.
 
-use std::fmt::Write as _;
 use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Result, ensure};
-use serde::Serialize;
+use shardwise_compare::frameworks::{
+    Bench, Framework, Precision, Run, Size, WARM_UP, Workload, check_losses, median_of, run_rounds,
+};
+use shardwise_compare::peers::Table;
+use shardwise_compare::{growth, peers};
 use shardwise_harness::Hosts;
 
-use crate::claims::{Claim, Verdict};
-use crate::draw::{self, Bars};
-use crate::frameworks::{
-    Bench, FRAMEWORKS, Framework, Precision, Run, SENT, Size, WARM_UP, Workload, check_losses, median_of, run_rounds,
-};
-use crate::workspace::{machine, median, save_results, spread};
+use crate::claim::{Claim, Verdict};
+use crate::workspace::median;
 
 pub(crate) const CLAIMS: &[Claim] = &[
     Claim {
@@ -69,7 +68,7 @@ pub(crate) const CLAIMS: &[Claim] = &[
         name: "growth",
         what: "from 2 to 16 ranks, bytes sent per rank follow theory, and CPU time outside the kernels grows no faster",
         heavy: true,
-        measure: crate::growth::claim,
+        measure: weak_scaling,
     },
     Claim {
         group: "peers",
@@ -80,180 +79,6 @@ pub(crate) const CLAIMS: &[Claim] = &[
     },
 ];
 
-#[derive(clap::Args)]
-pub(crate) struct Options {
-    /// Size of the model
-    #[arg(long, value_enum, default_value = "42m")]
-    size: Size,
-    /// Type of the parameters; master weights and reductions are f32
-    #[arg(long, value_enum, default_value = "f32")]
-    precision: Precision,
-    /// Numbers of ranks
-    #[arg(long, value_delimiter = ',', default_value = "2")]
-    ranks: Vec<usize>,
-    /// Number of rounds; each runs every framework once
-    #[arg(long, default_value_t = ROUNDS)]
-    rounds: usize,
-}
-
-const ROUNDS: usize = 5;
-
-/// The results of all frameworks at one number of ranks.
-#[derive(Clone, Serialize)]
-pub(crate) struct Table {
-    ranks: usize,
-    rows: Vec<Row>,
-}
-
-/// The results of one framework.
-#[derive(Clone, Serialize)]
-struct Row {
-    framework: Framework,
-    runs: Vec<Run>,
-    /// The speedup of Shardwise at the same stage, by round.
-    ratios: Vec<f64>,
-    /// Its speed as a fraction of its bare baseline's, by round.
-    of_bare: Vec<f64>,
-}
-
-impl Row {
-    fn median_of(&self, figure: fn(&Run) -> f64) -> f64 {
-        median_of(&self.runs, figure)
-    }
-
-    fn figures(&self, figure: fn(&Run) -> f64) -> Vec<f64> {
-        self.runs.iter().map(figure).collect()
-    }
-}
-
-impl Table {
-    fn row(&self, framework: Framework) -> &Row {
-        self.rows.iter().find(|row| row.framework == framework).expect("every framework has a row")
-    }
-}
-
-pub(crate) fn run(options: &Options) -> Result<()> {
-    ensure!(options.rounds > 0 && !options.ranks.contains(&0), "at least one round and one rank are needed");
-    measure(options.size, options.precision, &options.ranks, options.rounds).map(drop)
-}
-
-/// Measures, prints the tables and saves them in bench/results.
-fn measure(size: Size, precision: Precision, ranks: &[usize], count: usize) -> Result<Vec<Table>> {
-    let workload = Workload::new(size, precision);
-    let bench = Bench::new(&workload)?;
-    let mut tables = Vec::new();
-    for &ranks in ranks {
-        let rounds = run_rounds(&bench, &workload, &FRAMEWORKS, ranks, count)?;
-        tables.push(table(ranks, &rounds));
-    }
-    save_tables(&workload, count, &tables)?;
-    Ok(tables)
-}
-
-fn table(ranks: usize, rounds: &[Vec<(Framework, Run)>]) -> Table {
-    let of = |framework: Framework| -> Vec<Run> {
-        rounds
-            .iter()
-            .flat_map(|runs| runs.iter().filter(|(other, _)| *other == framework).map(|(_, run)| *run))
-            .collect()
-    };
-    let ratios = |over: &[Run], under: &[Run]| over.iter().zip(under).map(|(a, b)| a.step_s / b.step_s).collect();
-    let row = |framework: Framework| Row {
-        framework,
-        ratios: ratios(&of(framework), &of(Framework::Shardwise(framework.stage()))),
-        of_bare: ratios(&of(framework.bare()), &of(framework)),
-        runs: of(framework),
-    };
-    Table { ranks, rows: FRAMEWORKS.map(row).into() }
-}
-
-fn save_tables(workload: &Workload, count: usize, tables: &[Table]) -> Result<()> {
-    let Workload { size, precision, micro_batch_size, seq_len, steps, .. } = workload;
-    let size = size.to_string().to_lowercase();
-    let ranks: Vec<String> = tables.iter().map(|table| table.ranks.to_string()).collect();
-    let mut text = format!(
-        "# Comparison with peers: {} parameters, {precision}\n\n\
-         Machine: {}. PyTorch 2.13, DeepSpeed 0.19.8. One thread per rank; {micro_batch_size} sequences of {seq_len} tokens per rank and \
-         step. {count} rounds, each of which runs every framework once, in varying order; {steps} steps per run, of which the first {WARM_UP} \
-         are warm-up. Figures are medians over rounds, of the slowest or largest rank; ratios are medians over rounds of the ratio within a \
-         round, with minimum and maximum. The final losses of all frameworks whose ranks train together agree; otherwise the run is void. \
-         {SENT}\n\n\
-         'Bare' is the same model without communication. Bare libtorch is Shardwise's own model, with its chunked loss and its allocator; \
-         bare PyTorch is the peers'.\n\n\
-         Command: `cargo xtask peers --size {size} --precision {precision} --ranks {} --rounds {count}`\n\n![plot](plot.svg)\n",
-        workload.size,
-        machine(),
-        ranks.join(","),
-    );
-    for table in tables {
-        text += &markdown(table);
-    }
-    let figures =
-        serde_json::json!({ "machine": machine(), "size": size, "precision": precision.to_string(), "tables": tables });
-    let folder = save_results(&format!("peers-{size}-{precision}-{}", ranks.join("-")), &text, &figures)?;
-    draw::bars(&folder.join("plot.svg"), &tables.iter().flat_map(|table| panels(workload, table)).collect::<Vec<_>>())
-}
-
-fn markdown(table: &Table) -> String {
-    let mut text = format!(
-        "\n## {} ranks\n\n\
-         | framework | step | Shardwise at that stage is | speed relative to bare | CPU per step | peak memory | PSS at the end | launch to first step | of which compilation | sent per step | final loss |\n\
-         | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n",
-        table.ranks
-    );
-    let with_spread = |values: &[f64]| {
-        let (least, greatest) = spread(values);
-        format!("{:.2} ({least:.2} to {greatest:.2})", median(values))
-    };
-    for row in &table.rows {
-        writeln!(
-            text,
-            "| {} | {:.2} s | {} | {} | {:.2} s | {:.0} MB | {:.0} MB | {:.1} s | {} | {:.0} MB | {:.5} |",
-            row.framework,
-            row.median_of(|run| run.step_s),
-            if row.framework.is_peer() { format!("{}× as fast", with_spread(&row.ratios)) } else { String::new() },
-            with_spread(&row.of_bare),
-            row.median_of(|run| run.cpu_s),
-            row.median_of(|run| run.peak_bytes) / 1e6,
-            row.median_of(|run| run.pss_bytes) / 1e6,
-            row.median_of(|run| run.ready_s),
-            match row.median_of(|run| run.compile_s) {
-                0. => String::new(),
-                compile_s => format!("{compile_s:.0} s"),
-            },
-            row.median_of(|run| run.sent_bytes) / 1e6,
-            row.median_of(|run| run.last_loss),
-        )
-        .expect("writing to a string cannot fail");
-    }
-    text
-}
-
-fn panels(workload: &Workload, table: &Table) -> [Bars; 2] {
-    let colour = |framework: Framework| match framework {
-        Framework::Shardwise(_) => draw::OURS,
-        Framework::Bare | Framework::PyTorch => draw::BARE,
-        _ => draw::THEIRS,
-    };
-    let bars = |figure: fn(&Run) -> f64| {
-        let bar = |row: &Row| {
-            (row.framework.to_string(), row.median_of(figure), spread(&row.figures(figure)), colour(row.framework))
-        };
-        table.rows.iter().map(bar).collect()
-    };
-    let setting = format!("{} parameters, {}, {} ranks", workload.size, workload.precision, table.ranks);
-    [
-        Bars {
-            title: format!("Step time: {setting}"),
-            unit: "seconds; lines show the range over rounds",
-            bars: bars(|run| run.step_s),
-        },
-        Bars { title: "Peak memory per rank".to_string(), unit: "GB", bars: bars(|run| run.peak_bytes / 1e9) },
-    ]
-}
-
-// ---- claims -----------------------------------------------------------------------------------------------------------
-
 /// The results of all frameworks on two ranks, which are measured once for all claims.
 fn measure_once(size: Size, precision: Precision) -> Result<Table> {
     static KNOWN: Mutex<Vec<(Size, Precision, Table)>> = Mutex::new(Vec::new());
@@ -261,7 +86,7 @@ fn measure_once(size: Size, precision: Precision) -> Result<Table> {
     if let Some((.., table)) = known.iter().find(|(s, p, _)| (*s, *p) == (size, precision)) {
         return Ok(table.clone());
     }
-    let table = measure(size, precision, &[2], ROUNDS)?.remove(0);
+    let table = peers::measure(size, precision, &[2], peers::ROUNDS)?.remove(0);
     known.push((size, precision, table.clone()));
     Ok(table)
 }
@@ -337,7 +162,7 @@ fn bare_bf16() -> Result<Verdict> {
         Framework::Shardwise(2),
         Framework::Shardwise(3),
     ];
-    let rounds = run_rounds(&bench, &workload, &frameworks, 2, ROUNDS)?;
+    let rounds = run_rounds(&bench, &workload, &frameworks, 2, peers::ROUNDS)?;
     let of_bare = |stage: usize| {
         let speed = |figure: fn(&Run) -> f64| {
             median(&rounds.iter().map(|runs| figure(&runs[0].1) / figure(&runs[1 + stage].1)).collect::<Vec<_>>())
@@ -399,6 +224,25 @@ fn start() -> Result<Verdict> {
     Ok(Verdict { figure: described.join("; "), bar: "0.2".to_string(), holds })
 }
 
+fn weak_scaling() -> Result<Verdict> {
+    let points = growth::measure(&[1, 2, 4, 8, 16], growth::ROUNDS)?;
+    let of = |framework, ranks| {
+        points.iter().find(|point| (point.framework, point.ranks) == (framework, ranks)).expect("was measured")
+    };
+    let (mut figures, mut holds) = (Vec::new(), true);
+    for stage in [1u8, 3] {
+        let (few, many) = (of(Framework::Shardwise(stage), 2), of(Framework::Shardwise(stage), 16));
+        ensure!(few.extra_cpu_s > 0., "too noisy to measure: no CPU time beyond the model's own");
+        // A rank sends (N−1)/N of what is gathered and reduced.
+        let theory = (15. / 16.) / (1. / 2.);
+        let (bytes, cpu) = (many.sent_bytes / few.sent_bytes, many.extra_cpu_s / few.extra_cpu_s);
+        holds &= (bytes / theory - 1.).abs() < 0.01 && cpu <= bytes;
+        figures
+            .push(format!("stage {stage}: bytes grow {bytes:.2} times (theory {theory:.2}), CPU time {cpu:.2} times"));
+    }
+    Ok(Verdict { figure: figures.join("; "), bar: "CPU time grows no more than bytes".to_string(), holds })
+}
+
 /// Alternates between prefetching and not prefetching. The claim is only that it helps.
 fn overlap() -> Result<Verdict> {
     let hosts = Hosts { hosts: 2, ranks_per_host: 1, rate: "1gbit".to_string(), delay: "0ms".to_string() };
@@ -406,7 +250,7 @@ fn overlap() -> Result<Verdict> {
     let off = Workload { prefetch: 0, ..on.clone() };
     let bench = Bench::new(&on)?;
     let (mut ons, mut offs) = (Vec::new(), Vec::new());
-    for round in 0..ROUNDS {
+    for round in 0..peers::ROUNDS {
         for turn in 0..2 {
             let (workload, runs) = if (round + turn) % 2 == 0 { (&on, &mut ons) } else { (&off, &mut offs) };
             bench.set(workload)?;

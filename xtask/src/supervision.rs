@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
-use crate::claims::{Claim, Verdict};
+use crate::claim::{Claim, Verdict};
 use crate::paired_jobs::{Job, measure_slowdown};
 use crate::workspace::{Scratch, build, median, output_of, spread};
 

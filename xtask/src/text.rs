@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
 use shardwise_harness::{readme_commands, run_with_transformers};
 
-use crate::claims::{Claim, Verdict};
+use crate::claim::{Claim, Verdict};
 use crate::workspace::{Scratch, build, median, output_of, peak_memory_of};
 
 pub(crate) const CLAIMS: &[Claim] = &[

@@ -6,6 +6,7 @@
 mod imports;
 mod keys;
 mod layers;
+mod limits;
 
 pub(crate) use keys::write_reference;
 
@@ -28,8 +29,18 @@ const RULES: &[Rule] = &[
         about: "every recipe key is documented, and the guide names no other",
         check: keys::find_differences,
     },
-    Rule { name: "modules", about: "every module belongs to one crate", check: layers::find_path_attributes },
-    Rule { name: "step", about: "the training step fits on two screens", check: layers::find_long_step },
+    Rule { name: "modules", about: "every module belongs to one crate", check: limits::find_path_attributes },
+    Rule { name: "step", about: "the training step fits on two screens", check: limits::find_long_step },
+    Rule {
+        name: "fields",
+        about: "the trainer's fields are private, and none belongs to the run",
+        check: limits::find_open_fields,
+    },
+    Rule {
+        name: "architecture",
+        about: "ARCHITECTURE.md explains a collective and a step in a page each, and names files that exist",
+        check: limits::find_map_errors,
+    },
 ];
 
 /// Checks the workspace by these rules, or by all if none is named.

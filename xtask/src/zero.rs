@@ -10,7 +10,7 @@ use anyhow::{Context, Result, ensure};
 use serde::Deserialize;
 use shardwise_harness::launcher;
 
-use crate::claims::{Claim, Verdict};
+use crate::claim::{Claim, Verdict};
 use crate::workspace::{Scratch, build, median, output_of};
 
 pub(crate) const CLAIMS: &[Claim] = &[

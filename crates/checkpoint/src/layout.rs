@@ -9,7 +9,7 @@ use std::ops::Range;
 
 use shardwise_plan::{Dtype, Partition};
 
-use crate::manifest::{FileEntry, PIECE_BYTES, ShardEntry, Table, TensorEntry};
+use crate::manifest::{FileEntry, PIECE_BYTES, ShardEntry, Table, TensorEntry, UnitEntry};
 use crate::region::{Region, elements};
 use crate::{Hash, SaveId, safetensors};
 
@@ -131,6 +131,17 @@ impl UnitLayout {
         }
         // A tensor without elements has no shards.
         Table { files, tensors }
+    }
+
+    /// Creates the manifest's entry for this unit.
+    pub fn entry(&self, save: SaveId, table: &Table) -> UnitEntry {
+        let text = table.to_json();
+        UnitEntry {
+            name: self.name.clone(),
+            table: format!("{}.{save}.json", self.name),
+            table_bytes: text.len() as u64,
+            table_hash: Hash::of(&text),
+        }
     }
 
     /// The range of owners of each file.

@@ -1,53 +1,13 @@
 //! Writing checkpoints: files with their hashes first, then tables, then the manifest.
 
 use std::collections::VecDeque;
-use std::fmt;
 
 use bytes::Bytes;
 use object_store::{MultipartUpload, ObjectStoreExt, PutPayload};
 
 use crate::manifest::{Manifest, PIECE_BYTES, Table, UnitEntry};
 use crate::store::step_folder;
-use crate::{Error, Hash, Result, Store, UnitLayout, direct};
-
-/// Distinguishes the files of different saves of the same step.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct SaveId(u32);
-
-impl SaveId {
-    /// Creates an id from the clock. All ranks of a save must use the same id.
-    pub fn new() -> Self {
-        let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
-        SaveId(
-            blake3::hash(&since.as_nanos().to_le_bytes()).as_bytes()[..4]
-                .iter()
-                .fold(0, |id, &byte| id << 8 | u32::from(byte)),
-        )
-    }
-
-    /// The id as a number, to send between ranks.
-    pub fn number(self) -> u32 {
-        self.0
-    }
-}
-
-impl Default for SaveId {
-    fn default() -> Self {
-        SaveId::new()
-    }
-}
-
-impl From<u32> for SaveId {
-    fn from(number: u32) -> Self {
-        SaveId(number)
-    }
-}
-
-impl fmt::Display for SaveId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:08x}", self.0)
-    }
-}
+use crate::{Error, Hash, Result, SaveId, Store, direct};
 
 /// The size of one part of an upload; S3's minimum is 5 MiB.
 pub const UPLOAD_BYTES: u64 = 8 << 20;
@@ -167,19 +127,6 @@ pub fn write_manifest(store: &Store, manifest: &Manifest, inside: &mut dyn FnMut
         part.map(|bytes| Ok(vec![bytes]))
     });
     write_in_parts(store, &path, parts).map(drop)
-}
-
-impl UnitLayout {
-    /// Creates the manifest's entry for this unit.
-    pub fn entry(&self, save: SaveId, table: &Table) -> UnitEntry {
-        let text = table.to_json();
-        UnitEntry {
-            name: self.name.clone(),
-            table: format!("{}.{save}.json", self.name),
-            table_bytes: text.len() as u64,
-            table_hash: Hash::of(&text),
-        }
-    }
 }
 
 impl Store {

@@ -1,12 +1,15 @@
 //! `shardwise config`: prints the resolved recipe, with the source of each value.
 
-use std::path::PathBuf;
-use std::process::{Command, ExitCode};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
+use shardwise_recipe::{Recipe, schema};
+use shardwise_supervisor::absolute;
+use shardwise_supervisor::exit_codes::REFUSED;
 
-use crate::launch::{absolute, add_layers, exit_code, rank_program};
-use crate::layers::Layers;
+use crate::flags::Layers;
 
 #[derive(clap::Args)]
 pub(crate) struct Options {
@@ -24,18 +27,27 @@ pub(crate) struct Options {
 }
 
 pub(crate) fn run(options: &Options) -> Result<ExitCode> {
-    let program = rank_program()?;
-    let mut command = Command::new(&program);
-    match &options.recipe {
-        Some(recipe) => {
-            command.arg("config").arg(absolute(recipe));
-            if let Some(ranks) = options.ranks {
-                command.arg("--ranks").arg(ranks.to_string());
-            }
-            add_layers(&mut command, &options.layers);
+    let text = match &options.recipe {
+        Some(recipe) => resolve(recipe, options),
+        None => Ok(format!("{:#}", schema())),
+    };
+    Ok(match text {
+        Ok(text) => {
+            // A closed standard output is not an error.
+            drop(writeln!(std::io::stdout(), "{}", text.trim_end()));
+            ExitCode::SUCCESS
         }
-        None => drop(command.arg("schema")),
-    }
-    let status = command.status().with_context(|| program.display().to_string())?;
-    Ok(exit_code(status))
+        Err(error) => {
+            eprintln!("{error}");
+            ExitCode::from(REFUSED)
+        }
+    })
+}
+
+/// The resolved recipe as TOML.
+fn resolve(recipe: &Path, options: &Options) -> shardwise_recipe::Result<String> {
+    let Layers { deepspeed, set } = &options.layers;
+    let deepspeed = deepspeed.as_deref().map(absolute);
+    let recipe = Recipe::read_layered(&absolute(recipe), deepspeed.as_deref(), set)?;
+    recipe.resolved_toml(options.ranks.map(|ranks| ranks as usize))
 }

@@ -4,9 +4,11 @@
 //! comes from the supervisor. The dashboard is read-only, except for the requests that its keys send to the supervisor. Drawing
 //! ([`draw`]) is a function of the data ([`run_view`]) and of the user interface's state, so tests can check any screen.
 
+mod colors;
 mod curve;
 mod draw;
 mod events;
+mod headline;
 mod memory;
 mod ranks;
 mod run_view;
@@ -23,10 +25,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
+use shardwise_supervisor::launcher_env::SECRET;
+use shardwise_supervisor::read_secret;
 use shardwise_watch::{Request, Secret};
 
-use crate::launcher_env::SECRET;
-use crate::supervisor_file::read_secret;
 use draw::{Dashboard, Pane, UiState};
 use source::Source;
 
@@ -129,7 +131,7 @@ fn resolve(host_port: &str) -> Result<SocketAddr> {
 
 fn secret(options: &Options) -> Result<Secret> {
     if let Some(file) = &options.secret_file {
-        return read_secret(file);
+        return Ok(read_secret(file)?);
     }
     let text = std::env::var(SECRET).with_context(|| {
         format!("{SECRET} is not set: it must hold the secret in the run's supervisor.json; or give --secret-file")

@@ -8,8 +8,7 @@ use std::process::{Command, ExitCode};
 
 use anyhow::Result;
 use serde::Deserialize;
-
-use crate::launch;
+use shardwise_supervisor::{find_launcher, rank_program};
 
 struct Check {
     name: &'static str,
@@ -27,7 +26,7 @@ enum Finding {
 }
 
 pub(crate) fn run() -> Result<ExitCode> {
-    let rank_program = launch::rank_program()?;
+    let rank_program = rank_program()?;
     let checks = [
         Check { name: "libtorch", finding: libtorch(&rank_program) },
         Check { name: "MPI library", finding: mpi_library(&rank_program) },
@@ -114,7 +113,7 @@ fn mpi_library(rank_program: &Path) -> Finding {
 
 /// Launches two ranks that run an all-reduce.
 fn mpi_launcher(rank_program: &Path) -> Finding {
-    let (mut command, version) = match launch::find_launcher(2) {
+    let (mut command, version) = match find_launcher(2) {
         Ok(found) => found,
         Err(problem) => {
             let remedy = format!("{SETUP}  (or set MPIRUN to the launcher of your MPI)");

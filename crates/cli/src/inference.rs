@@ -1,12 +1,13 @@
 //! `shardwise eval` and `shardwise generate`, which use the newest checkpoint of a recipe.
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::Result;
+use shardwise_supervisor::{RankCommand, absolute};
 
-use crate::launch::{RankCommand, absolute};
-use crate::layers::Layers;
+use crate::flags::{GenerateFlags, Layers};
 
 #[derive(clap::Args)]
 pub(crate) struct Evaluate {
@@ -24,8 +25,9 @@ pub(crate) struct Evaluate {
 
 pub(crate) fn evaluate(options: &Evaluate) -> Result<ExitCode> {
     let Evaluate { recipe, ranks, corpus, layers } = options;
-    let arguments = corpus.iter().map(|corpus| format!("--corpus={}", absolute(corpus).display())).collect();
-    RankCommand { subcommand: "evaluate", recipe, ranks: *ranks, layers, arguments }.run()
+    let corpus = corpus.iter().map(|corpus| OsString::from(format!("--corpus={}", absolute(corpus).display())));
+    let arguments = layers.arguments().into_iter().chain(corpus).collect();
+    Ok(RankCommand { subcommand: "evaluate", recipe, ranks: *ranks, arguments }.run()?)
 }
 
 #[derive(clap::Args)]
@@ -38,10 +40,11 @@ pub(crate) struct Generate {
     #[command(flatten)]
     layers: Layers,
     #[command(flatten)]
-    generation: crate::generate_flags::GenerateFlags,
+    generation: GenerateFlags,
 }
 
 pub(crate) fn generate(options: &Generate) -> Result<ExitCode> {
     let Generate { recipe, ranks, layers, generation } = options;
-    RankCommand { subcommand: "generate", recipe, ranks: *ranks, layers, arguments: generation.arguments() }.run()
+    let arguments = [layers.arguments(), generation.arguments()].concat();
+    Ok(RankCommand { subcommand: "generate", recipe, ranks: *ranks, arguments }.run()?)
 }

@@ -7,7 +7,9 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result, bail};
 use shardwise_data::{Corpus, CorpusInfo};
-use shardwise_journal::format::count;
+use shardwise_journal::format::format_count;
+use shardwise_plan::{LlamaConfig, ModelConfig};
+use shardwise_supervisor::absolute;
 
 #[derive(clap::Args)]
 pub(crate) struct Options {
@@ -52,7 +54,8 @@ enum Size {
 }
 
 impl Size {
-    fn shape(self) -> Shape {
+    /// The model, with a vocabulary size that gives it the promised number of parameters, embeddings included.
+    fn config(self) -> LlamaConfig {
         let (vocab_size, hidden_size, num_hidden_layers, heads, intermediate_size, tie_word_embeddings) = match self {
             Size::Laptop => (1024, 256, 6, [4, 4], 704, true),
             Size::Small => (32_000, 512, 8, [8, 8], 1408, true),
@@ -61,14 +64,10 @@ impl Size {
             Size::Eight => (128_256, 4096, 32, [32, 8], 14336, false),
         };
         let [num_attention_heads, num_key_value_heads] = heads;
-        Shape {
-            vocab_size,
-            hidden_size,
-            num_hidden_layers,
-            num_attention_heads,
+        LlamaConfig {
             num_key_value_heads,
-            intermediate_size,
             tie_word_embeddings,
+            ..LlamaConfig::new(vocab_size, hidden_size, num_hidden_layers, num_attention_heads, intermediate_size)
         }
     }
 
@@ -95,49 +94,27 @@ impl Size {
     }
 }
 
-/// The sizes in `[model.llama]`. Each model size comes with a vocabulary size that gives it the promised number of parameters, embeddings
-/// included; a corpus replaces that with its own.
-struct Shape {
-    vocab_size: usize,
-    hidden_size: usize,
-    num_hidden_layers: usize,
-    num_attention_heads: usize,
-    num_key_value_heads: usize,
-    intermediate_size: usize,
-    tie_word_embeddings: bool,
-}
-
-impl Shape {
-    /// The number of parameters in the blocks and the last norm, and in the embeddings.
-    fn parameters(&self) -> [usize; 2] {
-        let Shape { vocab_size, hidden_size, num_hidden_layers, num_attention_heads, .. } = *self;
-        let queries_and_output = 2 * hidden_size * hidden_size;
-        let keys_and_values = 2 * hidden_size * (hidden_size / num_attention_heads) * self.num_key_value_heads;
-        let block = queries_and_output + keys_and_values + 3 * hidden_size * self.intermediate_size + 2 * hidden_size;
-        let tables = if self.tie_word_embeddings { 1 } else { 2 };
-        [num_hidden_layers * block + hidden_size, tables * vocab_size * hidden_size]
-    }
-
-    /// Describes how large the model is, and why, if that is not the requested size.
-    fn describe(&self, size: Size) -> String {
-        let [blocks, embeddings] = self.parameters();
-        let all = blocks + embeddings;
-        let of = |number: usize| count(number as u64);
-        let text = format!(
-            "{} parameters, {} of them in the embeddings of {} tokens",
-            of(all),
-            of(embeddings),
-            of(self.vocab_size)
-        );
-        let asked = size.parameters();
-        match all.abs_diff(asked) * 10 <= asked {
-            true => text,
-            false => format!(
-                "{text}: the vocabulary of the corpus differs from the {} tokens with which a model of this size has {}",
-                of(size.shape().vocab_size),
-                of(size.shape().parameters().iter().sum())
-            ),
-        }
+/// Describes how large the model is, and why, if that is not the requested size.
+fn describe(config: &LlamaConfig, size: Size) -> String {
+    let parameters = |config: &LlamaConfig| ModelConfig::from(config.clone()).num_parameters();
+    let all = parameters(config);
+    let tables = if config.tie_word_embeddings { 1 } else { 2 };
+    let embeddings = tables * config.vocab_size * config.hidden_size;
+    let of = |number: usize| format_count(number as u64);
+    let text = format!(
+        "{} parameters, {} of them in the embeddings of {} tokens",
+        of(all),
+        of(embeddings),
+        of(config.vocab_size)
+    );
+    let (asked, standard) = (size.parameters(), size.config());
+    match all.abs_diff(asked) * 10 <= asked {
+        true => text,
+        false => format!(
+            "{text}: the vocabulary of the corpus differs from the {} tokens with which a model of this size has {}",
+            of(standard.vocab_size),
+            of(parameters(&standard))
+        ),
     }
 }
 
@@ -153,12 +130,13 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode> {
         false => (options.corpus.clone(), options.size.unwrap_or(Size::Laptop), options.steps.unwrap_or(1000)),
     };
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let shape = Shape { vocab_size: vocab_size(corpus.as_deref(), size)?, ..size.shape() };
-    let text = recipe(path, folder, corpus.as_deref(), options.from.as_deref(), size, &shape, steps)?;
+    // A corpus brings its own vocabulary.
+    let config = LlamaConfig { vocab_size: vocab_size(corpus.as_deref(), size)?, ..size.config() };
+    let text = recipe(path, folder, corpus.as_deref(), options.from.as_deref(), size, &config, steps)?;
     std::fs::write(path, text).with_context(|| path.display().to_string())?;
     match &options.from {
         Some(from) => println!("wrote {}: the model in {}. Next:", path.display(), from.display()),
-        None => println!("wrote {}: {}. Next:", path.display(), shape.describe(size)),
+        None => println!("wrote {}: {}. Next:", path.display(), describe(&config, size)),
     }
     println!("  shardwise train {} -n 2 --dry-run    # memory estimate", path.display());
     println!("  shardwise train {} -n 2", path.display());
@@ -188,7 +166,7 @@ fn prompt(question: &str, default: &str) -> Result<String> {
 
 /// The vocabulary size of the corpus or, if there is none, the default of the model size.
 fn vocab_size(corpus: Option<&Path>, size: Size) -> Result<usize> {
-    let Some(corpus) = corpus else { return Ok(size.shape().vocab_size) };
+    let Some(corpus) = corpus else { return Ok(size.config().vocab_size) };
     // Fails early if the corpus cannot be opened.
     Corpus::open(corpus)?;
     Ok(CorpusInfo::read(corpus)?.map_or(50_304, |info| info.vocab_size as usize))
@@ -200,12 +178,12 @@ fn recipe(
     corpus: Option<&Path>,
     from: Option<&Path>,
     size: Size,
-    shape: &Shape,
+    config: &LlamaConfig,
     steps: u64,
 ) -> Result<String> {
     let (seq_len, micro_batch_size, lr) = size.batch();
-    let Shape { vocab_size, hidden_size, num_hidden_layers, num_attention_heads, .. } = *shape;
-    let Shape { num_key_value_heads, intermediate_size, tie_word_embeddings, .. } = *shape;
+    let LlamaConfig { vocab_size, hidden_size, num_hidden_layers, num_attention_heads, .. } = *config;
+    let LlamaConfig { num_key_value_heads, intermediate_size, tie_word_embeddings, .. } = *config;
     // Fine-tuning needs a much smaller learning rate.
     let lr = if from.is_some() { 1e-5 } else { lr };
     let mut text =
@@ -255,7 +233,6 @@ fn recipe(
 /// The path to write into a recipe in this folder.
 fn relative(folder: &Path, path: &Path) -> String {
     let inside = path.strip_prefix(folder).unwrap_or(path);
-    let named =
-        if folder == Path::new(".") || inside != path { inside.to_path_buf() } else { crate::launch::absolute(path) };
+    let named = if folder == Path::new(".") || inside != path { inside.to_path_buf() } else { absolute(path) };
     named.display().to_string()
 }

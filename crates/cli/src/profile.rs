@@ -1,14 +1,14 @@
 //! `shardwise profile`: shows where the time of a few steps goes, and what would make them faster.
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::Result;
+use shardwise_supervisor::launcher_env::launcher_env;
+use shardwise_supervisor::{RankCommand, RankCount};
 
-use crate::launch::{RankCommand, absolute};
-use crate::launcher_env::launcher_env;
-use crate::layers::Layers;
-use crate::rank_count::RankCount;
+use crate::flags::{Layers, ProfileFlags};
 use crate::train::check;
 
 #[derive(clap::Args)]
@@ -21,7 +21,7 @@ pub(crate) struct Options {
     #[command(flatten)]
     layers: Layers,
     #[command(flatten)]
-    profiling: crate::profile_flags::ProfileFlags,
+    profiling: ProfileFlags,
     /// Print tables of this width instead of the terminal's
     #[arg(long)]
     width: Option<usize>,
@@ -35,10 +35,10 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode> {
             return Ok(code);
         }
     }
-    let mut arguments = profiling.arguments(absolute);
+    let mut arguments = [layers.arguments(), profiling.arguments()].concat();
     let columns = width.or_else(|| std::env::var("COLUMNS").ok()?.parse().ok()).or_else(terminal_width);
-    arguments.extend(columns.map(|columns| format!("--width={columns}")));
-    RankCommand { subcommand: "profile", recipe, ranks: *ranks, layers, arguments }.run()
+    arguments.extend(columns.map(|columns| OsString::from(format!("--width={columns}"))));
+    Ok(RankCommand { subcommand: "profile", recipe, ranks: *ranks, arguments }.run()?)
 }
 
 /// The width of the terminal, if standard output is one.

@@ -4,6 +4,9 @@
 
 use std::collections::VecDeque;
 
+use shardwise_journal::format::{
+    format_memory_of_limit, format_short_count, format_short_duration, format_short_number,
+};
 use shardwise_journal::{Entry, EntryKind, Start, Step};
 
 /// The number of steps over which the pace is measured.
@@ -118,16 +121,16 @@ impl ProgressLine {
         if let (Some(start), Some(step)) = (&self.start, &self.step) {
             let digits = start.steps.to_string().len();
             add("step", 9, format!("step {:>digits$}/{}", step.step, start.steps));
-            add("loss", 8, format!("loss {}", short_number(step.loss)));
+            add("loss", 8, format!("loss {}", format_short_number(step.loss)));
             if step.tokens_per_s > 0. {
-                add("throughput", 5, format!("{} tokens/s", short_count(step.tokens_per_s)));
+                add("throughput", 5, format!("{} tokens/s", format_short_count(step.tokens_per_s)));
             }
             if let Some(mfu) = step.known_mfu() {
                 add("mfu", 3, format!("{:.0}% MFU", 100. * mfu));
             }
             if step.memory_bytes > 0 {
                 let limit = start.memory_limit_bytes;
-                add("memory", 4, memory_of_limit(step.memory_bytes, limit));
+                add("memory", 4, format_memory_of_limit(step.memory_bytes, limit));
             }
         }
         if self.restarts > 0 {
@@ -135,7 +138,7 @@ impl ProgressLine {
         }
         match (self.state.is_empty(), self.remaining_s()) {
             (false, _) => add("state", 7, self.state.clone()),
-            (true, Some(remaining_s)) => add("remaining", 6, format!("{} left", short_duration(remaining_s))),
+            (true, Some(remaining_s)) => add("remaining", 6, format!("{} left", format_short_duration(remaining_s))),
             (true, None) => (),
         }
         fields
@@ -159,61 +162,6 @@ fn bar(fraction: f64, width: usize, is_coloured: bool) -> String {
     match is_coloured {
         true => format!("{BLUE}{full}{GREY}{rest}{PLAIN}"),
         false => full + &rest,
-    }
-}
-
-/// Formats memory and its limit: `1.2 of 3.0 GiB`.
-pub(crate) fn memory_of_limit(bytes: u64, limit: Option<u64>) -> String {
-    let largest = limit.unwrap_or(bytes).max(bytes);
-    let (unit, name) = match largest {
-        0..0x10_0000 => (f64::from(1 << 10), "KiB"),
-        0x10_0000..0x4000_0000 => (f64::from(1 << 20), "MiB"),
-        _ => (f64::from(1 << 30), "GiB"),
-    };
-    let number = |bytes: u64| match bytes as f64 / unit {
-        number if name != "GiB" || number >= 100. => format!("{number:.0}"),
-        number => format!("{number:.1}"),
-    };
-    match limit {
-        Some(limit) => format!("{} of {} {name}", number(bytes), number(limit)),
-        None => format!("{} {name}", number(bytes)),
-    }
-}
-
-/// Formats a count in few columns: `812`, `12.3k`, `4.56M`.
-pub(crate) fn short_count(number: f64) -> String {
-    match number.abs() {
-        least if least < 999.5 => format!("{number:.0}"),
-        least if least < 99_950. => format!("{:.1}k", number / 1e3),
-        least if least < 999_500. => format!("{:.0}k", number / 1e3),
-        least if least < 9_995_000. => format!("{:.2}M", number / 1e6),
-        least if least < 99_950_000. => format!("{:.1}M", number / 1e6),
-        least if least < 1e12 => format!("{:.0}M", number / 1e6),
-        _ => format!("{number:.1e}"),
-    }
-}
-
-/// Formats any number in few columns.
-pub(crate) fn short_number(number: f64) -> String {
-    match number.abs() {
-        size if !size.is_finite() => number.to_string(),
-        0. => "0".to_string(),
-        size if (1e-3..1e5).contains(&size) => format!("{number:.*}", if size < 100. { 3 } else { 1 }),
-        _ => format!("{number:.2e}"),
-    }
-}
-
-/// Formats a duration in few columns: `12 s`, `12 min`, `3 h 4 min`, `5 d 2 h`.
-pub(crate) fn short_duration(seconds: f64) -> String {
-    if !(0. ..1e10).contains(&seconds) {
-        return "?".to_string();
-    }
-    let (whole, minutes) = (seconds.round() as u64, (seconds / 60.).round() as u64);
-    match minutes {
-        0..2 => format!("{whole} s"),
-        2..60 => format!("{minutes} min"),
-        60..1440 => format!("{} h {} min", minutes / 60, minutes % 60),
-        _ => format!("{} d {} h", minutes / 1440, minutes / 60 % 24),
     }
 }
 
@@ -288,15 +236,5 @@ mod tests {
             }
         }
         assert_eq!(ProgressLine::default().format(80, false), "");
-    }
-
-    #[test]
-    fn durations_and_sizes_are_short() {
-        let times = [(0.4, "0 s"), (119., "2 min"), (7_500., "2 h 5 min"), (1e6, "11 d 13 h"), (f64::NAN, "?")];
-        times.into_iter().for_each(|(seconds, text)| assert_eq!(short_duration(seconds), text));
-        let counts = [(811.2, "811"), (999.7, "1.0k"), (123_456., "123k"), (4_560_000., "4.56M")];
-        counts.into_iter().for_each(|(count, text)| assert_eq!(short_count(count), text));
-        assert_eq!(memory_of_limit(800 << 20, None), "800 MiB");
-        assert_eq!(memory_of_limit(200 << 20, Some(2 << 30)), "0.2 of 2.0 GiB");
     }
 }

@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context, Result, ensure};
-use shardwise_journal::format::{byte_size, plural};
+use shardwise_journal::format::{format_bytes, format_count_of};
 
 use run_data::RunData;
 
@@ -46,9 +46,13 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode> {
         .with_context(|| format!("{} cannot be written; choose another file with --to FILE", to.display()))?;
     for run in runs.iter().filter(|run| run.unreadable > 0) {
         let were = if run.unreadable == 1 { "was" } else { "were" };
-        eprintln!("{} of {} could not be read and {were} skipped.", plural(run.unreadable, "line"), run.folder);
+        eprintln!(
+            "{} of {} could not be read and {were} skipped.",
+            format_count_of(run.unreadable, "line"),
+            run.folder
+        );
     }
-    println!("{}: {}, {}", to.display(), plural(runs.len() as u64, "run"), byte_size(page.len() as f64));
+    println!("{}: {}, {}", to.display(), format_count_of(runs.len() as u64, "run"), format_bytes(page.len() as f64));
     Ok(ExitCode::SUCCESS)
 }
 

@@ -1,5 +1,6 @@
 //! `shardwise train`: checks that the run fits, then starts and supervises its ranks.
 
+use std::ffi::OsString;
 use std::io::Write;
 use std::net::{IpAddr, Ipv4Addr};
 use std::path::{Path, PathBuf};
@@ -7,17 +8,14 @@ use std::process::{Command, ExitCode, Stdio};
 
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
+use shardwise_supervisor::launcher_env::{hostname, launcher_env};
+use shardwise_supervisor::{
+    Address, Endpoint, EventLog, Host, Placement, RankCommand, RankCount, Settings, absolute, exit_code, plan_faults,
+    rank_program, supervise,
+};
 
-use crate::endpoint::{self, Endpoint};
-use crate::event_log::EventLog;
-use crate::faults::plan_faults;
-use crate::hosts::Host;
-use crate::launch::{RankCommand, absolute, add_layers, exit_code, rank_program};
-use crate::launcher_env::{hostname, launcher_env};
-use crate::layers::Layers;
-use crate::rank_count::RankCount;
-use crate::screen::Screen;
-use crate::supervise::{Placement, Settings, supervise};
+use crate::flags::{Layers, TraceFlags};
+use crate::screen;
 
 #[derive(clap::Args)]
 pub(crate) struct Options {
@@ -48,7 +46,7 @@ pub(crate) struct Options {
     /// Serves http://ADDRESS/metrics until the run ends. A port without an address can be reached only from this host. At any other
     /// address, clients must send the token in the environment variable SHARDWISE_METRICS_TOKEN.
     #[arg(long, value_name = "ADDRESS")]
-    metrics: Option<endpoint::Address>,
+    metrics: Option<Address>,
     /// Inject a fault to test recovery; may be given several times, one for each attempt
     ///
     /// For example 'kill rank=2 step=40 phase=forward unit=block.3'. The kinds of fault are kill, stop, slow, delay, cut-off, exhaust (use up
@@ -58,7 +56,7 @@ pub(crate) struct Options {
     #[arg(long, value_name = "FAULT")]
     fault: Vec<String>,
     #[command(flatten)]
-    trace: crate::trace_flags::TraceFlags,
+    trace: TraceFlags,
 }
 
 /// The output of `shardwise-rank check`.
@@ -76,14 +74,13 @@ pub(crate) fn check(
     recipe: &Path,
     ranks: RankCount,
     layers: &Layers,
-    arguments: &[String],
+    arguments: &[OsString],
 ) -> Result<Result<CheckReport, ExitCode>> {
     let program = rank_program()?;
     let mut check = Command::new(&program);
     check.arg("check").arg(absolute(recipe)).args(["--ranks", &ranks.to_string()]);
-    add_layers(&mut check, layers);
-    let output =
-        check.args(arguments).stderr(Stdio::inherit()).output().with_context(|| program.display().to_string())?;
+    check.args(layers.arguments()).args(arguments).stderr(Stdio::inherit());
+    let output = check.output().with_context(|| program.display().to_string())?;
     if !output.status.success() {
         return Ok(Err(exit_code(output.status)));
     }
@@ -98,8 +95,7 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode> {
         subcommand: "train",
         recipe: &options.recipe,
         ranks: options.ranks.map(|ranks| ranks.max as u32),
-        layers: &options.layers,
-        arguments: options.trace.arguments(),
+        arguments: [options.layers.arguments(), options.trace.arguments()].concat(),
     };
     if launcher_env().is_some() {
         if options.dry_run {
@@ -115,15 +111,15 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode> {
                  that it starts the ranks"
             );
         }
-        return command.run();
+        return Ok(command.run()?);
     }
     let mut arguments = options.trace.arguments();
     if !options.hosts.is_empty() {
         let here = options.hosts.iter().find(|host| host.name == hostname()).map_or(0, |host| host.ranks);
-        arguments.push(format!("--ranks-here={here}"));
+        arguments.push(format!("--ranks-here={here}").into());
     }
     let faults = plan_faults(&options.fault, asked.max)?;
-    arguments.extend(faults.iter().map(|fault| format!("--fault={fault}")));
+    arguments.extend(faults.iter().map(|fault| OsString::from(format!("--fault={fault}"))));
     let CheckReport { text, settings } = match check(&options.recipe, asked, &options.layers, &arguments)? {
         Ok(report) => report,
         Err(code) => return Ok(code),
@@ -144,10 +140,11 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode> {
             placement.listen
         );
     }
-    let mut log = EventLog::open(&settings.folder, Screen::new(options.plain))?;
+    let screen = screen::open(options.plain);
+    let mut log = EventLog::open(&settings.folder, screen.clone())?;
     let endpoint = options.metrics.map(|address| Endpoint::serve(address, log.metrics())).transpose()?;
     if let Some(endpoint) = endpoint {
-        log.screen.say(&format!("Serving Prometheus metrics at http://{}/metrics.", endpoint.address()));
+        screen.say(&format!("Serving Prometheus metrics at http://{}/metrics.", endpoint.address()));
     }
-    supervise(&command, asked, &settings, &placement, faults.into_iter(), &mut log)
+    Ok(supervise(&command, asked, &settings, &placement, faults.into_iter(), &mut log)?)
 }

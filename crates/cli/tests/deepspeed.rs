@@ -6,7 +6,7 @@ mod snapshot;
 
 use std::path::{Path, PathBuf};
 
-use shardwise_train::Recipe;
+use shardwise_recipe::Recipe;
 
 use snapshot::{assert_no_differences, difference, files};
 
@@ -241,7 +241,7 @@ fn keys_without_meaning_are_noted_and_others_refused() {
         (r#"{"optimizer": {"params": {"lr": 1}}}"#, "optimizer.type: it is missing"),
         (
             r#"{"optimizer": {"type": "Adam", "params": {"lr": "fast"}}}"#,
-            "optimizer.params.lr: it is \"fast\", and must be a number",
+            "optimizer.params.lr: it is \"fast\", but must be a number",
         ),
         (r#"{"optimizer": {"type": "SGD", "params": {"nesterov": true}}}"#, "optimizer.params.nesterov"),
         (
@@ -270,9 +270,9 @@ fn keys_without_meaning_are_noted_and_others_refused() {
         (r#"{"zero_optimization": {"load_from_fp32_weights": false}}"#, "zero_optimization.load_from_fp32_weights"),
         (
             r#"{"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}}"#,
-            "offloading is not built yet",
+            "offloading is not supported yet",
         ),
-        (r#"{"train_batch_size": 2.5}"#, "train_batch_size: it is 2.5, and must be a whole number"),
+        (r#"{"train_batch_size": 2.5}"#, "train_batch_size: it is 2.5, but must be a whole number"),
         (r#"{"train_batch_size": 33}"#, "must be a multiple of batch.micro_batch_size × ranks = 4 × 4 = 16"),
         (r#"{"steps_per_print": 0}"#, "ds.json: steps_per_print: `run.log_every` is 0"),
         (r#"{"zero_optimization": {"stage": 4}}"#, "ds.json: zero_optimization.stage: there is no ZeRO stage 4"),

@@ -11,7 +11,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use shardwise_train::recipe::deepspeed_keys;
+use shardwise_recipe::deepspeed_keys;
 
 /// Replacements that make commands faster.
 const SHORTER: [(&str, &str); 7] = [

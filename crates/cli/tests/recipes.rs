@@ -8,9 +8,8 @@ mod snapshot;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use shardwise_train::Recipe;
-use shardwise_train::memory_estimate::MemoryEstimate;
-use shardwise_train::recipe::{Batch, Source, schema};
+use shardwise_recipe::{Batch, Recipe, Source, schema};
+use shardwise_run::memory_estimate::MemoryEstimate;
 
 use snapshot::{assert_no_differences, difference, files};
 
@@ -43,7 +42,8 @@ fn errors_in_recipes_have_the_expected_messages() {
     let differences = recipes.iter().filter_map(|path| {
         let text = std::fs::read_to_string(path).unwrap();
         let ranks = directives(&text, "ranks").first().map(|ranks| ranks.parse().unwrap());
-        let outcome = Recipe::read_layered(path, None, &directives(&text, "set")).and_then(|recipe| match ranks {
+        let recipe = Recipe::read_layered(path, None, &directives(&text, "set")).map_err(shardwise_run::Error::from);
+        let outcome = recipe.and_then(|recipe| match ranks {
             Some(ranks) => MemoryEstimate::of(&recipe, ranks).map(|_| ()),
             None => Ok(()),
         });

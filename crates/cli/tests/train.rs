@@ -163,7 +163,7 @@ fn errors_in_a_recipe_are_reported_before_ranks_start() {
         ),
         ("bytes", "corpus = \"tokens.bin\"\n", "", &["there is no `data.corpus`"]),
         ("cuda", "steps = 12", "steps = 12\ndevice = \"cuda\"", &["built without it"]),
-        ("zero", "steps = 12", "steps = 0", &["`run.steps` is 0, and must be at least 1"]),
+        ("zero", "steps = 12", "steps = 0", &["`run.steps` is 0, but must be at least 1"]),
         (
             "huge",
             "hidden_size = 32",
@@ -177,7 +177,7 @@ fn errors_in_a_recipe_are_reported_before_ranks_start() {
             &["`batch.micro_batch_size` is 4000000000"],
         ),
         ("beta", "lr = 1e-2", "lr = 1e-2\nbetas = [0.9, 1.0]", &["from 0 to below 1"]),
-        ("lr", "lr = 1e-2", "lr = nan", &["`optimizer.lr` is NaN, and must be a positive number"]),
+        ("lr", "lr = 1e-2", "lr = nan", &["`optimizer.lr` is NaN, but must be a positive number"]),
         ("accumulation", "stage = 3", "stage = 1\nreduce_each_micro_batch = true", &["use stage 2 or 3"]),
         (
             "frozen",

@@ -152,7 +152,7 @@ impl Corpus {
             1 => TokenType::U8,
             2 => TokenType::U16,
             4 => TokenType::U32,
-            _ => return Err(Error::corpus(&path, format!("token_bytes is {token_bytes}, and must be 1, 2 or 4"))),
+            _ => return Err(Error::corpus(&path, format!("token_bytes is {token_bytes}, but must be 1, 2 or 4"))),
         };
         let corpus = Corpus { kind, tokens: Map::open(&path)?, index: None, path };
         match corpus.tokens.bytes().len() % token_bytes {

@@ -14,7 +14,7 @@ impl Windows {
     /// Splits a corpus. The last tokens are left out if they do not fill a window.
     pub fn new(corpus: Corpus, seq_len: u64) -> Result<Self> {
         if seq_len == 0 {
-            return Err(Error::invalid_argument("the sequence length is 0, and must be at least 1"));
+            return Err(Error::invalid_argument("the sequence length is 0, but must be at least 1"));
         }
         if corpus.tokens() <= seq_len {
             let problem = format!(

@@ -1,7 +1,7 @@
 //! The entries of a journal, one JSON line each.
 //!
-//! This is version 2 of the format. Version 1 had other names for some fields and kinds. They are still read, as serde aliases, but
-//! no longer written.
+//! This is version 2 of the format. Version 1 had other names for some fields and kinds, and early files of version 2 have
+//! `steps_again` for [`Resumed::repeated_steps`]. These names are still read, as serde aliases, but no longer written.
 
 use serde::{Deserialize, Serialize};
 
@@ -292,7 +292,8 @@ pub struct Resumed {
     /// The part of that time until the failure was noticed.
     pub noticed_s: f64,
     /// The number of steps that have to be repeated.
-    pub steps_again: u64,
+    #[serde(alias = "steps_again")]
+    pub repeated_steps: u64,
 }
 
 /// The default of [`Start::journal_version`], for files that lack it.
@@ -416,7 +417,7 @@ mod tests {
             EntryKind::Note { step: 5, text: "look".to_string() },
             EntryKind::Trace { first_step: 5, steps: 1, path: "trace.json".to_string() },
             EntryKind::Failed { attempt: 1, step: 5, text: "rank 2 died".to_string() },
-            EntryKind::Resumed(Resumed { attempt: 2, step: 5, lost_s: 2.5, noticed_s: 0.5, steps_again: 1 }),
+            EntryKind::Resumed(Resumed { attempt: 2, step: 5, lost_s: 2.5, noticed_s: 0.5, repeated_steps: 1 }),
             EntryKind::Ended { code: 0, restarts: 1, lost_s: 2.5 },
         ]
     }
@@ -447,6 +448,7 @@ mod tests {
                 "\"in_flight\"",
                 "\"held_out\"",
                 "\"again\"",
+                "\"steps_again\"",
                 "\"stood_still_s\"",
                 "\"theory_bytes\"",
             ];
@@ -454,5 +456,14 @@ mod tests {
         }
         let start = Start { journal_version: JOURNAL_VERSION, ..Start::default() };
         assert!(serde_json::to_string(&start).unwrap().starts_with("{\"journal_version\":2,"));
+    }
+
+    #[test]
+    fn early_files_of_version_2_are_read() {
+        let line =
+            r#"{"time_s":1.5,"kind":"resumed","attempt":2,"step":5,"lost_s":2.5,"noticed_s":0.5,"steps_again":3}"#;
+        let resumed = Resumed { attempt: 2, step: 5, lost_s: 2.5, noticed_s: 0.5, repeated_steps: 3 };
+        let expected = Entry { time_s: 1.5, kind: EntryKind::Resumed(resumed) };
+        assert_eq!(serde_json::from_str::<Entry>(line).unwrap(), expected);
     }
 }

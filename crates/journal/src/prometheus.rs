@@ -142,11 +142,15 @@ impl<'a> Latest<'a> {
         });
         page.family("memory_bytes", "gauge", "Memory of the first ranks, by kind.", kinds);
         for (index, name, help) in [
-            (0, "calls_total", "Communication calls in steps, by verb."),
-            (1, "sent_bytes_total", "Bytes that the busiest rank sent in steps, by verb."),
-            (2, "sent_expected_bytes_total", "Bytes that the formula predicts for parameters and gradients, by verb."),
+            (0, "calls_total", "Communication calls in steps, by collective."),
+            (1, "sent_bytes_total", "Bytes that the busiest rank sent in steps, by collective."),
+            (
+                2,
+                "sent_expected_bytes_total",
+                "Bytes that the formula predicts for parameters and gradients, by collective.",
+            ),
         ] {
-            let verbs = self.sent.iter().map(|(verb, sums)| ([("verb", *verb)], sums[index] as f64));
+            let verbs = self.sent.iter().map(|(verb, sums)| ([("collective", *verb)], sums[index] as f64));
             page.family(name, "counter", help, verbs);
         }
     }

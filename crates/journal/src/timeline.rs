@@ -4,7 +4,7 @@
 //! events, each a dated sentence. Consecutive saves become one event, and so do consecutive evaluations. It keeps no steps and draws
 //! nothing; the dashboard and the report both show it.
 
-use crate::format::{byte_size, count, digits, duration, list, plural};
+use crate::format::{format_bytes, format_count, format_count_of, format_digits, format_duration, join_list_up_to};
 use crate::{Entry, EntryKind, Evaluation, Launch, Resumed, Saved, Start, Step};
 
 /// The maximum difference between the clocks of the supervisor and of rank 0.
@@ -15,6 +15,9 @@ const SINGLE_EVENTS_MAX: u64 = 20;
 
 /// Anomalies at most this many steps apart become one event.
 const STEPS_APART: u64 = 10;
+
+/// The maximum number of parts in a list of hosts.
+const HOSTS_SHOWN_MAX: usize = 6;
 
 /// The attempts and events of a run so far.
 #[derive(Clone, Debug, Default)]
@@ -27,7 +30,7 @@ pub struct Timeline {
     spikes: u64,
     notes: u64,
     lost_s: f64,
-    steps_again: u64,
+    repeated_steps: u64,
 }
 
 /// One attempt at a run: ranks that were launched together.
@@ -179,8 +182,8 @@ impl Event {
     pub fn steps(&self) -> String {
         match (self.step, self.last_step) {
             (0, 0) => String::new(),
-            (first, last) if first < last => format!("{}–{}", count(first), count(last)),
-            (step, _) => count(step),
+            (first, last) if first < last => format!("{}–{}", format_count(first), format_count(last)),
+            (step, _) => format_count(step),
         }
     }
 }
@@ -215,7 +218,7 @@ impl Timeline {
                 }
             }
             EntryKind::Trace { first_step, steps, path } => {
-                let text = format!("Traced {} to {path}.", plural(*steps, "step"));
+                let text = format!("Traced {} to {path}.", format_count_of(*steps, "step"));
                 self.push_event(now, *first_step, EventKind::Traced, text);
             }
             EntryKind::Memory { .. } | EntryKind::Traffic(_) => (),
@@ -258,8 +261,8 @@ impl Timeline {
     }
 
     /// Returns the number of steps that had to be repeated, as the supervisor counted them.
-    pub fn steps_again(&self) -> u64 {
-        self.steps_again
+    pub fn repeated_steps(&self) -> u64 {
+        self.repeated_steps
     }
 
     /// Returns the start of the latest attempt that got that far.
@@ -336,24 +339,24 @@ impl Timeline {
             Some(_) => "Continued with ",
         }
         .to_string();
-        text += &plural(attempt.ranks as u64, "rank");
+        text += &format_count_of(attempt.ranks as u64, "rank");
         if let Some(Launch { hosts, missing, .. }) = &attempt.launch {
             match hosts.as_slice() {
                 [] => (),
                 [only] => text += &format!(" on host {only}"),
-                several => text += &format!(" on hosts {}", list(several)),
+                several => text += &format!(" on hosts {}", join_list_up_to(several, HOSTS_SHOWN_MAX)),
             }
             match missing.as_slice() {
                 [] => (),
                 [only] => text += &format!(" (host {only} does not answer)"),
-                several => text += &format!(" (hosts {} do not answer)", list(several)),
+                several => text += &format!(" (hosts {} do not answer)", join_list_up_to(several, HOSTS_SHOWN_MAX)),
             }
         }
         if let Some(start) = &attempt.start {
             text += &format!(", ZeRO stage {}", start.zero_stage);
             match &start.resumed_from {
                 Some(checkpoint) => {
-                    text += &format!(", resuming at step {} from {checkpoint}", count(start.first_step));
+                    text += &format!(", resuming at step {} from {checkpoint}", format_count(start.first_step));
                 }
                 None if before.is_some() => text += ", from the beginning",
                 None => (),
@@ -372,7 +375,7 @@ impl Timeline {
         }
         if let Some(why) = &step.skipped {
             self.skipped += 1;
-            let text = format!("Step {} was skipped: {}", count(step.step), sentence(why));
+            let text = format!("Step {} was skipped: {}", format_count(step.step), sentence(why));
             self.add_anomaly(now, step.step, EventKind::Skipped, text, self.skipped);
         }
         if let Some(spike) = &step.spike {
@@ -415,21 +418,21 @@ impl Timeline {
 
     fn add_resumption(&mut self, now: f64, resumed: &Resumed) {
         self.lost_s += resumed.lost_s;
-        self.steps_again = self.steps_again.saturating_add(resumed.steps_again);
+        self.repeated_steps = self.repeated_steps.saturating_add(resumed.repeated_steps);
         if let Some(attempt) = self.attempts.last_mut() {
             attempt.resumed = Some(resumed.clone());
         }
-        let Resumed { step, lost_s, noticed_s, steps_again, .. } = resumed;
-        let repeated = match steps_again {
+        let Resumed { step, lost_s, noticed_s, repeated_steps, .. } = resumed;
+        let repeated = match repeated_steps {
             0 => "no step is repeated".to_string(),
             1 => "1 step is repeated".to_string(),
-            many => format!("{} steps are repeated", count(*many)),
+            many => format!("{} steps are repeated", format_count(*many)),
         };
         let text = format!(
             "Resumed at step {} after {}, of which {} until the failure was noticed; {repeated}.",
-            count(*step),
-            duration(*lost_s),
-            duration(*noticed_s),
+            format_count(*step),
+            format_duration(*lost_s),
+            format_duration(*noticed_s),
         );
         self.push_event(now, *step, EventKind::Resumed, text);
     }
@@ -441,7 +444,7 @@ impl Timeline {
             130 => Outcome::Interrupted,
             code => Outcome::Failed { code },
         };
-        let took = duration(now - self.time_s.map_or(now, |(first, _)| first));
+        let took = format_duration(now - self.time_s.map_or(now, |(first, _)| first));
         let mut text = match self.outcome {
             Outcome::Finished => format!("Finished {took} after the first start"),
             Outcome::Saved => "Saved and stopped on request; the same command resumes the run".to_string(),
@@ -449,10 +452,10 @@ impl Timeline {
             _ => format!("Failed with exit code {code}"),
         };
         if restarts > 0 {
-            let times = if restarts == 1 { "once".to_string() } else { format!("{} times", count(restarts)) };
-            text += &format!(". Restarted {times}, which cost {}", duration(lost_s));
-            if self.steps_again > 0 {
-                text += &format!(" and {}", plural(self.steps_again, "repeated step"));
+            let times = if restarts == 1 { "once".to_string() } else { format!("{} times", format_count(restarts)) };
+            text += &format!(". Restarted {times}, which cost {}", format_duration(lost_s));
+            if self.repeated_steps > 0 {
+                text += &format!(" and {}", format_count_of(self.repeated_steps, "repeated step"));
             }
         }
         let mut step = 0;
@@ -468,14 +471,14 @@ impl Timeline {
 
     fn add_save(&mut self, now: f64, saved: &Saved) {
         if self.recent_event(EventKind::Saved).is_some() {
-            let noun = format!("checkpoints, the last of {}", byte_size(saved.bytes as f64));
+            let noun = format!("checkpoints, the last of {}", format_bytes(saved.bytes as f64));
             return self.extend_event(saved.step, EventKind::Saved, saved.stalled_s, &noun);
         }
         let text = format!(
             "Saved {} in {}; training stalled for {}.",
-            byte_size(saved.bytes as f64),
-            duration(saved.took_s),
-            duration(saved.stalled_s)
+            format_bytes(saved.bytes as f64),
+            format_duration(saved.took_s),
+            format_duration(saved.stalled_s)
         );
         self.push_event(now, saved.step, EventKind::Saved, text);
         if let Some(event) = self.events.last_mut() {
@@ -484,12 +487,13 @@ impl Timeline {
     }
 
     fn add_evaluation(&mut self, now: f64, evaluation: &Evaluation) {
-        let bits = evaluation.bits_per_byte.map(|bits| format!(", {} bits per byte", digits(bits, 3)));
-        let figures = format!("loss {}{}", digits(evaluation.loss, 4), bits.unwrap_or_default());
+        let bits = evaluation.bits_per_byte.map(|bits| format!(", {} bits per byte", format_digits(bits, 3)));
+        let figures = format!("loss {}{}", format_digits(evaluation.loss, 4), bits.unwrap_or_default());
         match self.recent_event(EventKind::Evaluated) {
             Some(event) => {
                 (event.times, event.last_step) = (event.times + 1, evaluation.step);
-                event.text = format!("Evaluated {} times on held-out text; the latest: {figures}.", count(event.times));
+                event.text =
+                    format!("Evaluated {} times on held-out text; the latest: {figures}.", format_count(event.times));
             }
             None => {
                 let text = format!("Evaluated on held-out text: {figures}.");
@@ -509,9 +513,9 @@ impl Timeline {
         let Some(event) = self.events.iter_mut().rev().find(|event| event.kind == kind) else { return };
         (event.times, event.last_step) = (event.times + 1, step);
         event.stalled_s += stalled_s;
-        let times = count(event.times);
+        let times = format_count(event.times);
         if kind == EventKind::Saved {
-            let stalled = duration(event.stalled_s);
+            let stalled = format_duration(event.stalled_s);
             event.text = format!("Saved {times} {noun}; training stalled for {stalled} in total.");
             return;
         }
@@ -574,7 +578,7 @@ mod tests {
     #[test]
     fn a_death_and_a_lost_host_are_told_in_order() {
         let failed = EntryKind::Failed { attempt: 1, step: 31, text: "rank 2 died".to_string() };
-        let resumed = Resumed { attempt: 2, step: 30, lost_s: 3.1, noticed_s: 0.1, steps_again: 1 };
+        let resumed = Resumed { attempt: 2, step: 30, lost_s: 3.1, noticed_s: 0.1, repeated_steps: 1 };
         let timeline = timeline(vec![
             (0., launched(1, 4, &[])),
             (2., start(4, 1)),
@@ -600,7 +604,7 @@ mod tests {
         let [first, second] = timeline.attempts() else { panic!("{:?}", timeline.attempts()) };
         assert_eq!((first.steps, second.steps, second.ranks), (Some((1, 30)), Some((30, 30)), 2));
         assert!(matches!(first.end, AttemptEnd::Failed { step: 31, .. }) && second.end == AttemptEnd::Ended);
-        assert_eq!((timeline.outcome(), timeline.restarts(), timeline.steps_again()), (Outcome::Finished, 1, 1));
+        assert_eq!((timeline.outcome(), timeline.restarts(), timeline.repeated_steps()), (Outcome::Finished, 1, 1));
     }
 
     #[test]

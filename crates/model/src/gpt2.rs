@@ -1,116 +1,39 @@
 //! GPT-2: LayerNorm, learned positions, GELU, biases, and a head that shares the embedding's matrix.
 
+use shardwise_plan::{Gpt2Config, ParameterShape};
 use shardwise_torch::tch::{Kind, Tensor};
 
 use crate::activation_checkpointing::recompute_in_backward;
 use crate::documents::Documents;
 use crate::head::{Head, LmHead, Sizes};
 use crate::{
-    Activations, Batch, Cache, Error, Footprint, Init, Layer, Model, Parameter, Parameters, Result, Tied, Unit,
-    attention,
+    Activations, Batch, Cache, Error, Footprint, Init, Layer, Parameter, Parameters, Result, Tied, Unit, attention,
 };
 
-/// The configuration of a GPT-2. Fields are named as in Hugging Face's `config.json`.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Gpt2 {
-    /// The size of the vocabulary. All token ids are below it.
-    pub vocab_size: usize,
-    /// The maximum sequence length.
-    pub n_positions: usize,
-    /// The size of the hidden states.
-    pub n_embd: usize,
-    /// The number of transformer blocks.
-    pub n_layer: usize,
-    /// The number of attention heads. Divides `n_embd`.
-    pub n_head: usize,
-    /// The epsilon that LayerNorm adds to the variance.
-    pub layer_norm_epsilon: f64,
-    /// The standard deviation of initial weight matrices.
-    pub initializer_range: f64,
-    /// The number of tokens whose logits are in memory at once.
-    pub loss_chunk_tokens: usize,
+/// Builds a unit of the model from its parameters.
+pub(crate) fn unit(config: &Gpt2Config, name: &str, parameters: &[ParameterShape]) -> Unit {
+    let parameters = parameters.iter().map(|parameter| with_init(config, parameter)).collect();
+    match name {
+        "embedding" => Unit::new(name, parameters, Embedding(config.clone())),
+        "head" => Unit::new(name, parameters, Head(config.clone())).with_tied(Some(Tied { unit: 0, parameter: 0 })),
+        _ => Unit::new(name, parameters, Block(config.clone())),
+    }
 }
 
-impl Gpt2 {
-    /// Creates a configuration of the given size, with the constants of the published models.
-    pub fn new(vocab_size: usize, n_positions: usize, n_embd: usize, n_layer: usize, n_head: usize) -> Self {
-        Gpt2 {
-            vocab_size,
-            n_positions,
-            n_embd,
-            n_layer,
-            n_head,
-            layer_norm_epsilon: 1e-5,
-            initializer_range: 0.02,
-            loss_chunk_tokens: 256,
-        }
-    }
-
-    /// Builds the model, a chain of units.
-    pub fn model(&self) -> Result<Model> {
-        if self.n_head == 0 || !self.n_embd.is_multiple_of(self.n_head) {
-            let problem = format!("{} does not divide n_embd, which is {}", self.n_head, self.n_embd);
-            return Err(Error::Config { key: "n_head", problem });
-        }
-        for (key, value) in [
-            ("vocab_size", self.vocab_size),
-            ("n_positions", self.n_positions),
-            ("loss_chunk_tokens", self.loss_chunk_tokens),
-        ] {
-            if value == 0 {
-                return Err(Error::Config { key, problem: "is 0, and must be at least 1".to_string() });
-            }
-        }
-        let embedding = vec![
-            Parameter::matrix("wte.weight".to_string(), [self.vocab_size, self.n_embd], self.initializer_range),
-            Parameter::matrix("wpe.weight".to_string(), [self.n_positions, self.n_embd], self.initializer_range / 2.),
-        ];
-        let mut units = vec![Unit::new("embedding", embedding, Embedding(self.clone()))];
-        for index in 0..self.n_layer {
-            units.push(Unit::new(format!("block.{index}"), self.block(index), Block(self.clone())));
-        }
-        let head = vec![
-            Parameter::vector("ln_f.weight".to_string(), self.n_embd, Init::Ones),
-            Parameter::vector("ln_f.bias".to_string(), self.n_embd, Init::Zeros),
-        ];
-        let tied = Some(Tied { unit: 0, parameter: 0 });
-        units.push(Unit::new("head", head, Head(self.clone())).with_tied(tied));
-        Model::new(units)
-    }
-
-    fn block(&self, index: usize) -> Vec<Parameter> {
-        let width = self.n_embd;
+/// Declares a parameter with its initial values: matrices are random, norms are 1 and biases 0.
+fn with_init(config: &Gpt2Config, parameter: &ParameterShape) -> Parameter {
+    let name = parameter.name.as_str();
+    let init = match parameter.shape.len() {
+        1 if name.ends_with(".bias") => Init::Zeros,
+        1 => Init::Ones,
+        _ if name == "wpe.weight" => Init::Normal { std: config.initializer_range / 2. },
         // The more residual branches there are, the smaller their initial weights.
-        let residual_std = self.initializer_range / (2. * self.n_layer as f64).sqrt();
-        let name = |ending: &str| format!("h.{index}.{ending}");
-        let norm = |ending: &str| {
-            [("weight", Init::Ones), ("bias", Init::Zeros)]
-                .map(|(kind, init)| Parameter::vector(name(&format!("{ending}.{kind}")), width, init))
-        };
-        // Published GPT-2 checkpoints store matrices as (in, out).
-        let linear = |ending: &str, into, out, std| {
-            [
-                Parameter::matrix(name(&format!("{ending}.weight")), [into, out], std),
-                Parameter::vector(name(&format!("{ending}.bias")), out, Init::Zeros),
-            ]
-        };
-        [
-            norm("ln_1"),
-            linear("attn.c_attn", width, 3 * width, self.initializer_range),
-            linear("attn.c_proj", width, width, residual_std),
-            norm("ln_2"),
-            linear("mlp.c_fc", width, 4 * width, self.initializer_range),
-            linear("mlp.c_proj", 4 * width, width, residual_std),
-        ]
-        .into_iter()
-        .flatten()
-        .collect()
-    }
-
-    fn norm(&self, parameters: &Parameters<'_>, name: &str) -> Norm {
-        let get = |kind: &str| parameters.get(&format!("{name}.{kind}")).shallow_clone();
-        Norm { width: self.n_embd as i64, weight: get("weight"), bias: get("bias"), epsilon: self.layer_norm_epsilon }
-    }
+        _ if name.ends_with(".c_proj.weight") => {
+            Init::Normal { std: config.initializer_range / (2. * config.n_layer as f64).sqrt() }
+        }
+        _ => Init::Normal { std: config.initializer_range },
+    };
+    Parameter::new(name, &parameter.shape, init)
 }
 
 struct Norm {
@@ -121,6 +44,12 @@ struct Norm {
 }
 
 impl Norm {
+    fn new(config: &Gpt2Config, parameters: &Parameters<'_>, name: &str) -> Norm {
+        let get = |kind: &str| parameters.get(&format!("{name}.{kind}")).shallow_clone();
+        let (weight, bias) = (get("weight"), get("bias"));
+        Norm { width: config.n_embd as i64, weight, bias, epsilon: config.layer_norm_epsilon }
+    }
+
     fn of(&self, x: &Tensor) -> Result<Tensor> {
         Ok(x.f_layer_norm([self.width], Some(&self.weight), Some(&self.bias), self.epsilon, false)?)
     }
@@ -144,7 +73,7 @@ fn heads(projected: &Tensor, heads: usize) -> Result<[Tensor; 3]> {
     Ok([split(&all[0])?, split(&all[1])?, split(&all[2])?])
 }
 
-struct Embedding(Gpt2);
+struct Embedding(Gpt2Config);
 
 impl Layer for Embedding {
     fn forward(
@@ -208,7 +137,7 @@ fn lookup(parameters: &Parameters<'_>, tokens: &Tensor, positions: &Tensor) -> R
     Ok(lookup("wte.weight", tokens)?.f_add(&lookup("wpe.weight", positions)?)?)
 }
 
-struct Block(Gpt2);
+struct Block(Gpt2Config);
 
 impl Layer for Block {
     fn forward(
@@ -231,7 +160,7 @@ impl Layer for Block {
         cache: &mut Cache,
     ) -> Result<Tensor> {
         let x = input.expect("a block has an input");
-        let normed = self.0.norm(parameters, "ln_1").of(x)?;
+        let normed = Norm::new(&self.0, parameters, "ln_1").of(x)?;
         let [query, key, value] = heads(&linear(parameters, &normed, "attn.c_attn")?, self.0.n_head)?;
         let [key, value] = cache.extend(&key, &value, None)?;
         let joined = attention::extend(&query, &key, &value, None)?;
@@ -268,7 +197,7 @@ impl Block {
         activations: Activations,
     ) -> Result<Tensor> {
         let number = self.0.n_head;
-        let norm = self.0.norm(parameters, "ln_1");
+        let norm = Norm::new(&self.0, parameters, "ln_1");
         let normed = norm.of(x)?;
         let projected = linear(parameters, &normed, "attn.c_attn")?;
         // Returns the output of each document, if sequences are packed, and last the whole output.
@@ -293,7 +222,7 @@ impl Block {
     }
 
     fn mlp(&self, parameters: &Parameters<'_>, x: &Tensor, activations: Activations) -> Result<Tensor> {
-        let norm = self.0.norm(parameters, "ln_2");
+        let norm = Norm::new(&self.0, parameters, "ln_2");
         let normed = norm.of(x)?;
         let wide = linear(parameters, &normed, "mlp.c_fc")?;
         let activated = wide.f_gelu("tanh")?;
@@ -306,14 +235,14 @@ impl Block {
     }
 }
 
-impl LmHead for Gpt2 {
+impl LmHead for Gpt2Config {
     fn final_norm_and_weight<'a>(
         &self,
         parameters: &'a Parameters<'_>,
         input: &Tensor,
     ) -> Result<(Tensor, &'a Tensor)> {
         let weight = parameters.tied().expect("GPT-2's head is the embedding's matrix");
-        Ok((self.norm(parameters, "ln_f").of(input)?, weight))
+        Ok((Norm::new(self, parameters, "ln_f").of(input)?, weight))
     }
 
     fn sizes(&self) -> Sizes {

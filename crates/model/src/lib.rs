@@ -8,11 +8,12 @@
 //! Parameters have the names and shapes that Hugging Face checkpoints give them.
 //!
 //! ```
-//! use shardwise_model::{Activations, Batch, Layer, Llama, Model, Parameter, Parameters, Result, Unit};
+//! use shardwise_model::{Activations, Batch, Layer, LlamaConfig, Model, Parameter, Parameters, Result, Unit};
 //! use shardwise_torch::tch::{Kind, Tensor};
 //!
 //! // A built-in model.
-//! let llama = Llama { tie_word_embeddings: true, ..Llama::new(256, 64, 2, 4, 160) }.model()?;
+//! let config = LlamaConfig { tie_word_embeddings: true, ..LlamaConfig::new(256, 64, 2, 4, 160) };
+//! let llama = Model::from_config(config)?;
 //! let names: Vec<&str> = llama.units().iter().map(Unit::name).collect();
 //! assert_eq!(names, ["embedding", "block.0", "block.1", "head"]);
 //!
@@ -40,9 +41,9 @@ mod activation_checkpointing;
 mod attention;
 mod cache;
 mod documents;
+mod from_config;
 mod gpt2;
 mod head;
-pub mod hugging_face;
 pub mod init;
 mod llama;
 mod loss;
@@ -50,11 +51,10 @@ mod unit;
 
 pub use activation_checkpointing::Activations;
 pub use cache::Cache;
-pub use gpt2::Gpt2;
-pub use llama::{Llama, Llama3Rope};
 pub use loss::{IGNORED, head_loss};
 pub use unit::{Batch, Footprint, Init, Layer, Model, Parameter, Parameters, Tied, Unit};
 
+pub use shardwise_plan::{ConfigError, Gpt2Config, Llama3Rope, LlamaConfig, ModelConfig};
 use shardwise_torch::tch::TchError;
 
 /// The result of building or running a model.
@@ -75,6 +75,12 @@ pub enum Error {
     /// A libtorch operation failed.
     #[error(transparent)]
     Torch(#[from] shardwise_torch::Error),
+}
+
+impl From<ConfigError> for Error {
+    fn from(ConfigError { key, problem }: ConfigError) -> Self {
+        Error::Config { key, problem }
+    }
 }
 
 impl From<TchError> for Error {

@@ -6,6 +6,7 @@
 
 use std::collections::HashSet;
 
+use shardwise_plan::check_frozen_prefixes;
 use shardwise_torch::tch::{Device, Tensor, no_grad};
 
 use crate::{Activations, Cache, Error, Result};
@@ -365,16 +366,12 @@ impl Model {
 
     /// Freezes parameters whose names start with one of `prefixes`. Each prefix must match at least one.
     pub fn freeze<P: AsRef<str>>(&mut self, prefixes: &[P]) -> Result<()> {
-        for prefix in prefixes.iter().map(AsRef::as_ref) {
-            let named = |parameter: &&mut Parameter| parameter.name.starts_with(prefix);
-            let mut parameters = self.units.iter_mut().flat_map(|unit| &mut unit.parameters).filter(named).peekable();
-            if parameters.peek().is_none() {
-                let known = self.units.iter().find_map(|unit| unit.parameters.first());
-                let example = known.map_or("", |parameter| parameter.name.as_str());
-                let problem = format!("no parameter name starts with '{prefix}'; names look like '{example}'");
-                return Err(Error::Config { key: "frozen", problem });
+        let parameters = self.units.iter().flat_map(|unit| &unit.parameters);
+        check_frozen_prefixes(parameters.map(|parameter| parameter.name.as_str()), prefixes)?;
+        for parameter in self.units.iter_mut().flat_map(|unit| &mut unit.parameters) {
+            if prefixes.iter().any(|prefix| parameter.name.starts_with(prefix.as_ref())) {
+                parameter.trainable = false;
             }
-            parameters.for_each(|parameter| parameter.trainable = false);
         }
         Ok(())
     }

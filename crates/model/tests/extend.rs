@@ -4,7 +4,7 @@
 
 mod support;
 
-use shardwise_model::{Activations, Batch, Cache, Llama, Model};
+use shardwise_model::{Activations, Batch, Cache, LlamaConfig, Model};
 use shardwise_torch::tch::{Device, Kind, Tensor, manual_seed, no_grad};
 use support::{parameters, variants};
 
@@ -60,9 +60,12 @@ fn pieces_give_the_same_as_all_at_once() {
 
 #[test]
 fn a_window_bounds_the_cache() {
-    let model =
-        Llama { num_key_value_heads: 3, sliding_window: Some(8), ..Llama::new(VOCABULARY as usize, 36, 1, 6, 52) };
-    let model = model.model().unwrap();
+    let model = LlamaConfig {
+        num_key_value_heads: 3,
+        sliding_window: Some(8),
+        ..LlamaConfig::new(VOCABULARY as usize, 36, 1, 6, 52)
+    };
+    let model = Model::from_config(model).unwrap();
     let (parameters, mut caches) = (parameters(&model), caches(&model));
     let token = Tensor::zeros([1, 1], (Kind::Int64, Device::Cpu));
     for _ in 0..100 {

@@ -9,7 +9,7 @@ use std::path::Path;
 use std::process::Command;
 
 use serde_json::{Value, json};
-use shardwise_model::{Activations, Batch, Gpt2, IGNORED, Llama, Llama3Rope, Model, head_loss};
+use shardwise_model::{Activations, Batch, Gpt2Config, IGNORED, Llama3Rope, LlamaConfig, Model, head_loss};
 use shardwise_torch::autograd::{self, Graph};
 use shardwise_torch::tch::{Device, Kind, Tensor, manual_seed};
 use support::parameters;
@@ -76,7 +76,7 @@ fn assert_agrees(config: Value, model: &Model, vocabulary: usize) {
     }
 }
 
-fn llama_config(name: &str, llama: &Llama) -> Value {
+fn llama_config(name: &str, llama: &LlamaConfig) -> Value {
     json!({
         "name": name, "family": "llama", "num_hidden_layers": llama.num_hidden_layers, "head_dim": llama.head_dim,
         "rope_theta": llama.rope_theta, "rms_norm_eps": llama.rms_norm_eps,
@@ -88,13 +88,13 @@ fn llama_config(name: &str, llama: &Llama) -> Value {
     })
 }
 
-fn assert_llama_agrees(name: &str, llama: &Llama) {
-    assert_agrees(llama_config(name, llama), &llama.model().unwrap(), llama.vocab_size);
+fn assert_llama_agrees(name: &str, llama: &LlamaConfig) {
+    assert_agrees(llama_config(name, llama), &Model::from_config(llama.clone()).unwrap(), llama.vocab_size);
 }
 
 /// Small, and divisible by little.
-fn small() -> Llama {
-    Llama { loss_chunk_tokens: 10, ..Llama::new(101, 36, 2, 6, 52) }
+fn small() -> LlamaConfig {
+    LlamaConfig { loss_chunk_tokens: 10, ..LlamaConfig::new(101, 36, 2, 6, 52) }
 }
 
 #[test]
@@ -106,36 +106,36 @@ fn llama_2_agrees() {
 fn llama_3_agrees() {
     let rope =
         Llama3Rope { factor: 8., low_freq_factor: 1., high_freq_factor: 4., original_max_position_embeddings: 32 };
-    let llama = Llama { num_key_value_heads: 2, rope_theta: 500_000., rope_scaling: Some(rope), ..small() };
+    let llama = LlamaConfig { num_key_value_heads: 2, rope_theta: 500_000., rope_scaling: Some(rope), ..small() };
     assert_llama_agrees("llama-3", &llama);
 }
 
 #[test]
 fn mistral_agrees() {
-    assert_llama_agrees("mistral", &Llama { num_key_value_heads: 3, sliding_window: Some(7), ..small() });
+    assert_llama_agrees("mistral", &LlamaConfig { num_key_value_heads: 3, sliding_window: Some(7), ..small() });
 }
 
 #[test]
 fn qwen_2_agrees() {
     assert_llama_agrees(
         "qwen-2",
-        &Llama { num_key_value_heads: 2, qkv_bias: true, tie_word_embeddings: true, rope_theta: 1e6, ..small() },
+        &LlamaConfig { num_key_value_heads: 2, qkv_bias: true, tie_word_embeddings: true, rope_theta: 1e6, ..small() },
     );
 }
 
 #[test]
 fn qwen_3_agrees() {
-    assert_llama_agrees("qwen-3", &Llama { num_key_value_heads: 2, head_dim: 8, qk_norm: true, ..small() });
+    assert_llama_agrees("qwen-3", &LlamaConfig { num_key_value_heads: 2, head_dim: 8, qk_norm: true, ..small() });
 }
 
 #[test]
 fn gpt_2_agrees() {
-    let gpt2 = Gpt2 { loss_chunk_tokens: 10, ..Gpt2::new(101, 23, 36, 2, 6) };
+    let gpt2 = Gpt2Config { loss_chunk_tokens: 10, ..Gpt2Config::new(101, 23, 36, 2, 6) };
     let config = json!({
         "name": "gpt-2", "family": "gpt2", "n_layer": gpt2.n_layer, "n_head": gpt2.n_head,
         "layer_norm_epsilon": gpt2.layer_norm_epsilon,
     });
-    assert_agrees(config, &gpt2.model().unwrap(), gpt2.vocab_size);
+    assert_agrees(config, &Model::from_config(gpt2.clone()).unwrap(), gpt2.vocab_size);
 }
 
 #[test]
@@ -171,11 +171,11 @@ fn the_graph_of_a_head_is_walked_once() {
 
 #[test]
 fn wrong_shapes_are_explained() {
-    let message = |llama: Llama| llama.model().err().unwrap().to_string();
-    let said = message(Llama { num_key_value_heads: 4, ..small() });
+    let message = |llama: LlamaConfig| Model::from_config(llama).err().unwrap().to_string();
+    let said = message(LlamaConfig { num_key_value_heads: 4, ..small() });
     assert_eq!(said, "num_key_value_heads: 4 does not divide the 6 query heads");
-    assert!(message(Llama { head_dim: 7, ..small() }).contains("head_dim: 7 is not a positive even number"));
-    let gpt2 = Gpt2::new(101, 8, 36, 1, 6).model().unwrap();
+    assert!(message(LlamaConfig { head_dim: 7, ..small() }).contains("head_dim: 7 is not a positive even number"));
+    let gpt2 = Model::from_config(Gpt2Config::new(101, 8, 36, 1, 6)).unwrap();
     let parameters = parameters(&gpt2);
     let error = gpt2.units()[0].forward(&parameters[0], None, None, &batch(101), Activations::All).unwrap_err();
     assert_eq!(error.to_string(), "n_positions: sequences have 19 positions, and the model has 8");

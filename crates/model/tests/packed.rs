@@ -4,7 +4,7 @@
 
 mod support;
 
-use shardwise_model::{Activations, Batch, Gpt2, IGNORED, Llama, Model};
+use shardwise_model::{Activations, Batch, Gpt2Config, IGNORED, LlamaConfig, Model};
 use shardwise_torch::autograd::{self, Graph};
 use shardwise_torch::tch::{Device, Kind, Tensor, manual_seed, no_grad};
 use support::{parameters, variants};
@@ -98,7 +98,8 @@ fn packed_documents_are_as_if_alone() {
 
 #[test]
 fn sequences_of_one_document_give_the_same_bits() {
-    let model = Llama { sliding_window: Some(7), ..Llama::new(VOCABULARY as usize, 36, 2, 6, 52) }.model().unwrap();
+    let config = LlamaConfig { sliding_window: Some(7), ..LlamaConfig::new(VOCABULARY as usize, 36, 2, 6, 52) };
+    let model = Model::from_config(config).unwrap();
     manual_seed(23);
     let (parameters, (batch, _)) = (parameters(&model), batches());
     let one = Batch { documents: Some(batch.inputs.full_like(3)), ..batch };
@@ -111,7 +112,7 @@ fn sequences_of_one_document_give_the_same_bits() {
 fn positions_are_counted_by_document() {
     // Sequences of 18 positions, documents of 13 at the most.
     let embed = |positions: usize| {
-        let model = Gpt2::new(VOCABULARY as usize, positions, 36, 1, 6).model().unwrap();
+        let model = Model::from_config(Gpt2Config::new(VOCABULARY as usize, positions, 36, 1, 6)).unwrap();
         let output = model.units()[0].forward(&parameters(&model)[0], None, None, &batches().0, Activations::All);
         output.map(|_| ())
     };

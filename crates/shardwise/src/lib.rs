@@ -3,13 +3,14 @@
 //! The same program runs on one rank or on a thousand. This one trains a small Llama at stage 3 on synthetic sequences:
 //!
 //! ```
-//! use shardwise::model::{Batch, Llama};
+//! use shardwise::model::{Batch, LlamaConfig, Model};
 //! use shardwise::tch::Tensor;
 //! use shardwise::{AdamW, BatchSize, Optimizer, Options, Schedule, Sharding, Trainer, init};
 //!
 //! fn main() -> Result<(), Box<dyn std::error::Error>> {
 //!     let ranks = shardwise::ranks()?; // started by mpirun, or this process alone
-//!     let model = Llama::new(64, 32, 2, 4, 96).model()?; // vocab, hidden size, layers, heads, intermediate size
+//!     let config = LlamaConfig::new(64, 32, 2, 4, 96); // vocab, hidden size, layers, heads, intermediate size
+//!     let model = Model::from_config(config)?;
 //!     let options = Options::new(
 //!         Sharding::stage(3)?, // shard parameters, gradients and optimizer state
 //!         Optimizer::AdamW(AdamW::default()),
@@ -51,7 +52,7 @@
 //! | train on your own data | [`Source`]; `examples/data.rs` |
 //! | tokenize text, read corpora, order samples | [`data`] |
 //! | save and resume | [`save`], [`Trainer::resume`], [`checkpoint`] |
-//! | load Hugging Face weights | [`init::from_weights`], [`model::hugging_face`] |
+//! | load Hugging Face weights | [`init::from_weights`], [`model::ModelConfig::from_hugging_face`] |
 //! | use groups of ranks and collectives | [`Ranks`], [`comm`] |
 //!
 //! Recipes, the supervisor and the launcher belong to the `shardwise` program and are not part of this crate.
@@ -66,15 +67,20 @@ use std::sync::Arc;
 
 pub use shardwise_torch::tch;
 pub use shardwise_train::{
-    ActivationCheckpointing, BatchSize, DynamicScale, Error, Evaluation, LossScale, NonFiniteValue, OnNonFinite,
-    OnSpike, Options, Progress, Ranks, Report, Result, Sampling, Schedule, Source, SourceError, Spike, Trainer,
-    generate, save,
+    ActivationCheckpointing, BatchSize, DynamicScale, Error, Evaluation, Gradients, LossScale, NonFiniteValue,
+    OnNonFinite, Options, Probe, Progress, Ranks, Report, Result, Sampling, Schedule, Source, SourceError, StepPhase,
+    Trainer, generate,
 };
 pub use shardwise_zero::{AdamW, Bytes, Elements, Elementwise, Groups, Lamb, Optimizer, Precision, Sgd, Sharding};
 
 /// Learning rate schedules: the kinds of [`Schedule`].
 pub mod schedule {
     pub use shardwise_train::{Kind, LrAndMomentum};
+}
+
+/// Spikes of the loss or the gradient norm: look for them between [`Trainer::compute_gradients`] and [`Trainer::apply_update`].
+pub mod spikes {
+    pub use shardwise_run::{Error, GradientShare, OnSpike, Spike, SpikeDetector, SpikedMetric};
 }
 
 /// Parameter initialization.
@@ -87,8 +93,8 @@ pub mod init {
 pub mod model {
     pub use shardwise_model::init::splitmix64;
     pub use shardwise_model::{
-        Activations, Batch, Cache, Error, Footprint, Gpt2, IGNORED, Init, Layer, Llama, Llama3Rope, Model, Parameter,
-        Parameters, Result, Tied, Unit, head_loss, hugging_face,
+        Activations, Batch, Cache, ConfigError, Error, Footprint, Gpt2Config, IGNORED, Init, Layer, Llama3Rope,
+        LlamaConfig, Model, ModelConfig, Parameter, Parameters, Result, Tied, Unit, head_loss,
     };
 }
 
@@ -131,4 +137,13 @@ pub mod checkpoint {
 pub fn ranks() -> Result<Ranks> {
     shardwise_torch::enable_caching_allocator();
     Ranks::hybrid(Arc::new(comm::mpi::world(comm::mpi::Options::default())?), 1)
+}
+
+/// Saves a checkpoint and waits until it is complete. All ranks call it together. `about` is a JSON object that describes the
+/// run; the manifest stores it.
+pub fn save(trainer: &mut Trainer, store: &Arc<checkpoint::Store>, about: checkpoint::Value) -> Result<()> {
+    shardwise_run::save(trainer, store, about).map_err(|error| match error {
+        shardwise_run::Error::Train(error) => error,
+        error => Error::Checkpoint(error.to_string()),
+    })
 }

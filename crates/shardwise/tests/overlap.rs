@@ -6,12 +6,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use shardwise::model::{Batch, Llama};
+use shardwise::model::{Batch, LlamaConfig, Model};
 use shardwise::tch::Tensor;
 use shardwise::{AdamW, BatchSize, Optimizer, Options, Ranks, Schedule, Sharding, SourceError, Trainer, init};
 use shardwise_comm::{Entry, Group, Verb};
 use shardwise_harness::{Hosts, Launch, check_speed, ranks, try_ranks};
-use shardwise_train::{PositionTracker, Recipe, Requests, RunOutcome, run};
+use shardwise_recipe::Recipe;
+use shardwise_run::{PositionTracker, Requests, RunOutcome, run};
 
 const FOLDER: &str = "SHARDWISE_TEST_FOLDER";
 
@@ -53,7 +54,7 @@ fn samples(indices: &[u64]) -> Result<Batch, SourceError> {
 }
 
 fn train(ranks: &Ranks, stage: u8) {
-    let model = Llama::new(64, 256, 4, 4, 1024).model().unwrap();
+    let model = Model::from_config(LlamaConfig::new(64, 256, 4, 4, 1024)).unwrap();
     let optimizer = Optimizer::AdamW(AdamW::default());
     let options = Options::new(Sharding::stage(stage).unwrap(), optimizer, Schedule::constant(1e-3));
     let mut trainer = Trainer::new(model, ranks.clone(), options, &mut init::from_seed(1)).unwrap();

@@ -4,10 +4,10 @@ use std::fmt;
 use std::ptr::NonNull;
 
 use shardwise_plan::Dtype;
-use tch::{Device, Tensor};
+use tch::Device;
 
 use crate::error::check;
-use crate::{Element, Error, Result, ffi, kind_of};
+use crate::{Element, Error, Result, ffi};
 
 /// A uniquely owned buffer in device memory: a tensor's memory, without a tensor that could share it.
 ///
@@ -145,14 +145,6 @@ impl Block {
             Device::Cpu => Ok(&[]),
             device => Err(Error::NotOnCpu(device)),
         }
-    }
-
-    /// Converts the block into a one-dimensional tensor that owns the memory.
-    pub fn into_tensor(self) -> Result<Tensor> {
-        let tensor = Tensor::f_empty([self.len as i64], (kind_of(self.dtype), self.device()))?;
-        drop(crate::storage::take(&tensor, "the tensor is being created")?);
-        crate::storage::put(&tensor, self).map_err(|refused| refused.error)?;
-        Ok(tensor)
     }
 
     fn cpu_pointer<T: Element>(&self) -> Result<NonNull<T>> {

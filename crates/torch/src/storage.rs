@@ -16,7 +16,7 @@ use std::ffi::CString;
 use tch::Tensor;
 
 use crate::error::check;
-use crate::{Block, Error, Result, dtype_of, ffi};
+use crate::{Block, Error, Result, dtype_of, ffi, kind_of};
 
 /// Takes the memory out of `tensor`'s storage. Until [`put`], reading any tensor on that storage fails with an error that
 /// contains `reason`.
@@ -50,6 +50,16 @@ pub fn put(tensor: &Tensor, block: Block) -> std::result::Result<(), PutError> {
             Ok(())
         }
         Err(error) => Err(PutError { error, block }),
+    }
+}
+
+impl Block {
+    /// Converts the block into a one-dimensional tensor that owns the memory.
+    pub fn into_tensor(self) -> Result<Tensor> {
+        let tensor = Tensor::f_empty([self.len() as i64], (kind_of(self.dtype()), self.device()))?;
+        drop(take(&tensor, "the tensor is being created")?);
+        put(&tensor, self).map_err(|refused| refused.error)?;
+        Ok(tensor)
     }
 }
 

@@ -13,7 +13,8 @@ use shardwise_model::Cache;
 use shardwise_model::init::splitmix64;
 use shardwise_torch::tch::{Kind, TchError, Tensor};
 
-use crate::{Error, Result, Trainer};
+use crate::error::{Error, Result};
+use crate::step::Trainer;
 
 /// How tokens are sampled.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -7,8 +7,6 @@ use shardwise_checkpoint::hugging_face::Weights;
 use shardwise_model::{Parameter, init};
 use shardwise_zero::InitError;
 
-use crate::state::shape;
-
 /// Writes the initial values of a range of a parameter's elements.
 pub type ParameterInit<'a> = dyn FnMut(&Parameter, Range<usize>, &mut [f32]) -> Result<(), InitError> + 'a;
 
@@ -26,4 +24,9 @@ pub fn from_weights(weights: &Weights) -> impl FnMut(&Parameter, Range<usize>, &
         let range = range.start as u64..range.end as u64;
         Ok(weights.read_f32(&parameter.name, &shape(parameter), range, elements)?)
     }
+}
+
+/// A parameter's shape, as checkpoints store it.
+pub(crate) fn shape(parameter: &Parameter) -> Vec<u64> {
+    parameter.shape.iter().map(|&size| size as u64).collect()
 }

@@ -2,13 +2,16 @@
 
 use std::sync::Arc;
 
-use shardwise_comm::Group;
+use shardwise_comm::{Group, ReduceOp};
 use shardwise_model::Activations;
 use shardwise_plan::{Axis, Dtype, Mesh};
 use shardwise_torch::tch::Device;
 use shardwise_zero::{Groups, Optimizer, Precision, Sharding};
 
-use crate::{DynamicScale, Error, LossScale, OnNonFinite, OnSpike, Result, Schedule, loss_scale};
+use crate::error::{Error, Result};
+use crate::loss_scale::{self, DynamicScale, LossScale};
+use crate::nonfinite::OnNonFinite;
+use crate::schedule::Schedule;
 
 /// The options of a trainer.
 #[derive(Clone, Debug)]
@@ -37,8 +40,6 @@ pub struct Options {
     pub loss_scale: LossScale,
     /// What to do if the loss or a gradient is not finite.
     pub on_nonfinite: OnNonFinite,
-    /// What to do if the loss or the gradient norm spikes.
-    pub on_spike: OnSpike,
     /// The device of this rank.
     pub device: Device,
 }
@@ -57,12 +58,12 @@ impl Options {
             max_grad_norm: None,
             loss_scale: LossScale::Fixed(1.),
             on_nonfinite: OnNonFinite::Stop,
-            on_spike: OnSpike::Report,
             device: Device::Cpu,
         }
     }
 
-    pub(crate) fn check(&self) -> Result<()> {
+    /// Fails if the options are invalid or contradict each other.
+    pub fn check(&self) -> Result<()> {
         let refuse = |problem: &str| Err(Error::Options(problem.to_string()));
         if self.reduce_each_micro_batch && !self.sharding.gradients {
             return refuse("reduce_each_micro_batch needs sharded gradients: use stage 2 or 3, or set it to false");
@@ -107,7 +108,8 @@ pub enum ActivationCheckpointing {
 }
 
 impl ActivationCheckpointing {
-    pub(crate) fn activations(self) -> Activations {
+    /// What a unit keeps of its activations.
+    pub fn activations(self) -> Activations {
         match self {
             ActivationCheckpointing::None | ActivationCheckpointing::Full => Activations::All,
             ActivationCheckpointing::Selective => Activations::Selective,
@@ -145,6 +147,14 @@ impl Ranks {
             replicate: Arc::new(world.split_along(&mesh, &[Axis::Replicate])?),
         };
         Ok(Ranks { world, groups })
+    }
+
+    /// The smallest `own` of all ranks, and the first rank that has it. All ranks call it together.
+    pub fn first_on_any_rank(&self, own: Option<usize>) -> Result<Option<(usize, usize)>> {
+        let (rank, ranks) = (self.world.rank(), self.world.size());
+        let key = own.map_or(i64::MIN, |own| -((own * ranks + rank) as i64));
+        let first = self.world.all_reduce("fault", ReduceOp::Max, vec![key]).wait()?[0];
+        Ok((first != i64::MIN).then(|| (-first as usize / ranks, -first as usize % ranks)))
     }
 
     /// Hybrid sharding with this rank's shards on GPU `device` (cargo feature `cuda`).

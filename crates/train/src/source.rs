@@ -6,11 +6,8 @@
 
 use shardwise_model::Batch;
 
-use crate::position::Phase;
-use crate::{Error, Report, Result, Trainer};
-
-/// The error of a [`Source`].
-pub type SourceError = Box<dyn std::error::Error + Send + Sync>;
+use crate::error::{Error, Result, SourceError};
+use crate::step::{Report, Trainer};
 
 /// A map-style dataset: returns samples by index. Closures implement it.
 pub trait Source {
@@ -71,7 +68,6 @@ impl Trainer {
             if self.skip_batch().is_some() {
                 continue;
             }
-            self.position.enter(Phase::Data);
             let step = self.steps + 1;
             let read = |indices: &Vec<u64>| source.batch(indices).map_err(|error| Error::Source { step, error });
             let micro_batches =

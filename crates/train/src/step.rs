@@ -3,8 +3,7 @@
 //! The algorithm is between the first two banners below, and fits on two screens. It names no layer and no ZeRO stage:
 //! `ShardedUnit` decides what gathering, releasing and reducing a unit means.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
 use shardwise_comm::ReduceOp;
 use shardwise_model::{Activations, Batch, IGNORED, Model, Parameter, Unit};
@@ -12,15 +11,13 @@ use shardwise_torch::autograd::{self, Graph};
 use shardwise_torch::tch::{Kind, Tensor, no_grad};
 use shardwise_zero::{Bytes, Layout, Optimizer, ParameterSpec, Pool, ShardedUnit};
 
+use crate::error::{Error, Result};
 use crate::init::ParameterInit;
 use crate::loss_scale::LossScaler;
 use crate::nonfinite::{NonFiniteValue, OnNonFinite};
-use crate::position::{Phase, PositionTracker};
-use crate::rollback::SkippedBatch;
-use crate::snapshot::{Released, Snapshot};
-use crate::spike_detector::{Spike, SpikeDetector};
-use crate::spot_check::{RankBatches, SpotCheck};
-use crate::{ActivationCheckpointing, Error, Options, Ranks, Result};
+use crate::options::{ActivationCheckpointing, Options, Ranks};
+use crate::probe::{Probe, StepPhase};
+use crate::progress::SkippedBatch;
 
 /// The result of a training step, the same on all ranks.
 #[derive(Clone, Debug, PartialEq)]
@@ -44,20 +41,49 @@ pub struct Report {
     pub skipped: Option<NonFiniteValue>,
     /// The number of skipped steps so far, including this one.
     pub skipped_so_far: u64,
-    /// The spike of the loss or the gradient norm, if there is one.
-    pub spike: Option<Spike>,
     /// Trainable parameters that no rank's backward pass reached. Only a trainer's first step looks for them.
     pub without_gradient: Vec<String>,
 }
 
-/// The result of an evaluation over all ranks and micro-batches.
-#[derive(Clone, Copy, Debug, PartialEq)]
+impl Report {
+    /// The report of a step, before its update.
+    fn of(gradients: Gradients) -> Self {
+        let Gradients { step, loss, grad_norm, unit_norms, tokens, loss_scale, without_gradient, .. } = gradients;
+        let (lr, skipped, skipped_so_far) = (0., None, 0);
+        Report { step, loss, grad_norm, unit_norms, lr, tokens, loss_scale, skipped, skipped_so_far, without_gradient }
+    }
+}
+
+/// The first half of a step: its loss and gradient norms, the same on all ranks. The gradients themselves stay in the trainer until
+/// [`Trainer::apply_update`].
+#[derive(Debug, PartialEq)]
 #[non_exhaustive]
-pub struct Evaluation {
-    /// The sum of the losses of all targets that are not ignored.
-    pub loss_sum: f64,
-    /// The number of those targets.
+pub struct Gradients {
+    /// The step, counted from 1.
+    pub step: u64,
+    /// The mean loss per target, over all ranks and micro-batches.
+    pub loss: f64,
+    /// The global gradient norm, before clipping.
+    pub grad_norm: f64,
+    /// The gradient norm of each unit, before clipping.
+    pub unit_norms: Vec<f64>,
+    /// The number of targets that are not ignored; for a language model, tokens.
     pub tokens: u64,
+    /// The loss scale of the backward pass.
+    pub loss_scale: f64,
+    /// Trainable parameters that no rank's backward pass reached. Only a trainer's first step looks for them.
+    pub without_gradient: Vec<String>,
+    /// The largest [`Probe::signal`] of any rank.
+    pub largest_signal: u64,
+    /// The first unit on this rank whose output is not finite.
+    non_finite_output: Option<usize>,
+}
+
+impl Gradients {
+    /// Whether the loss and all gradients are finite.
+    pub fn are_finite(&self) -> bool {
+        self.loss.is_finite() && self.grad_norm.is_finite()
+    }
 }
 
 /// One rank's part of a model in training.
@@ -72,18 +98,13 @@ pub struct Trainer {
     pub(crate) loss_scaler: LossScaler,
     pub(crate) steps: u64,
     pub(crate) skipped: u64,
-    /// The phase and unit of this rank, for the supervisor.
-    pub(crate) position: Arc<PositionTracker>,
-    /// The number of steps that this rank was asked to trace.
-    pub(crate) trace_requested: Arc<AtomicU64>,
-    /// The largest such number over all ranks, as of the start of the last step.
-    pub(crate) trace_agreed: u64,
-    /// Steps whose batches are skipped after a rollback.
+    /// Batches that are skipped after a rollback.
     pub(crate) skipped_batches: Vec<SkippedBatch>,
-    pub(crate) spike_detector: SpikeDetector,
-    pub(crate) spot: SpotCheck,
-    /// A snapshot that a save may still be reading, taken since the last update.
-    pub(crate) snapshot: Option<Weak<Snapshot>>,
+    probe: Arc<dyn Probe>,
+    /// Shared with every [`TensorLease`](crate::TensorLease).
+    pub(crate) lease: Arc<()>,
+    /// The step whose gradients are complete and not applied yet.
+    pending: Option<u64>,
     /// Whether a step has completed. Only the first reports missing gradients.
     has_stepped: bool,
     /// The error of a call that failed halfway. From then on every call fails.
@@ -106,14 +127,6 @@ pub(crate) enum Grads {
     Reduce,
     /// Drop them: a spot check only looks at them.
     Discard,
-}
-
-/// The totals over all ranks after the backward pass.
-struct StepTotals {
-    loss: f64,
-    grad_norm: f64,
-    unit_norms: Vec<f64>,
-    without_gradient: Vec<String>,
 }
 
 /// A unit's index, a parameter's index in the unit, and the parameter's gradient.
@@ -142,8 +155,6 @@ impl Trainer {
         let shards: Vec<ShardedUnit> = model.units().iter().map(&mut shard).collect::<std::result::Result<_, _>>()?;
         let first_trainable = shards.iter().position(ShardedUnit::is_trainable).ok_or(Error::AllFrozen)?;
         let loss_scaler = LossScaler::new(options.loss_scale);
-        let position = Arc::new(PositionTracker::default());
-        position.name_units(model.units().iter().map(Unit::name));
         Ok(Trainer {
             model,
             shards,
@@ -154,22 +165,43 @@ impl Trainer {
             loss_scaler,
             steps: 0,
             skipped: 0,
-            position,
-            trace_requested: Arc::default(),
-            trace_agreed: 0,
             skipped_batches: Vec::new(),
-            spike_detector: SpikeDetector::default(),
-            spot: SpotCheck::default(),
-            snapshot: None,
+            probe: Arc::new(()),
+            lease: Arc::default(),
+            pending: None,
             has_stepped: false,
             broken_by: None,
         })
     }
 
-    /// Reports this rank's phase and unit to `position` from now on.
-    pub fn set_position_tracker(&mut self, position: Arc<PositionTracker>) {
-        position.name_units(self.model.units().iter().map(Unit::name));
-        self.position = position;
+    /// Lets `probe` observe this trainer from now on.
+    pub fn set_probe(&mut self, probe: Arc<dyn Probe>) {
+        self.probe = probe;
+    }
+
+    /// The model.
+    pub fn model(&self) -> &Model {
+        &self.model
+    }
+
+    /// The ranks that train together.
+    pub fn ranks(&self) -> &Ranks {
+        &self.ranks
+    }
+
+    /// The options.
+    pub fn options(&self) -> &Options {
+        &self.options
+    }
+
+    /// The number of steps so far.
+    pub fn steps(&self) -> u64 {
+        self.steps
+    }
+
+    /// The index of the first unit with trainable parameters, where the backward pass ends.
+    pub fn first_trainable(&self) -> usize {
+        self.first_trainable
     }
 
     /// The sharded units, in the model's order.
@@ -191,80 +223,97 @@ impl Trainer {
     ///
     /// If it fails, the trainer is either unchanged, or fails all further calls with [`Error::Broken`].
     pub fn step(&mut self, micro_batches: &[Batch]) -> Result<Report> {
-        self.step_with(micro_batches, None)
+        let gradients = self.compute_gradients(micro_batches)?;
+        self.apply_update(gradients)
     }
 
-    /// Trains one step, with a spot check if `rank_batches` is given. A step that fails is not counted.
-    pub(crate) fn step_with(
-        &mut self,
-        micro_batches: &[Batch],
-        rank_batches: Option<&RankBatches<'_>>,
-    ) -> Result<Report> {
-        let before = (self.steps, self.skipped, self.loss_scaler);
-        let report = self.unless_broken(|trainer| trainer.train_step(micro_batches, rank_batches));
-        match report {
-            Ok(_) => {
-                self.has_stepped = true;
-                self.position.enter(Phase::Between);
-            }
-            Err(_) => (self.steps, self.skipped, self.loss_scaler) = before,
+    /// The first half of a step: forward and backward passes, and the reduction of gradients. All ranks call it together. It
+    /// discards gradients that were computed before and not applied.
+    pub fn compute_gradients(&mut self, micro_batches: &[Batch]) -> Result<Gradients> {
+        let gradients = self.unless_broken(|trainer| trainer.compute_step(micro_batches))?;
+        self.pending = Some(gradients.step);
+        Ok(gradients)
+    }
+
+    /// The second half of a step: clips the gradients and updates the parameters, or skips the update if the gradients are not
+    /// finite. All ranks call it together. A step that fails is not counted. Fails if these gradients have been discarded.
+    pub fn apply_update(&mut self, gradients: Gradients) -> Result<Report> {
+        if self.pending != Some(gradients.step) {
+            let problem = format!("step {}: its gradients were discarded; compute them again", gradients.step);
+            return Err(Error::Options(problem));
+        }
+        let before = (self.skipped, self.loss_scaler);
+        let report = self.unless_broken(|trainer| trainer.update_step(gradients));
+        match &report {
+            Ok(report) => (self.steps, self.has_stepped, self.pending) = (report.step, true, None),
+            Err(_) => (self.skipped, self.loss_scaler) = before,
         }
         report
     }
 
+    /// Discards the gradients of a step that is not applied.
+    pub fn discard_gradients(&mut self) {
+        self.pending = None;
+        self.shards.iter_mut().for_each(ShardedUnit::discard_gradients);
+    }
+
+    /// Repeats the passes of a step on these micro-batches, which may be those of another rank. The gradients are not accumulated:
+    /// only the [`Probe`] sees them. All ranks call it together.
+    pub fn replay(&mut self, micro_batches: &[Batch], step: &Gradients) -> Result<()> {
+        self.unless_broken(|trainer| {
+            let weight = trainer.token_weight(step.loss_scale, step.tokens);
+            for batch in micro_batches {
+                let batch = batch.to_device(trainer.options.device);
+                let passes = trainer.forward(&batch)?;
+                trainer.backward(&batch, passes, &weight, Grads::Discard)?;
+            }
+            Ok(())
+        })
+    }
+
     // ---- the step -----------------------------------------------------------------------------------------------------
 
-    fn train_step(&mut self, micro_batches: &[Batch], rank_batches: Option<&RankBatches<'_>>) -> Result<Report> {
-        self.steps += 1;
-        self.position.start_step(self.steps);
+    fn compute_step(&mut self, micro_batches: &[Batch]) -> Result<Gradients> {
+        let step = self.steps + 1;
+        self.probe.start_step(step);
+        self.discard_gradients();
 
         // The loss is the mean over the tokens of all ranks and micro-batches, so that every token has the same weight.
-        let tokens = self.count_targets(micro_batches)?;
+        let (tokens, largest_signal) = self.count_tokens(step, micro_batches, self.probe.signal())?;
+        if tokens == 0 {
+            return Err(Error::AllTargetsIgnored { step });
+        }
         let loss_scale = self.loss_scaler.value();
-        let weight = Tensor::from((loss_scale / tokens as f64) as f32).to_device(self.options.device);
+        let weight = self.token_weight(loss_scale, tokens);
 
-        let (mut loss, mut fault) = (0., None);
+        let (mut loss, mut non_finite_output) = (0., None);
         for (index, batch) in micro_batches.iter().enumerate() {
             let batch = batch.to_device(self.options.device);
             let passes = self.forward(&batch)?;
             let own_loss = passes.last().map_or(0., |head| head.output.double_value(&[]));
-            fault = fault.or_else(|| self.first_non_finite_output(own_loss, &passes));
+            non_finite_output = non_finite_output.or_else(|| self.first_non_finite_output(own_loss, &passes));
             loss += own_loss;
             // Gradients are reduced in the last micro-batch or in each, every unit's as soon as they are complete.
             let reduce = index + 1 == micro_batches.len() || self.options.reduce_each_micro_batch;
             self.backward(&batch, passes, &weight, if reduce { Grads::Reduce } else { Grads::Accumulate })?;
         }
         let squares = self.finish_reduce()?;
-        let StepTotals { loss, grad_norm, unit_norms, without_gradient } = self.totals(loss, &squares, tokens)?;
-        if let Some(rank_batches) = rank_batches {
-            self.spot_check(rank_batches, &weight)?;
-        }
+        let totals = self.reduce_totals(loss, &squares, tokens)?;
+        Ok(Gradients { largest_signal, non_finite_output, ..totals })
+    }
 
-        let scheduled = self.options.schedule.at(self.steps);
-        let (mut skipped, mut spike) = (None, None);
-        if loss.is_finite() && grad_norm.is_finite() {
-            spike = self.check_spike(loss, &unit_norms)?;
-            let clip = self.options.max_grad_norm.map_or(1., |largest| (largest / grad_norm).min(1.));
+    fn update_step(&mut self, gradients: Gradients) -> Result<Report> {
+        let scheduled = self.options.schedule.at(gradients.step);
+        let mut skipped = None;
+        if gradients.are_finite() {
+            let clip = self.options.max_grad_norm.map_or(1., |largest| (largest / gradients.grad_norm).min(1.));
             let optimizer = self.options.optimizer.with_lr(scheduled.lr, scheduled.momentum);
-            let released = self.release_saved()?;
-            self.update(&optimizer, clip / loss_scale, released)?;
+            self.update(&optimizer, clip / gradients.loss_scale)?;
             self.loss_scaler.record_finite_step();
         } else {
-            skipped = Some(self.skip_update(fault)?);
+            skipped = Some(self.skip_update(&gradients)?);
         }
-        Ok(Report {
-            step: self.steps,
-            loss,
-            grad_norm,
-            unit_norms,
-            lr: scheduled.lr,
-            tokens: tokens as u64,
-            loss_scale,
-            skipped,
-            skipped_so_far: self.skipped,
-            spike,
-            without_gradient,
-        })
+        Ok(Report { lr: scheduled.lr, skipped, skipped_so_far: self.skipped, ..Report::of(gradients) })
     }
 
     /// The forward pass, unit by unit. While one unit computes, the parameters of the next are all-gathered.
@@ -314,7 +363,7 @@ impl Trainer {
                 self.release(index)?;
             }
             for (unit, parameter, grad) in grads {
-                self.observe_gradient(index, &grad)?;
+                self.probe.observe_gradient(index, &grad).map_err(|error| self.backward_error(index, error))?;
                 if then != Grads::Discard {
                     self.shards[unit].add_gradient(parameter, &grad)?;
                 }
@@ -347,6 +396,11 @@ impl Trainer {
         result
     }
 
+    /// Makes all further calls fail, because a call that all ranks make together failed halfway on this one.
+    pub fn mark_broken(&mut self, error: &dyn std::fmt::Display) {
+        self.broken_by.get_or_insert_with(|| error.to_string());
+    }
+
     /// Fails if an earlier call failed halfway.
     pub(crate) fn check_unbroken(&self) -> Result<()> {
         match &self.broken_by {
@@ -363,13 +417,13 @@ impl Trainer {
         batch: &Batch,
         activations: Activations,
     ) -> Result<Tensor> {
-        self.position.enter_unit(Phase::Forward, index);
+        self.probe.enter(StepPhase::Forward, index);
         self.output(index, input, batch, activations)
     }
 
     /// Recomputes a unit's output in the backward pass, this time with its autograd graph.
     fn recompute(&self, index: usize, input: Option<&Tensor>, batch: &Batch) -> Result<Tensor> {
-        self.position.enter_unit(Phase::Recompute, index);
+        self.probe.enter(StepPhase::Recompute, index);
         self.output(index, input, batch, Activations::All)
     }
 
@@ -412,14 +466,14 @@ impl Trainer {
         output_grad: &Tensor,
         input: Option<&Tensor>,
     ) -> Result<(Vec<ParameterGradient>, Option<Tensor>)> {
-        self.position.enter_unit(Phase::Backward, index);
+        self.probe.enter(StepPhase::Backward, index);
         let trainable = self.trainable_parameters(index);
         let tensors = trainable.iter().map(|&(unit, parameter)| &self.shards[unit].parameters()[parameter]);
         let input = input.filter(|input| input.requires_grad());
         let inputs: Vec<&Tensor> = tensors.chain(input).collect();
         let mut grads = match output.requires_grad() {
             true => autograd::grad(&[output], &[Some(output_grad)], &inputs, Graph::Free)
-                .map_err(|error| Error::Backward { unit: self.shards[index].name().to_string(), error })?,
+                .map_err(|error| self.backward_error(index, error))?,
             false => inputs.iter().map(|_| None).collect(),
         }
         .into_iter();
@@ -440,7 +494,7 @@ impl Trainer {
     }
 
     /// Starts to all-gather a unit's parameters and the one it is tied to, if a unit with this index exists.
-    fn prefetch(&mut self, index: usize) -> Result<()> {
+    pub(crate) fn prefetch(&mut self, index: usize) -> Result<()> {
         let Some(unit) = self.model.units().get(index) else { return Ok(()) };
         if let Some(tied) = unit.tied() {
             self.shards[tied.unit].start_gather()?;
@@ -450,7 +504,7 @@ impl Trainer {
 
     /// All-gathers a unit's parameters and the one it is tied to.
     pub(crate) fn gather(&mut self, index: usize) -> Result<()> {
-        self.position.enter_unit(Phase::Gather, index);
+        self.probe.enter(StepPhase::Gather, index);
         self.prefetch(index)?;
         if let Some(tied) = self.model.units()[index].tied() {
             self.shards[tied.unit].gather()?;
@@ -460,7 +514,7 @@ impl Trainer {
 
     /// Starts to reduce a unit's gradients, and waits for those of an earlier one, so that few unsharded gradients exist at once.
     fn start_reduce(&mut self, index: usize) -> Result<()> {
-        self.position.enter_unit(Phase::Reduce, index);
+        self.probe.enter(StepPhase::Reduce, index);
         self.shards[index].start_reduce()?;
         match self.shards.get_mut(index + self.options.prefetch) {
             Some(earlier) => Ok(earlier.finish_reduce_scatter()?),
@@ -472,18 +526,18 @@ impl Trainer {
     fn finish_reduce(&mut self) -> Result<Vec<f64>> {
         let mut squares = Vec::with_capacity(self.shards.len());
         for (index, shard) in self.shards.iter_mut().enumerate() {
-            self.position.enter_unit(Phase::Reduce, index);
+            self.probe.enter(StepPhase::Reduce, index);
             shard.finish_reduce()?;
             squares.push(shard.grad_norm_squared()?);
         }
         Ok(squares)
     }
 
-    /// Runs the optimizer on this rank's shards, with gradients multiplied by `factor`. The last argument proves that no save
-    /// reads the shards any more.
-    fn update(&mut self, optimizer: &Optimizer, factor: f64, _: Released) -> Result<()> {
+    /// Runs the optimizer on this rank's shards, with gradients multiplied by `factor`.
+    fn update(&mut self, optimizer: &Optimizer, factor: f64) -> Result<()> {
+        self.check_no_lease()?;
         for (index, shard) in self.shards.iter_mut().enumerate() {
-            self.position.enter_unit(Phase::Optimizer, index);
+            self.probe.enter(StepPhase::Optimizer, index);
             shard.update(optimizer, factor)?;
         }
         Ok(())
@@ -497,34 +551,29 @@ impl Trainer {
         Ok(self.shards[index].release()?)
     }
 
-    /// Counts the targets of all ranks that are not ignored, and fails if there are none.
-    fn count_targets(&mut self, micro_batches: &[Batch]) -> Result<i64> {
-        let trace_requested = self.trace_requested.swap(0, Ordering::Relaxed);
-        let (tokens, trace_agreed) = self.count_tokens(micro_batches, trace_requested)?;
-        self.trace_agreed = trace_agreed;
-        match tokens {
-            0 => Err(Error::AllTargetsIgnored { step: self.steps }),
-            tokens => Ok(tokens),
-        }
+    /// The weight of a target's loss: the derivative with which the backward pass starts.
+    fn token_weight(&self, loss_scale: f64, tokens: u64) -> Tensor {
+        Tensor::from((loss_scale / tokens as f64) as f32).to_device(self.options.device)
     }
 
-    /// Counts the targets of all ranks that are not ignored. The same collective carries trace requests: the second number is the
-    /// largest request of any rank. Fails unless all ranks have the same number of micro-batches, because they gather together.
-    fn count_tokens(&self, micro_batches: &[Batch], trace_requested: u64) -> Result<(i64, u64)> {
-        let (step, world) = (self.steps, &self.ranks.world);
+    /// Counts the targets of all ranks that are not ignored. The same collective returns the largest `signal` of any rank. Fails
+    /// unless all ranks have the same number of micro-batches, because they gather together.
+    pub(crate) fn count_tokens(&self, step: u64, micro_batches: &[Batch], signal: u64) -> Result<(u64, u64)> {
+        let world = &self.ranks.world;
         let counted =
             micro_batches.iter().map(|batch| batch.targets.ne(IGNORED).sum(Kind::Int64).int64_value(&[])).sum();
-        let own = vec![counted, micro_batches.len() as i64, trace_requested as i64];
+        let own = vec![counted, micro_batches.len() as i64, signal as i64];
         let (own, all) = world.all_gather("tokens", own, vec![0i64; 3 * world.size()]).wait()?;
         if let Some(rank) = all.chunks_exact(3).position(|other| other[1] != own[1] || other[1] == 0) {
             return Err(Error::MicroBatches { step, rank, theirs: all[3 * rank + 1], ours: own[1] });
         }
-        let trace_agreed = all.chunks_exact(3).map(|rank| rank[2]).max().unwrap_or(0);
-        Ok((all.chunks_exact(3).map(|rank| rank[0]).sum(), trace_agreed.max(0) as u64))
+        let tokens: i64 = all.chunks_exact(3).map(|rank| rank[0]).sum();
+        let largest = all.chunks_exact(3).map(|rank| rank[2]).max().unwrap_or(0);
+        Ok((tokens as u64, largest.max(0) as u64))
     }
 
     /// All-reduces the loss and the sums of squares in f64, in rank order, and unscales the norms by the loss scale.
-    fn totals(&self, loss: f64, squares: &[f64], tokens: i64) -> Result<StepTotals> {
+    fn reduce_totals(&self, loss: f64, squares: &[f64], tokens: u64) -> Result<Gradients> {
         let missing: usize = match self.has_stepped {
             true => 0,
             false => self.shards.iter().map(|shard| shard.parameters_without_gradient().count()).sum(),
@@ -533,13 +582,18 @@ impl Trainer {
         let all = self.ranks.world.all_reduce("loss and norm", ReduceOp::Sum, own).wait()?;
         let (loss_sum, missing, squares) = (all[0], all[1], &all[2..]);
         // Every replica contributed the same gradients.
-        let replicas = self.ranks.groups.replicate.size() as f64;
-        let norm = |squares: f64| (squares / replicas).sqrt() / self.loss_scaler.value();
-        Ok(StepTotals {
+        let (replicas, loss_scale) = (self.ranks.groups.replicate.size() as f64, self.loss_scaler.value());
+        let norm = |squares: f64| (squares / replicas).sqrt() / loss_scale;
+        Ok(Gradients {
+            step: self.steps + 1,
             loss: loss_sum / tokens as f64,
             grad_norm: norm(squares.iter().sum()),
             unit_norms: squares.iter().map(|&squares| norm(squares)).collect(),
+            tokens,
+            loss_scale,
             without_gradient: if missing > 0. { self.without_gradient()? } else { Vec::new() },
+            largest_signal: 0,
+            non_finite_output: None,
         })
     }
 
@@ -555,66 +609,6 @@ impl Trainer {
         Ok(missing.map(|(parameter, _)| parameter.name.clone()).collect())
     }
 
-    // ---- inference ----------------------------------------------------------------------------------------------------
-
-    /// The logits for these inputs: sequences by positions by vocabulary, or whatever a custom head's `logits` returns. All
-    /// ranks call it together, each with its own inputs.
-    pub fn logits(&mut self, inputs: &Tensor) -> Result<Tensor> {
-        let inputs = inputs.to_device(self.options.device);
-        let targets = inputs.full_like(IGNORED);
-        let batch = Batch::new(inputs, targets);
-        let head = self.shards.len() - 1;
-        self.forward_no_grad(|trainer, index, input| match input {
-            Some(input) if index == head => trainer.head_logits(input),
-            _ => trainer.compute(index, input, &batch, Activations::All),
-        })
-    }
-
-    /// The loss on micro-batches, without training on them. All ranks call it together, each with the same number of
-    /// micro-batches.
-    pub fn evaluate(&mut self, micro_batches: &[Batch]) -> Result<Evaluation> {
-        let (tokens, _) = self.count_tokens(micro_batches, 0)?;
-        let mut loss_sum = 0.;
-        for batch in micro_batches {
-            let batch = batch.to_device(self.options.device);
-            let loss =
-                self.forward_no_grad(|trainer, index, input| trainer.compute(index, input, &batch, Activations::All))?;
-            loss_sum += loss.double_value(&[]);
-        }
-        let loss_sum = self.ranks.world.all_reduce("evaluation", ReduceOp::Sum, vec![loss_sum]).wait()?[0];
-        Ok(Evaluation { loss_sum, tokens: tokens as u64 })
-    }
-
-    /// A forward pass without autograd, which keeps only the last unit's output. While one unit computes, the parameters of
-    /// the next are all-gathered.
-    pub(crate) fn forward_no_grad(
-        &mut self,
-        mut compute: impl FnMut(&Trainer, usize, Option<&Tensor>) -> Result<Tensor>,
-    ) -> Result<Tensor> {
-        self.unless_broken(|trainer| {
-            let mut x: Option<Tensor> = None;
-            for index in 0..trainer.shards.len() {
-                trainer.gather(index)?;
-                for next in index + 1..=index + trainer.options.prefetch {
-                    trainer.prefetch(next)?;
-                }
-                x = Some(no_grad(|| compute(trainer, index, x.as_ref()))?);
-                trainer.release(index)?;
-            }
-            Ok(x.expect("a model has units"))
-        })
-    }
-
-    fn head_logits(&self, input: &Tensor) -> Result<Tensor> {
-        let index = self.shards.len() - 1;
-        let (unit, tied) = (&self.model.units()[index], self.tied(index));
-        let failed = |error| Error::Model { unit: unit.name().to_string(), error };
-        unit.logits(self.shards[index].parameters(), tied, input).map_err(failed)?.ok_or_else(|| {
-            let problem = "the last unit has none; implement `Layer::logits` for it".to_string();
-            failed(shardwise_model::Error::Config { key: "logits", problem })
-        })
-    }
-
     // ---- values that are not finite -----------------------------------------------------------------------------------
 
     /// The first unit on this rank whose output is not finite, if the loss is not.
@@ -624,10 +618,10 @@ impl Trainer {
     }
 
     /// Discards the gradients of a step. Returns the value that was not finite, or fails if the options say so.
-    fn skip_update(&mut self, own_output: Option<usize>) -> Result<NonFiniteValue> {
-        let fault = self.first_non_finite(own_output)?;
-        self.shards.iter_mut().for_each(ShardedUnit::discard_gradients);
-        let step = self.steps;
+    fn skip_update(&mut self, gradients: &Gradients) -> Result<NonFiniteValue> {
+        let fault = self.first_non_finite(gradients.non_finite_output)?;
+        self.discard_gradients();
+        let step = gradients.step;
         if self.options.on_nonfinite == OnNonFinite::Stop {
             return Err(Error::NonFinite { step, fault });
         }
@@ -641,14 +635,14 @@ impl Trainer {
 
     /// The first value on any rank that is not finite, in the order of the computation: outputs forward, gradients backward.
     fn first_non_finite(&self, own_output: Option<usize>) -> Result<NonFiniteValue> {
-        if let Some((unit, rank)) = self.first_on_any_rank(own_output)? {
-            let parameter = self.first_on_any_rank(self.shards[unit].first_nonfinite_parameter()?)?;
+        if let Some((unit, rank)) = self.ranks.first_on_any_rank(own_output)? {
+            let parameter = self.ranks.first_on_any_rank(self.shards[unit].first_nonfinite_parameter()?)?;
             let parameter = match (parameter, self.model.units()[unit].tied()) {
                 (Some((parameter, _)), _) => Some(self.parameter_name(unit, parameter)),
                 // The unit may also compute with a tied parameter.
                 (None, Some(tied)) => {
                     let is_finite = self.shards[tied.unit].is_parameter_finite(tied.parameter)?;
-                    let at_fault = self.first_on_any_rank((!is_finite).then_some(tied.parameter))?;
+                    let at_fault = self.ranks.first_on_any_rank((!is_finite).then_some(tied.parameter))?;
                     at_fault.map(|(parameter, _)| self.parameter_name(tied.unit, parameter))
                 }
                 (None, None) => None,
@@ -662,9 +656,10 @@ impl Trainer {
                 break;
             }
         }
-        let (from_last, _) = self.first_on_any_rank(own)?.expect("the norm is not finite, so some gradient is not");
+        let (from_last, _) =
+            self.ranks.first_on_any_rank(own)?.expect("the norm is not finite, so some gradient is not");
         let unit = self.shards.len() - 1 - from_last;
-        let parameter = self.first_on_any_rank(self.shards[unit].first_nonfinite_gradient()?)?;
+        let parameter = self.ranks.first_on_any_rank(self.shards[unit].first_nonfinite_gradient()?)?;
         let (parameter, _) = parameter.expect("the unit has a gradient that is not finite");
         Ok(NonFiniteValue::Gradient {
             unit: self.shards[unit].name().to_string(),
@@ -672,12 +667,8 @@ impl Trainer {
         })
     }
 
-    /// The smallest `own` of all ranks, and the first rank that has it. All ranks call it together.
-    pub(crate) fn first_on_any_rank(&self, own: Option<usize>) -> Result<Option<(usize, usize)>> {
-        let world = &self.ranks.world;
-        let key = own.map_or(i64::MIN, |own| -((own * world.size() + world.rank()) as i64));
-        let first = world.all_reduce("fault", ReduceOp::Max, vec![key]).wait()?[0];
-        Ok((first != i64::MIN).then(|| (-first as usize / world.size(), -first as usize % world.size())))
+    fn backward_error(&self, index: usize, error: shardwise_torch::Error) -> Error {
+        Error::Backward { unit: self.shards[index].name().to_string(), error }
     }
 
     fn parameter_name(&self, unit: usize, parameter: usize) -> String {

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use shardwise_comm::mpi;
 use shardwise_harness::ranks;
-use shardwise_model::{Batch, Llama};
+use shardwise_model::{Batch, LlamaConfig, Model};
 use shardwise_torch::tch::{Device, Kind, Tensor};
 use shardwise_train::{Options, Ranks, Schedule, Trainer, init};
 use shardwise_zero::{AdamW, Optimizer, Sharding};
@@ -27,7 +27,7 @@ fn a_step_makes_the_calls_that_are_drawn() {
         let ranks = Ranks::sharded(Arc::new(mpi::world(options).unwrap()));
         for stage in 0..4 {
             // As in the drawings: three blocks and an untied head.
-            let model = Llama { tie_word_embeddings: false, ..Llama::new(64, 32, 3, 4, 48) }.model().unwrap();
+            let model = Model::from_config(LlamaConfig::new(64, 32, 3, 4, 48)).unwrap();
             let units: Vec<String> = model.units().iter().map(|unit| unit.name().to_string()).collect();
             let adamw = AdamW { lr: 0., beta1: 0.9, beta2: 0.95, weight_decay: 0.1, eps: 1e-8 };
             let options =

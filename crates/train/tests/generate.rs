@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use shardwise_comm::{mpi, single};
 use shardwise_harness::{Launch, ranks};
-use shardwise_model::{Batch, Gpt2, IGNORED, Llama, Model};
+use shardwise_model::{Batch, Gpt2Config, IGNORED, LlamaConfig, Model, ModelConfig};
 use shardwise_torch::tch::{Device, Kind, Tensor};
 use shardwise_train::{Options, Ranks, Sampling, Schedule, Trainer, generate, init};
 use shardwise_zero::{AdamW, Optimizer, Precision, Sharding};
@@ -19,15 +19,19 @@ const PROMPT: [i64; 5] = [3, 1, 41, 59, 26];
 
 /// One model for each kind of attention. Their weights are large, so that texts do not repeat a single token.
 fn models() -> Vec<(&'static str, Model)> {
-    let small =
-        Llama { loss_chunk_tokens: 10, initializer_range: 0.3, ..Llama::new(VOCAB_SIZE as usize, 36, 3, 6, 53) };
-    let gpt2 = Gpt2 { initializer_range: 0.3, ..Gpt2::new(VOCAB_SIZE as usize, SEQ_LEN, 36, 2, 6) };
-    vec![
-        ("Llama", Llama { num_key_value_heads: 2, tie_word_embeddings: true, ..small.clone() }.model().unwrap()),
-        ("Mistral", Llama { num_key_value_heads: 3, sliding_window: Some(7), ..small.clone() }.model().unwrap()),
-        ("Qwen 3", Llama { num_key_value_heads: 3, head_dim: 8, qk_norm: true, ..small }.model().unwrap()),
-        ("GPT-2", gpt2.model().unwrap()),
-    ]
+    let small = LlamaConfig {
+        loss_chunk_tokens: 10,
+        initializer_range: 0.3,
+        ..LlamaConfig::new(VOCAB_SIZE as usize, 36, 3, 6, 53)
+    };
+    let gpt2 = Gpt2Config { initializer_range: 0.3, ..Gpt2Config::new(VOCAB_SIZE as usize, SEQ_LEN, 36, 2, 6) };
+    let configs: [(&str, ModelConfig); 4] = [
+        ("Llama", LlamaConfig { num_key_value_heads: 2, tie_word_embeddings: true, ..small.clone() }.into()),
+        ("Mistral", LlamaConfig { num_key_value_heads: 3, sliding_window: Some(7), ..small.clone() }.into()),
+        ("Qwen 3", LlamaConfig { num_key_value_heads: 3, head_dim: 8, qk_norm: true, ..small }.into()),
+        ("GPT-2", gpt2.into()),
+    ];
+    configs.into_iter().map(|(name, config)| (name, Model::from_config(config).unwrap())).collect()
 }
 
 fn trainer(model: Model, ranks: &Ranks, stage: u8, rate: f64) -> Trainer {

@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use shardwise_comm::{Group, mpi};
 use shardwise_harness::{Launch, ranks, scale_timeout};
 use shardwise_model::{
-    Activations, Batch, Gpt2, IGNORED, Init, Layer, Llama, Model, Parameter, Parameters, Result, Unit,
+    Activations, Batch, Gpt2Config, IGNORED, Init, Layer, LlamaConfig, Model, Parameter, Parameters, Result, Unit,
 };
 use shardwise_torch::tch::{Device, Kind, Tensor};
 use shardwise_train::{
@@ -60,7 +60,7 @@ impl Run {
             max_grad_norm: Some(0.5),
             ..Options::new(Sharding::stage(stage).unwrap(), optimizer, Schedule::constant(rate))
         };
-        let model = || llama().model().unwrap();
+        let model = || Model::from_config(llama()).unwrap();
         Run { name, family: llama_family(), model, batch: token_batch, replicas: 1, options, tolerance: 1e-5 }
     }
 
@@ -199,20 +199,20 @@ fn token_batch(step: i64) -> Batch {
     Batch::new(tokens, targets.masked_fill(&ignored, IGNORED))
 }
 
-fn llama() -> Llama {
-    Llama { num_key_value_heads: 3, loss_chunk_tokens: 10, ..Llama::new(VOCAB_SIZE as usize, 36, 2, 6, 53) }
+fn llama() -> LlamaConfig {
+    LlamaConfig { num_key_value_heads: 3, loss_chunk_tokens: 10, ..LlamaConfig::new(VOCAB_SIZE as usize, 36, 2, 6, 53) }
 }
 
 fn llama_family() -> Value {
-    let Llama { num_hidden_layers, head_dim, rope_theta, rms_norm_eps, tie_word_embeddings, .. } = llama();
+    let LlamaConfig { num_hidden_layers, head_dim, rope_theta, rms_norm_eps, tie_word_embeddings, .. } = llama();
     json!({
         "family": "llama", "num_hidden_layers": num_hidden_layers, "head_dim": head_dim, "rope_theta": rope_theta,
         "rms_norm_eps": rms_norm_eps, "tie_word_embeddings": tie_word_embeddings,
     })
 }
 
-fn gpt2() -> Gpt2 {
-    Gpt2::new(VOCAB_SIZE as usize, 16, 36, 2, 6)
+fn gpt2() -> Gpt2Config {
+    Gpt2Config::new(VOCAB_SIZE as usize, 16, 36, 2, 6)
 }
 
 #[test]
@@ -225,12 +225,12 @@ fn llama_trains_like_the_oracle() {
 #[test]
 fn gpt_2_trains_like_the_oracle() {
     ranks!(Launch::ranks(4), || {
-        let Gpt2 { n_layer, n_head, layer_norm_epsilon, .. } = gpt2();
+        let Gpt2Config { n_layer, n_head, layer_norm_epsilon, .. } = gpt2();
         let family = json!({
             "family": "gpt2", "n_layer": n_layer, "n_head": n_head, "layer_norm_epsilon": layer_norm_epsilon,
         });
         let adamw = Run::new("gpt-2", 3, Optimizer::AdamW(ADAMW), 3e-3);
-        compare_with_oracle(&[Run { family, model: || gpt2().model().unwrap(), ..adamw }]);
+        compare_with_oracle(&[Run { family, model: || Model::from_config(gpt2()).unwrap(), ..adamw }]);
     });
 }
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use shardwise_comm::{Group, ReduceOp, mpi};
 use shardwise_harness::{Launch, ranks};
-use shardwise_model::{Batch, Gpt2, IGNORED, Llama, Model};
+use shardwise_model::{Batch, Gpt2Config, IGNORED, LlamaConfig, Model};
 use shardwise_plan::{Dtype, Partition};
 use shardwise_torch::tch::{Device, Kind, Tensor};
 use shardwise_train::{
@@ -19,13 +19,16 @@ const VOCAB_SIZE: i64 = 101;
 
 /// A model with sizes that hardly divide evenly.
 fn llama() -> Model {
-    let llama =
-        Llama { num_key_value_heads: 3, loss_chunk_tokens: 10, ..Llama::new(VOCAB_SIZE as usize, 36, 3, 6, 53) };
-    llama.model().unwrap()
+    let llama = LlamaConfig {
+        num_key_value_heads: 3,
+        loss_chunk_tokens: 10,
+        ..LlamaConfig::new(VOCAB_SIZE as usize, 36, 3, 6, 53)
+    };
+    Model::from_config(llama).unwrap()
 }
 
 fn gpt2() -> Model {
-    Gpt2::new(VOCAB_SIZE as usize, 16, 36, 2, 6).model().unwrap()
+    Model::from_config(Gpt2Config::new(VOCAB_SIZE as usize, 16, 36, 2, 6)).unwrap()
 }
 
 fn options(stage: u8, activation_checkpointing: ActivationCheckpointing) -> Options {
@@ -268,6 +271,25 @@ fn reducing_each_micro_batch_gives_the_same_sums() {
 }
 
 #[test]
+fn gradients_that_are_not_applied_do_not_count() {
+    ranks!(1, || {
+        let ranks = Ranks::sharded(world());
+        for stage in 0..4 {
+            let new = || trainer(llama(), &ranks, options(stage, ActivationCheckpointing::None));
+            let (mut found, mut expected) = (new(), new());
+            for step in 0..3 {
+                let batches = [batch(step, 0), batch(step, 1)];
+                found.compute_gradients(&[batch(step, 2)]).unwrap();
+                let gradients = found.compute_gradients(&batches).unwrap();
+                let (found, expected) = (found.apply_update(gradients).unwrap(), expected.step(&batches).unwrap());
+                assert_eq!(found, expected, "stage {stage}");
+            }
+            assert!(parameters(&mut found) == parameters(&mut expected), "stage {stage}: other parameters");
+        }
+    });
+}
+
+#[test]
 fn frozen_parameters_stay_and_cost_nothing() {
     ranks!(3, || {
         let ranks = Ranks::sharded(world());
@@ -417,8 +439,10 @@ fn a_frozen_or_tied_parameter_that_is_not_finite_is_named() {
             model.freeze(&["model.layers.1.mlp."]).unwrap();
             model
         };
-        let tied =
-            || Llama { tie_word_embeddings: true, ..Llama::new(VOCAB_SIZE as usize, 36, 3, 6, 53) }.model().unwrap();
+        let tied = || {
+            let plain = LlamaConfig::new(VOCAB_SIZE as usize, 36, 3, 6, 53);
+            Model::from_config(LlamaConfig { tie_word_embeddings: true, ..plain }).unwrap()
+        };
         // The bad element belongs to token 0, which the batch does not have, so the embedding's own output is finite.
         let tokens = batch(0, ranks.world.rank() as i64).inputs.remainder(VOCAB_SIZE - 1) + 1;
         let own = Batch::new(tokens.shallow_clone(), tokens);

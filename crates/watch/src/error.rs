@@ -15,10 +15,12 @@ pub enum Error {
     #[error("the run's secret must be 64 lower-case hexadecimal digits; pass it on exactly as the supervisor wrote it")]
     Secret,
     /// The text is not a set of ranks.
-    #[error("'{text}' is not a set of ranks; write '0-3,8,16-64/16', with at most {} ranges", crate::ranks::RUNS_MAX)]
+    #[error("'{text}' is not a set of ranks; write '0-3,8,16-64/16', with at most {ranges_max} ranges")]
     Ranks {
         /// The start of the text.
         text: String,
+        /// The maximum number of ranges.
+        ranges_max: usize,
     },
     /// The bytes are not a valid message.
     #[error("malformed message: {0}")]

@@ -9,10 +9,12 @@
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-use crate::ranks::{join, name_ranks};
+use shardwise_journal::format::{format_elapsed, join_list};
+
+use crate::ranks::name_ranks;
 use crate::wording::{
-    DESCRIBED_MAX, at_step, capitalize, describe_call, duration, has_or_have, in_phase, is_or_are, last_heard,
-    list_names, lost_hosts, quote,
+    DESCRIBED_MAX, at_step, capitalize, describe_call, has_or_have, in_phase, is_or_are, last_heard, list_names,
+    lost_hosts, quote,
 };
 use crate::{CallState, CallStatus, FailureKind, Presence, RankInfo, RankStatus, Ranks};
 
@@ -172,7 +174,7 @@ impl<'a> Situation<'a> {
                 let position = |&rank: &usize| format!("{} {}", self.identify(rank), at_step(&self.ranks[rank].status));
                 sentences.push(if others.len() <= DESCRIBED_MAX {
                     let positions: Vec<String> = others.iter().map(position).collect();
-                    format!("{first}; last heard: {}.", join(&positions))
+                    format!("{first}; last heard: {}.", join_list(&positions))
                 } else {
                     let earliest = others.iter().min_by_key(|&&rank| (self.ranks[rank].last_heard, rank));
                     let earliest = earliest.map(position).unwrap_or_default();
@@ -215,7 +217,11 @@ impl<'a> Situation<'a> {
         } else if let Some(stall) = self.root_stall() {
             let Stall { call, waiting, missing, age } = &stall;
             let (who, have) = (name_ranks(waiting), has_or_have(waiting));
-            sentences.push(format!("{who} {have} been waiting in {} for {}.", describe_call(call), duration(*age)));
+            sentences.push(format!(
+                "{who} {have} been waiting in {} for {}.",
+                describe_call(call),
+                format_elapsed(*age)
+            ));
             sentences.extend(self.never_entered(missing));
         } else if let Some(call) = self.ranks.get(rank).and_then(|info| own_call(&info.status)) {
             let waiting_for: Vec<usize> = sorted(call.waiting_for.iter(self.ranks.len()));
@@ -268,18 +274,19 @@ impl<'a> Situation<'a> {
     fn activity(&self, rank: usize) -> String {
         let RankInfo { status, presence, .. } = &self.ranks[rank];
         let since = self.since_heard(rank);
-        let late = if since > LATE { format!(", and was last heard {} ago", duration(since)) } else { String::new() };
+        let late =
+            if since > LATE { format!(", and was last heard {} ago", format_elapsed(since)) } else { String::new() };
         match (presence, own_call(status)) {
             (Presence::NotJoined, _) => "never joined the run".to_string(),
             (Presence::Left { code: None }, _) => format!("died{}", last_heard(status)),
             (Presence::Left { code: Some(code) }, _) => format!("exited with code {code}, {}", at_step(status)),
             (Presence::Connected, Some(call)) => {
-                let age = duration(millis(call.in_state_ms) + since);
+                let age = format_elapsed(millis(call.in_state_ms) + since);
                 format!("is itself waiting in {}, for {age} so far{late}", describe_call(call))
             }
             (Presence::Connected, None) if status.phase.is_empty() => format!("has not started its first step{late}"),
             (Presence::Connected, None) => {
-                let age = duration(millis(status.in_phase_ms) + since);
+                let age = format_elapsed(millis(status.in_phase_ms) + since);
                 format!("has been {} for {age}{late}", in_phase(status))
             }
         }
@@ -453,7 +460,7 @@ impl<'a> Situation<'a> {
     fn silence(&self, ranks: &[usize]) -> String {
         let ages = ranks.iter().map(|&rank| self.since_heard(rank));
         let (shortest, longest) = (ages.clone().min().unwrap_or_default(), ages.max().unwrap_or_default());
-        match (duration(shortest), duration(longest)) {
+        match (format_elapsed(shortest), format_elapsed(longest)) {
             (short, long) if short == long => format!("for {long}"),
             (short, long) => format!("for {short} to {long}"),
         }

@@ -8,11 +8,12 @@ use std::fmt::{self, Write};
 use std::str::FromStr;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use shardwise_journal::format::join_list;
 
 use crate::Error;
 
 /// The maximum number of runs in a set.
-pub(crate) const RUNS_MAX: usize = 256;
+const RUNS_MAX: usize = 256;
 
 /// The maximum number of runs in a text for people.
 const SHOWN_MAX: usize = 6;
@@ -88,7 +89,7 @@ impl FromStr for Ranks {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self, Error> {
-        let wrong = || Error::Ranks { text: text.chars().take(32).collect() };
+        let wrong = || Error::Ranks { text: text.chars().take(32).collect(), ranges_max: RUNS_MAX };
         // Allow only digits: `parse` accepts a sign, and then one set would have several texts.
         let number = |text: &str| {
             text.bytes().all(|byte| byte.is_ascii_digit()).then(|| text.parse::<u32>().ok()).flatten().ok_or_else(wrong)
@@ -140,16 +141,7 @@ pub(crate) fn name_ranks(ranks: &[usize]) -> String {
         pieces.push((format!("{left} more"), left));
     }
     let words: Vec<String> = pieces.into_iter().map(|(word, _)| word).collect();
-    format!("{noun} {}", join(&words))
-}
-
-/// Formats a list: `a`, `a and b`, `a, b and c`.
-pub(crate) fn join(words: &[String]) -> String {
-    match words {
-        [] => String::new(),
-        [one] => one.clone(),
-        [first @ .., last] => format!("{} and {last}", first.join(", ")),
-    }
+    format!("{noun} {}", join_list(&words))
 }
 
 /// Splits ascending ranks into runs without gaps, as `(first, last)`.

@@ -17,7 +17,6 @@ use std::time::{Duration, Instant};
 use mio::net::{TcpListener, TcpStream};
 use mio::{Events, Interest, Poll, Token};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-use serde::{Deserialize, Serialize};
 use shardwise_journal::Entry;
 
 use crate::message::{
@@ -26,7 +25,7 @@ use crate::message::{
 };
 use crate::secret::{Nonce, Proof, Secret};
 use crate::status::shorten_text;
-use crate::{Error, FailureKind, History, RankStatus, Result, Snapshot};
+use crate::{Error, FailureKind, History, Presence, RankInfo, RankStatus, Result, Snapshot};
 
 /// How long a connection may take to authenticate.
 const PROOF_LIMIT: Duration = Duration::from_secs(5);
@@ -101,36 +100,6 @@ pub enum Event {
         /// The reason.
         reason: String,
     },
-}
-
-/// Whether a rank is connected.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case", deny_unknown_fields)]
-pub enum Presence {
-    /// It has not joined yet.
-    NotJoined,
-    /// It is connected.
-    Connected,
-    /// It has disconnected.
-    Left {
-        /// The exit code that it announced; `None` if the connection just ended.
-        code: Option<i32>,
-    },
-}
-
-/// What the supervisor knows about a rank.
-#[derive(Clone, Debug)]
-pub struct RankInfo {
-    /// The host that it runs on; empty before it has joined.
-    pub host: String,
-    /// Its process id there.
-    pub pid: u32,
-    /// Its latest status.
-    pub status: RankStatus,
-    /// When its latest message arrived.
-    pub last_heard: Option<Instant>,
-    /// Whether it is connected.
-    pub presence: Presence,
 }
 
 /// The supervisor's end of the channel, for one attempt.

@@ -23,7 +23,7 @@ pub struct RankStatus {
     /// The first step of this process; 0 before it starts.
     pub first_step: u64,
     /// The current phase: `gather`, `forward`, `backward`, `optimizer`, `save` or another `Phase` of
-    /// `crates/train/src/position.rs`. Empty before the first phase.
+    /// `shardwise-run`. Empty before the first phase.
     pub phase: String,
     /// The current unit; empty in phases that have none.
     pub unit: String,

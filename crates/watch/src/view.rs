@@ -3,10 +3,11 @@
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
+use shardwise_journal::format::format_elapsed_millis;
 
 use crate::explain::waits;
 use crate::status::{check_length, shorten};
-use crate::wording::{describe_call, duration};
+use crate::wording::describe_call;
 use crate::{CallState, Error, Presence, RankInfo, Result};
 
 /// The maximum number of ranks that are shown individually; these are the first ranks.
@@ -16,9 +17,6 @@ const WAITS_MAX: usize = 8;
 /// The longest name, and the longest text, in bytes.
 const NAME_BYTES_MAX: usize = 48;
 const TEXT_BYTES_MAX: usize = 160;
-
-/// Shorter waits are shown in milliseconds.
-const SHORT: Duration = Duration::from_secs(1);
 
 /// The state of all ranks at one moment.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -86,7 +84,7 @@ impl Snapshot {
             waiting: short(waiting),
             missing: short(missing),
             call: short(call),
-            duration: if age < SHORT { format!("{} ms", age.as_millis()) } else { duration(age) },
+            duration: format_elapsed_millis(age),
         });
         Snapshot {
             attempt,

@@ -1,8 +1,7 @@
-//! Formats calls, positions, hosts, durations and sizes for the sentences of [`explain`](crate::explain()).
+//! Describes calls, positions and hosts for the sentences of [`explain`](crate::explain()).
 
-use std::time::Duration;
+use shardwise_journal::format::{format_short_bytes, join_list_up_to};
 
-use crate::ranks::join;
 use crate::{CallStatus, RankStatus};
 
 /// The maximum number of ranks that are described individually.
@@ -15,7 +14,7 @@ const BEFORE: &str = "before its first step";
 /// `reduce-scatter #412 of 'block.7' (12.6 MB, shard 0-3)`.
 pub(crate) fn describe_call(call: &CallStatus) -> String {
     let CallStatus { verb, number, label, group, bytes, .. } = call;
-    let size = if *bytes == 0 { String::new() } else { format!("{}, ", byte_size(*bytes)) };
+    let size = if *bytes == 0 { String::new() } else { format!("{}, ", format_short_bytes(*bytes)) };
     format!("{verb} #{number} of '{label}' ({size}{group})")
 }
 
@@ -61,11 +60,7 @@ pub(crate) fn lost_hosts(hosts: &[&str]) -> String {
 
 /// Lists names. If there are many, lists the first few and counts the rest.
 pub(crate) fn list_names(names: &[&str]) -> String {
-    let mut shown: Vec<String> = names.iter().take(DESCRIBED_MAX + 1).map(|name| (*name).to_string()).collect();
-    if names.len() > DESCRIBED_MAX + 1 {
-        shown[DESCRIBED_MAX] = format!("{} more", names.len() - DESCRIBED_MAX);
-    }
-    join(&shown)
+    join_list_up_to(names, DESCRIBED_MAX + 1)
 }
 
 pub(crate) fn is_or_are(ranks: &[usize]) -> &'static str {
@@ -74,31 +69,6 @@ pub(crate) fn is_or_are(ranks: &[usize]) -> &'static str {
 
 pub(crate) fn has_or_have(ranks: &[usize]) -> &'static str {
     if ranks.len() == 1 { "has" } else { "have" }
-}
-
-fn byte_size(bytes: u64) -> String {
-    let (unit, name) = match bytes {
-        0..1_000 => return format!("{bytes} B"),
-        1_000..1_000_000 => (1e3, "kB"),
-        1_000_000..1_000_000_000 => (1e6, "MB"),
-        _ => (1e9, "GB"),
-    };
-    let number = format!("{:.1}", bytes as f64 / unit);
-    format!("{} {name}", number.strip_suffix(".0").unwrap_or(&number))
-}
-
-pub(crate) fn duration(time: Duration) -> String {
-    let seconds = time.as_secs();
-    match seconds {
-        0..10 => {
-            // Truncate, like the longer durations, and do not round: the text must never claim more time than has passed.
-            let number = format!("{}.{}", seconds, time.subsec_millis() / 100);
-            format!("{} s", number.strip_suffix(".0").unwrap_or(&number))
-        }
-        10..120 => format!("{seconds} s"),
-        120..7200 => format!("{} min {} s", seconds / 60, seconds % 60),
-        _ => format!("{} h {} min", seconds / 3600, seconds / 60 % 60),
-    }
 }
 
 /// A rank's own failure text, shortened to fit into a paragraph.

@@ -33,6 +33,20 @@ pub enum Error {
         /// The error from the caller's init function.
         error: InitError,
     },
+    /// A gradient whose shape is not its parameter's.
+    #[error(
+        "unit {unit}: a gradient of parameter {parameter} has the shape {found:?}, but the parameter has {expected:?}"
+    )]
+    GradientShape {
+        /// The unit at fault.
+        unit: String,
+        /// The index of the parameter in the unit.
+        parameter: usize,
+        /// The parameter's shape.
+        expected: Vec<i64>,
+        /// The gradient's shape.
+        found: Vec<i64>,
+    },
     /// An invalid ZeRO stage.
     #[error("there is no ZeRO stage {0}; stages are 0 to 3")]
     Stage(u8),

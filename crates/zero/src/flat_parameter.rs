@@ -175,7 +175,7 @@ impl FlatParameter {
     pub(crate) fn start_update_gather(&mut self) -> Result<()> {
         self.state = match self.take_state() {
             State::Whole if !self.partition.is_empty() => {
-                let whole = self.errors.torch(storage::take(&self.whole, "updated parameters are being gathered"))?;
+                let whole = self.errors.torch(storage::take(&self.whole, &updating_message(self.errors.unit())))?;
                 State::Updating(self.group.all_gather_in_place(self.errors.unit(), whole))
             }
             other => other,
@@ -190,6 +190,10 @@ impl FlatParameter {
     fn put(&self, tensor: &Tensor, block: Block) -> Result<()> {
         self.errors.torch(storage::put(tensor, block).map_err(|failure| failure.error))
     }
+}
+
+fn updating_message(unit: &str) -> String {
+    format!("the updated parameters of {unit} are being gathered; gather the unit before they are used")
 }
 
 fn freed_message(unit: &str) -> String {

@@ -139,8 +139,8 @@ struct ParameterSpan {
     decays: bool,
 }
 
-/// The number of elements that are initialized at once.
-const INIT_CHUNK: usize = 1 << 20;
+/// The number of elements that are initialized at once: few enough to stay in the cache, and in memory that is already mapped.
+const INIT_CHUNK: usize = 1 << 18;
 
 impl ShardedUnit {
     /// Creates a unit with these parameters. `init` is called for the elements that this rank keeps, and for no others.
@@ -292,6 +292,9 @@ impl ShardedUnit {
     }
 
     /// Frees the unsharded parameters and keeps the shard (FSDP2: `reshard`). Does nothing if parameters are not sharded.
+    ///
+    /// # Panics
+    /// If the unit is not gathered: it was released already, or updated since.
     pub fn release(&mut self) -> Result<()> {
         self.trainable.release()?;
         self.frozen.release()
@@ -299,25 +302,34 @@ impl ShardedUnit {
 
     // ---- gradients ----------------------------------------------------------------------------------------------------
 
-    /// Adds a gradient of one parameter to its sum over micro-batches.
+    /// Adds a gradient of one parameter to its sum over micro-batches. A gradient of another shape is an error, and is not added.
+    ///
+    /// # Panics
+    /// If the parameter is frozen, if gradients are being reduced, or if gradients are not sharded and were already reduced in
+    /// this step.
     pub fn add_gradient(&mut self, parameter: usize, grad: &Tensor) -> Result<()> {
         let range = self.trainable_ranges[parameter].clone().expect("only trainable parameters have gradients");
+        let (expected, found) = (self.views[parameter].size(), grad.size());
+        if expected != found {
+            return Err(Error::GradientShape { unit: self.name().to_string(), parameter, expected, found });
+        }
         if let LocalGrads::None = self.local_grads {
             self.start_accumulating()?;
         }
         let LocalGrads::Accumulating { whole, has_grad } = &mut self.local_grads else {
             panic!("{}: a gradient cannot be added while gradients are being reduced", self.errors.unit());
         };
-        let first = !std::mem::replace(&mut has_grad[parameter], true);
         let added = no_grad(|| {
             let mut sum = whole.f_narrow(0, range.start as i64, range.len() as i64)?;
             let grad = grad.f_reshape(-1)?;
-            match first {
-                true => sum.f_copy_(&grad),
-                false => sum.f_add_(&grad).map(drop),
+            match has_grad[parameter] {
+                false => sum.f_copy_(&grad),
+                true => sum.f_add_(&grad).map(drop),
             }
         });
-        self.errors.tch(added)
+        self.errors.tch(added)?;
+        has_grad[parameter] = true;
+        Ok(())
     }
 
     fn start_accumulating(&mut self) -> Result<()> {
@@ -367,6 +379,9 @@ impl ShardedUnit {
     /// Starts to reduce the accumulated gradients over all ranks: a reduce-scatter at stages 1 to 3, an all-reduce at stage 0.
     /// The result is added to the gradients reduced since the last update. A parameter without a gradient on this rank
     /// contributes zeros, because it may have one on other ranks.
+    ///
+    /// # Panics
+    /// If a reduction is running, or if gradients are not sharded and were already reduced in this step.
     pub fn start_reduce(&mut self) -> Result<()> {
         if !self.is_trainable() {
             return Ok(());
@@ -428,7 +443,10 @@ impl ShardedUnit {
         Ok(())
     }
 
-    /// Waits for the whole reduction that [`ShardedUnit::start_reduce`] started.
+    /// Waits for the whole reduction that [`ShardedUnit::start_reduce`] started. Does nothing if there are no gradients.
+    ///
+    /// # Panics
+    /// If there are gradients whose reduction was not started.
     pub fn finish_reduce(&mut self) -> Result<()> {
         self.finish_reduce_scatter()?;
         let summed = match std::mem::replace(&mut self.local_grads, LocalGrads::None) {
@@ -451,6 +469,9 @@ impl ShardedUnit {
     }
 
     /// The sum of squares of this rank's shard of the reduced gradients.
+    ///
+    /// # Panics
+    /// If there are no reduced gradients, or some are not reduced yet.
     pub fn grad_norm_squared(&self) -> Result<f64> {
         if !self.is_trainable() {
             return Ok(0.);
@@ -459,6 +480,9 @@ impl ShardedUnit {
     }
 
     /// The first parameter with a non-finite gradient in this rank's shard.
+    ///
+    /// # Panics
+    /// If there are no reduced gradients, or some are not reduced yet.
     pub fn first_nonfinite_gradient(&self) -> Result<Option<usize>> {
         if !self.is_trainable() {
             return Ok(None);
@@ -512,10 +536,16 @@ impl ShardedUnit {
 
     /// Takes an optimizer step on the shards that this rank updates, with the gradients multiplied by `factor`, and discards the
     /// gradients. If optimizer state is sharded and parameters are not, starts an all-gather of the updated parameters.
+    ///
+    /// # Panics
+    /// If there are no reduced gradients, or some are not reduced yet; if sharded parameters are gathered; if the parameters of
+    /// the last update are still being gathered; or if the optimizer keeps another number of states than the layout.
     pub fn update(&mut self, optimizer: &Optimizer, factor: f64) -> Result<()> {
         if !self.is_trainable() {
             return Ok(());
         }
+        let (kept, needed) = (self.layout.states, optimizer.states());
+        assert_eq!(kept, needed, "{}: the layout's states per element differ from the optimizer's", self.name());
         self.steps += 1;
         let step = Tensor::from(self.steps as f32).to_device(self.layout.pool.device());
         let runs: Vec<Vec<Run<'_>>> = self.shards.iter().map(|shard| self.runs(shard, &step, factor)).collect();
@@ -550,8 +580,20 @@ impl ShardedUnit {
         Ok(())
     }
 
-    /// Frees the reduced gradients, after an update or to skip one.
+    /// Frees the gradients, reduced or accumulated, after an update or to skip one.
+    ///
+    /// # Panics
+    /// If a reduction is running.
     pub fn discard_gradients(&mut self) {
+        let is_reducing = matches!(self.local_grads, LocalGrads::ReduceScatter(_) | LocalGrads::AllReduce(_));
+        assert!(!is_reducing, "{}: gradients cannot be discarded while they are being reduced", self.name());
+        if let LocalGrads::Accumulating { whole, .. } = std::mem::replace(&mut self.local_grads, LocalGrads::None)
+            && self.layout.sharding.gradients
+            // If this fails, the tensor frees the memory.
+            && let Ok(memory) = storage::take(&whole, "the gradients have been discarded")
+        {
+            self.layout.pool.free(memory);
+        }
         self.reduced_grads = ReducedGrads::None;
     }
 
@@ -609,6 +651,9 @@ impl ShardedUnit {
 
     /// Returns this rank's shard for a checkpoint: the f32 parameters, the optimizer states, then the frozen parameters in the
     /// dtype of the computation. Call [`ShardedUnit::wait_for_update`] first.
+    ///
+    /// # Panics
+    /// If a tensor's memory is in use: by sharded parameters that are gathered, or by an all-gather of updated ones.
     pub fn checkpoint_tensors(&self) -> Vec<CheckpointTensor> {
         let own = self.own_shard();
         let gathered = self.layout.sharding.parameters;
@@ -660,7 +705,10 @@ impl ShardedUnit {
         self.trainable.partition()
     }
 
+    /// The reduced gradients of `owner`'s shard. A sum that lacks some of this step's gradients is refused.
     fn reduced_shard(&self, owner: usize) -> Tensor {
+        let is_complete = matches!(self.local_grads, LocalGrads::None);
+        assert!(is_complete, "{}: its gradients are not reduced yet; finish the reduction first", self.name());
         match &self.reduced_grads {
             ReducedGrads::Sum(shard) if self.layout.sharding.gradients => shard.shallow_clone(),
             ReducedGrads::Sum(whole) => {

@@ -51,7 +51,8 @@ pub(super) fn find_cycles(root: &Path) -> Result<Vec<String>> {
 /// The root files of all library and binary targets.
 fn crate_roots(root: &Path) -> Result<Vec<PathBuf>> {
     let mut roots = Vec::new();
-    let mut folders = vec![root.join("xtask"), root.join("bench"), root.join("fuzz"), root.join("tests/harness")];
+    let outside = ["xtask", "bench", "bench/compare", "docs/drawings", "fuzz", "tests/harness"];
+    let mut folders: Vec<PathBuf> = outside.iter().map(|folder| root.join(folder)).collect();
     for entry in std::fs::read_dir(root.join("crates"))? {
         folders.push(entry?.path());
     }
@@ -59,6 +60,17 @@ fn crate_roots(root: &Path) -> Result<Vec<PathBuf>> {
         for name in ["lib.rs", "main.rs"] {
             let file = folder.join("src").join(name);
             if file.exists() {
+                roots.push(file);
+            }
+        }
+        let programs = folder.join("src/bin");
+        if !programs.exists() {
+            continue;
+        }
+        for entry in std::fs::read_dir(programs)? {
+            let path = entry?.path();
+            let file = if path.is_dir() { path.join("main.rs") } else { path };
+            if file.exists() && file.extension().is_some_and(|extension| extension == "rs") {
                 roots.push(file);
             }
         }
@@ -79,7 +91,9 @@ pub(super) fn cycles_of_crate(root_file: &Path) -> Result<Vec<String>> {
             edges.iter().filter(|edge| cycle.contains(&*edge.from) && cycle.contains(&*edge.to)).collect();
         let names: Vec<String> = cycle.iter().map(|file| file.display().to_string()).collect();
         let mut message = format!("cycle of {} files: {}", names.len(), names.join(", "));
-        for edge in inside {
+        // One use of each file by another is enough to find the others.
+        let mut shown = BTreeSet::new();
+        for edge in inside.into_iter().filter(|edge| shown.insert((&edge.from, &edge.to))) {
             message += &format!("\n            {}:{}: uses {}", edge.from.display(), edge.line, edge.path);
         }
         messages.push(message);

@@ -146,8 +146,8 @@ fn values(property: &Value) -> String {
 
 fn reference(keys: &BTreeMap<String, Key>) -> String {
     let mut text = "# Recipe reference\n\n\
-        Every key of a recipe. `shardwise config RECIPE` prints the values that a recipe resolves to, and an unknown key is an error \
-        with its line. This page is generated from the schema: `cargo xtask recipe-reference`.\n"
+        Every key of a recipe. `shardwise config RECIPE` prints the values that a recipe resolves to. An unknown key is an error, and \
+        the message gives its line. This page is generated from the schema: `cargo xtask recipe-reference`.\n"
         .to_string();
     let mut tables: BTreeMap<&str, Vec<(&String, &Key)>> = BTreeMap::new();
     for (name, key) in keys.iter().filter(|(_, key)| !key.is_table) {

@@ -1,4 +1,4 @@
-//! Checks which crate uses which, and a few limits on single files.
+//! Checks which crate uses which: in its sources and in its manifest.
 
 use std::path::{Path, PathBuf};
 
@@ -9,33 +9,45 @@ const LAYERS: &[(&str, &[&str])] = &[
     ("plan", &[]),
     ("journal", &[]),
     ("watch", &["journal"]),
+    ("supervisor", &["journal", "watch"]),
     ("data", &["plan"]),
     ("checkpoint", &["plan"]),
+    ("recipe", &["plan", "checkpoint"]),
     ("torch", &["plan"]),
     ("comm", &["plan", "torch"]),
     ("zero", &["plan", "torch", "comm"]),
     ("model", &["plan", "torch"]),
-    ("train", &["plan", "journal", "torch", "comm", "zero", "model", "data", "checkpoint"]),
-    ("shardwise", &["plan", "torch", "comm", "zero", "model", "data", "checkpoint", "train"]),
-    ("cli", &["plan", "journal", "watch", "torch", "comm", "zero", "model", "data", "checkpoint", "train"]),
+    ("train", &["plan", "torch", "comm", "zero", "model", "checkpoint"]),
+    ("run", &["plan", "recipe", "journal", "torch", "comm", "zero", "model", "data", "checkpoint", "train"]),
+    ("shardwise", &["plan", "torch", "comm", "zero", "model", "data", "checkpoint", "train", "run"]),
+    ("cli", &["plan", "recipe", "journal", "watch", "supervisor", "data", "checkpoint"]),
 ];
 
-/// The maximum number of lines of the step: two screens.
-const STEP_LINES_MAX: usize = 120;
+/// The program that runs on every rank. It is the part of `cli` that may use every crate, so the manifest of `cli` may name them all.
+const RANK_PROGRAM: &str = "crates/cli/src/bin/shardwise-rank";
 
-/// Finds uses of crates that are not in a lower layer.
+/// Finds uses of crates that are not in a lower layer, and dependencies on them.
 pub(super) fn find_violations(root: &Path) -> Result<Vec<String>> {
     let mut found = Vec::new();
     for (name, allowed) in LAYERS {
         let folder = root.join("crates").join(name);
+        let may_use = match allowed {
+            [] => format!("{name} may use no crate of ours"),
+            _ => format!("{name} may use {}", allowed.join(", ")),
+        };
         for (file, text) in sources(&folder.join("src"))? {
+            if file.starts_with(root.join(RANK_PROGRAM)) {
+                continue;
+            }
             let file = file.strip_prefix(root).unwrap_or(&file).display().to_string();
-            found.extend(uses_of_others(name, allowed, &text).into_iter().map(|(line, used)| {
-                format!(
-                    "{file}:{line}: uses {used}; {name} may use {}",
-                    if allowed.is_empty() { "no crate of ours".to_string() } else { allowed.join(", ") }
-                )
-            }));
+            let uses = uses_of_others(name, allowed, &text).into_iter();
+            found.extend(uses.map(|(line, used)| format!("{file}:{line}: uses {used}; {may_use}")));
+        }
+        if *name != "cli" {
+            let file = format!("crates/{name}/Cargo.toml");
+            let manifest = std::fs::read_to_string(root.join(&file)).with_context(|| file.clone())?;
+            let others = dependencies_on_others(name, allowed, &manifest).with_context(|| file.clone())?;
+            found.extend(others.into_iter().map(|package| format!("{file}: depends on {package}; {may_use}")));
         }
     }
     for entry in std::fs::read_dir(root.join("crates"))? {
@@ -47,21 +59,20 @@ pub(super) fn find_violations(root: &Path) -> Result<Vec<String>> {
     Ok(found)
 }
 
-/// The crates of the workspace that a source mentions but may not use, with their lines. `tch` counts as torch.
+/// The layer that a crate belongs to. `tch` counts as torch.
+fn layer_of(name: &str) -> Option<&'static str> {
+    let name = if name == "tch" { "torch" } else { name.strip_prefix("shardwise_")? };
+    LAYERS.iter().map(|(known, _)| *known).find(|known| *known == name)
+}
+
+/// The crates of the workspace that a source mentions but may not use, with their lines.
 fn uses_of_others<'a>(name: &str, allowed: &[&str], text: &'a str) -> Vec<(usize, &'a str)> {
     let mut found = Vec::new();
     for (index, line) in text.lines().enumerate() {
         let code = line.split("//").next().unwrap_or_default();
         let words = code.split(|c: char| !c.is_alphanumeric() && c != '_');
         for word in words {
-            let used = match word {
-                "tch" => "torch",
-                _ => match word.strip_prefix("shardwise_") {
-                    Some(used) if LAYERS.iter().any(|(known, _)| *known == used) => used,
-                    _ => continue,
-                },
-            };
-            if used != name && !allowed.contains(&used) {
+            if layer_of(word).is_some_and(|used| used != name && !allowed.contains(&used)) {
                 found.push((index + 1, word));
             }
         }
@@ -69,36 +80,29 @@ fn uses_of_others<'a>(name: &str, allowed: &[&str], text: &'a str) -> Vec<(usize
     found
 }
 
-/// Finds modules whose file is given by a `path` attribute, with which a file can belong to several crates.
-pub(super) fn find_path_attributes(root: &Path) -> Result<Vec<String>> {
+/// The packages that a manifest names in `[dependencies]`, for all targets or for some, but may not. `mpi` counts as comm.
+fn dependencies_on_others(name: &str, allowed: &[&str], manifest: &str) -> Result<Vec<String>> {
+    let manifest: toml::Table = toml::from_str(manifest)?;
+    let targets = manifest.get("target").and_then(toml::Value::as_table);
+    let of_targets = targets.into_iter().flat_map(|targets| targets.values()).filter_map(|t| t.get("dependencies"));
+    let tables = of_targets.chain(manifest.get("dependencies")).filter_map(toml::Value::as_table);
     let mut found = Vec::new();
-    for folder in ["crates", "xtask", "bench", "tests", "fuzz"] {
-        for (file, text) in sources(&root.join(folder))? {
-            let lines = text.lines().enumerate().filter(|(_, line)| line.trim_start().starts_with("#[path"));
-            let file = file.strip_prefix(root).unwrap_or(&file).display().to_string();
-            found.extend(lines.map(|(index, _)| format!("{file}:{}: a module belongs to one crate", index + 1)));
+    for (key, value) in tables.flatten() {
+        let package = value.get("package").and_then(toml::Value::as_str).unwrap_or(key);
+        let used = match package {
+            "mpi" => Some("comm"),
+            "shardwise" => Some("shardwise"),
+            _ => layer_of(&package.replace('-', "_")),
+        };
+        if used.is_some_and(|used| used != name && !allowed.contains(&used)) {
+            found.push(package.to_string());
         }
     }
     Ok(found)
 }
 
-/// Reports the training step if it is too long.
-pub(super) fn find_long_step(root: &Path) -> Result<Vec<String>> {
-    let file = "crates/train/src/step.rs";
-    let text = std::fs::read_to_string(root.join(file)).context(file)?;
-    let banner = |name: &str| {
-        text.lines().position(|line| line.contains(name)).with_context(|| format!("{file}: no banner '{name}'"))
-    };
-    let lines = banner("---- its parts --")?.saturating_sub(banner("---- the step --")? + 1);
-    Ok(if lines > STEP_LINES_MAX {
-        vec![format!("{file}: the step has {lines} lines, at most {STEP_LINES_MAX}")]
-    } else {
-        Vec::new()
-    })
-}
-
 /// All Rust files below a folder, with their text.
-fn sources(folder: &Path) -> Result<Vec<(PathBuf, String)>> {
+pub(super) fn sources(folder: &Path) -> Result<Vec<(PathBuf, String)>> {
     let mut found = Vec::new();
     let mut open = vec![folder.to_path_buf()];
     while let Some(folder) = open.pop() {
@@ -121,12 +125,46 @@ fn sources(folder: &Path) -> Result<Vec<(PathBuf, String)>> {
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test may fail")]
+
     use super::*;
+
+    fn allowed_in(name: &str) -> &'static [&'static str] {
+        LAYERS.iter().find(|(known, _)| *known == name).expect("it is a layer").1
+    }
 
     #[test]
     fn a_planted_use_of_torch_is_reported() {
-        let (_, allowed) = LAYERS.iter().find(|(name, _)| *name == "data").expect("data is a layer");
         let text = "use shardwise_plan::Dtype;\nuse shardwise_torch::Block; // shardwise_comm is only mentioned here\nfn f(_: &tch::Tensor) {}\n";
-        assert_eq!(uses_of_others("data", allowed, text), [(2, "shardwise_torch"), (3, "tch")]);
+        for name in ["recipe", "data"] {
+            assert_eq!(uses_of_others(name, allowed_in(name), text), [(2, "shardwise_torch"), (3, "tch")], "{name}");
+        }
+    }
+
+    #[test]
+    fn a_planted_dependency_on_torch_is_reported() {
+        let manifest = "[dependencies]\nshardwise-plan.workspace = true\nshardwise-torch.workspace = true\nserde = \"1\"\n\
+            tensors = { package = \"tch\", version = \"1\" }\n[target.'cfg(unix)'.dependencies]\nmpi.workspace = true\n\
+            [dev-dependencies]\nshardwise-train.workspace = true\n";
+        let mut found = dependencies_on_others("recipe", allowed_in("recipe"), manifest).unwrap();
+        found.sort();
+        assert_eq!(found, ["mpi", "shardwise-torch", "tch"]);
+    }
+
+    #[test]
+    fn only_the_rank_program_of_cli_may_use_torch() {
+        let root = std::env::temp_dir().join(format!("tidy-layers-{}", std::process::id()));
+        for (name, _) in LAYERS {
+            std::fs::create_dir_all(root.join("crates").join(name).join("src")).unwrap();
+            std::fs::write(root.join("crates").join(name).join("Cargo.toml"), "[dependencies]\n").unwrap();
+        }
+        std::fs::create_dir_all(root.join(RANK_PROGRAM)).unwrap();
+        for file in ["crates/cli/src/lib.rs", "crates/cli/src/bin/shardwise-rank/main.rs"] {
+            std::fs::write(root.join(file), "use shardwise_torch::Block;\n").unwrap();
+        }
+        let found = find_violations(&root).unwrap();
+        std::fs::remove_dir_all(&root).unwrap();
+        assert_eq!(found.len(), 1, "{found:?}");
+        assert!(found[0].starts_with("crates/cli/src/lib.rs:1: uses shardwise_torch"), "{found:?}");
     }
 }

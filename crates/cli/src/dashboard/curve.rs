@@ -6,9 +6,9 @@ use ratatui::style::{Style, Stylize};
 use ratatui::symbols::Marker;
 use ratatui::text::{Line, Span};
 use ratatui::widgets::{Axis, Block, Chart, Dataset, GraphType};
+use shardwise_journal::format::{format_short_count, format_short_number};
 
-use super::draw::{GREY, ORANGE};
-use crate::progress_line::{short_count, short_number};
+use super::colors::{GREY, ORANGE};
 
 /// The number of points per terminal column: a braille character is two dots wide.
 const POINTS_PER_COLUMN: usize = 2;
@@ -51,8 +51,8 @@ pub(crate) fn draw(frame: &mut Frame, area: Rect, block: Block<'_>, curve: &Curv
     ];
     let unscaled = |value: f64| if curve.is_log { 10f64.powf(value) } else { value };
     let label = |value: f64| match curve.from_zero {
-        true => short_count(unscaled(value)),
-        false => short_number(unscaled(value)),
+        true => format_short_count(unscaled(value)),
+        false => format_short_number(unscaled(value)),
     };
     let middle = (values[0] + values[1]) / 2.;
     // Give all labels the same width, so that they align with the axis.

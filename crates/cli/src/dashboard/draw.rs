@@ -1,6 +1,4 @@
 //! Draws the dashboard: all panes on a large screen, one or two on a small one.
-//!
-//! The palette is Okabe and Ito's, which is safe for colour-blind readers. Whatever a colour shows, a symbol or a pattern shows as well.
 
 use std::cell::Cell;
 
@@ -11,20 +9,12 @@ use ratatui::text::{Line, Span};
 use ratatui::widgets::{Block, BorderType, Paragraph};
 use shardwise_watch::Snapshot;
 
+use super::colors::{BLUE, GREEN, GREY, ORANGE, VERMILLION};
 use super::curve::{self, Curve};
-use super::run_view::{RunView, Status};
+use super::headline::{facts, name, progress};
+use super::run_view::{RunView, Status, now_s};
 use super::source::Link;
-use super::summary::now_s;
 use super::{events, memory, ranks};
-use crate::progress_line::{memory_of_limit, short_count, short_duration, short_number};
-
-pub(crate) const BLUE: Color = Color::Rgb(86, 180, 233);
-pub(crate) const GREEN: Color = Color::Rgb(0, 158, 115);
-pub(crate) const ORANGE: Color = Color::Rgb(230, 159, 0);
-pub(crate) const YELLOW: Color = Color::Rgb(240, 228, 66);
-pub(crate) const PURPLE: Color = Color::Rgb(204, 121, 167);
-pub(crate) const VERMILLION: Color = Color::Rgb(213, 94, 0);
-pub(crate) const GREY: Color = Color::Rgb(128, 128, 128);
 
 /// The smallest size that shows all panes at once, and the height below which there is room for only one pane.
 const LARGE: (u16, u16) = (110, 30);
@@ -277,14 +267,6 @@ fn draw_foot(frame: &mut Frame, area: Rect, dashboard: &Dashboard<'_>) {
     frame.render_widget(Line::from(spans.collect::<Vec<_>>()), area);
 }
 
-/// The run's name.
-pub(crate) fn name(run: &RunView) -> String {
-    match run.start.name.is_empty() {
-        true => "a run".to_string(),
-        false => run.start.name.clone(),
-    }
-}
-
 /// Joins as many parts as fit.
 fn fit(parts: &[String], width: u16) -> Line<'static> {
     let mut text = String::new();
@@ -298,46 +280,4 @@ fn fit(parts: &[String], width: u16) -> Line<'static> {
         text.push_str(part);
     }
     Line::from(text)
-}
-
-/// The progress of the run: step, loss and time.
-pub(crate) fn progress(run: &RunView) -> Vec<String> {
-    let Some(last) = &run.last_step else { return vec!["no step completed yet".to_string()] };
-    let percent = 100. * last.step as f64 / run.start.steps.max(1) as f64;
-    let mut parts = vec![format!("step {}/{} ({percent:.0}%)", last.step, run.start.steps)];
-    parts.push(format!("loss {}", short_number(last.loss)));
-    if let Some(evaluation) = &run.last_evaluation {
-        parts.push(format!("eval loss {}", short_number(evaluation.loss)));
-    }
-    let is_running = run.status(now_s()) == Status::Running;
-    match run.remaining_s.filter(|remaining_s| *remaining_s > 0. && is_running) {
-        Some(remaining_s) => parts.push(format!("{} left", short_duration(remaining_s))),
-        None => parts.push(format!("took {}", short_duration(run.last_s - run.started_s))),
-    }
-    parts
-}
-
-/// The throughput, memory and configuration of the run.
-pub(crate) fn facts(run: &RunView) -> Vec<String> {
-    let (start, mut parts) = (&run.start, Vec::new());
-    if let Some(last) = &run.last_step {
-        if let Some((_, tokens_per_s)) = run.throughput.last() {
-            parts.push(format!("{} tokens/s", short_count(*tokens_per_s)));
-        }
-        if let Some(mfu) = last.known_mfu() {
-            parts.push(format!("{:.0}% MFU", 100. * mfu));
-        }
-        if last.memory_bytes > 0 {
-            parts.push(memory_of_limit(last.memory_bytes, start.memory_limit_bytes));
-        }
-    }
-    if start.ranks > 0 {
-        let ranks = if start.ranks == 1 { "1 rank".to_string() } else { format!("{} ranks", start.ranks) };
-        parts.push(format!("{ranks}, ZeRO stage {}, {}", start.zero_stage, start.param_dtype));
-        parts.push(format!("{} parameters", short_count(start.parameters as f64)));
-    }
-    if run.timeline.lost_s() > 0. {
-        parts.push(format!("{} lost to restarts", short_duration(run.timeline.lost_s())));
-    }
-    parts
 }

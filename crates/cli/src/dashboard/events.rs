@@ -2,9 +2,10 @@
 
 use ratatui::style::{Color, Style};
 use ratatui::text::{Line, Span};
+use shardwise_journal::format::format_clock;
 use shardwise_journal::{Event, EventKind};
 
-use super::draw::{BLUE, GREEN, ORANGE, PURPLE, VERMILLION};
+use super::colors::{BLUE, GREEN, ORANGE, PURPLE, VERMILLION};
 
 /// The maximum number of events that are drawn; older ones are left out. Nobody scrolls through more.
 const DRAWN_MAX: usize = 500;
@@ -35,7 +36,7 @@ pub(crate) fn lines(events: &[Event], started_s: f64, width: usize) -> Vec<Line<
     let newest = &events[events.len().saturating_sub(DRAWN_MAX)..];
     let mut lines = Vec::new();
     for event in newest {
-        let head = format!("{:>9} ", clock(event.time_s - started_s));
+        let head = format!("{:>9} ", format_clock(event.time_s - started_s));
         let indent = head.chars().count() + 2;
         for (index, piece) in wrap(&sentence(event), width.saturating_sub(indent).max(10)).into_iter().enumerate() {
             lines.push(match index {
@@ -49,12 +50,6 @@ pub(crate) fn lines(events: &[Event], started_s: f64, width: usize) -> Vec<Line<
         }
     }
     lines
-}
-
-/// Formats the time since the start of the run: `1:02:03`.
-pub(crate) fn clock(seconds: f64) -> String {
-    let seconds = if (0. ..1e9).contains(&seconds) { seconds as u64 } else { 0 };
-    format!("{}:{:02}:{:02}", seconds / 3600, seconds / 60 % 60, seconds % 60)
 }
 
 /// Wraps a text at spaces where possible.

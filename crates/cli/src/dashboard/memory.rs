@@ -3,9 +3,9 @@
 use ratatui::style::{Color, Style};
 use ratatui::text::{Line, Span};
 use shardwise_journal::RankMemory;
+use shardwise_journal::format::format_memory_of_limit;
 
-use super::draw::{BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILLION, YELLOW};
-use crate::progress_line::memory_of_limit;
+use super::colors::{BLUE, GREEN, GREY, ORANGE, PURPLE, VERMILLION, YELLOW};
 
 /// The colour and pattern of each kind; either one identifies it.
 const STYLES: [(Color, &str); 6] =
@@ -19,14 +19,15 @@ pub(crate) fn lines(ranks: &[RankMemory], limit: Option<u64>, world: usize, widt
     let mut lines = legend(largest, width);
     let most = ranks.iter().map(total).max().unwrap_or(0).max(limit.unwrap_or(0)).max(1);
     let label_width = 5 + ranks.iter().map(|rank| rank.rank.to_string().len()).max().unwrap_or(1);
-    let text_width = ranks.iter().map(|rank| memory_of_limit(total(rank), limit).chars().count()).max().unwrap_or(0);
+    let text_width =
+        ranks.iter().map(|rank| format_memory_of_limit(total(rank), limit).chars().count()).max().unwrap_or(0);
     let room = width.saturating_sub(label_width + text_width + 2);
     for rank in ranks {
         let mut line = vec![Span::raw(format!("{:<label_width$} ", format!("rank {}", rank.rank)))];
         line.extend(bar(rank, limit, most, room));
         let is_near_limit = limit.is_some_and(|limit| total(rank) > limit / 20 * 19);
         let style = if is_near_limit { Style::new().fg(VERMILLION).bold() } else { Style::new() };
-        line.push(Span::styled(format!(" {}", memory_of_limit(total(rank), limit)), style));
+        line.push(Span::styled(format!(" {}", format_memory_of_limit(total(rank), limit)), style));
         lines.push(Line::from(line));
     }
     if world > ranks.len() {
@@ -59,7 +60,7 @@ fn bar(rank: &RankMemory, limit: Option<u64>, most: u64, width: usize) -> Vec<Sp
 fn legend(rank: &RankMemory, width: usize) -> Vec<Line<'static>> {
     let (mut lines, mut line, mut taken) = (Vec::new(), Vec::new(), 0);
     for ((name, bytes), (colour, pattern)) in rank.kinds().into_iter().zip(STYLES) {
-        let text = format!("{name} {}", memory_of_limit(bytes, None));
+        let text = format!("{name} {}", format_memory_of_limit(bytes, None));
         let columns = text.chars().count() + 5;
         if taken > 0 && taken + columns > width + 2 {
             lines.push(Line::from(std::mem::take(&mut line)));

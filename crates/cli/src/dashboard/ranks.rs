@@ -2,10 +2,10 @@
 
 use ratatui::style::{Style, Stylize};
 use ratatui::text::{Line, Span};
+use shardwise_journal::format::format_short_millis;
 use shardwise_watch::{Presence, RankSnapshot, Snapshot};
 
-use super::draw::{BLUE, ORANGE, VERMILLION};
-use crate::progress_line::short_duration;
+use super::colors::{BLUE, ORANGE, VERMILLION};
 
 /// A rank whose last heartbeat is older than this is marked.
 const LATE_MS: u64 = 2_000;
@@ -69,19 +69,14 @@ fn rank_line(rank: &RankSnapshot, host_width: usize) -> Line<'static> {
         Presence::Left { code: None } => line.push(Span::styled("✖ gone", strong)),
         Presence::Connected => {
             line.push(Span::raw(format!("{:<24} ", rank.activity)));
-            line.push(Span::styled(duration(rank.in_phase_ms), Style::new().dim()));
+            line.push(Span::styled(format_short_millis(rank.in_phase_ms), Style::new().dim()));
             if rank.last_heard_ms_ago > LATE_MS {
-                line.push(Span::styled(format!("  ! silent for {}", duration(rank.last_heard_ms_ago)), strong));
+                line.push(Span::styled(
+                    format!("  ! silent for {}", format_short_millis(rank.last_heard_ms_ago)),
+                    strong,
+                ));
             }
         }
     }
     Line::from(line)
-}
-
-fn duration(ms: u64) -> String {
-    match ms {
-        0..1000 => format!("{ms} ms"),
-        1000..10_000 => format!("{:.1} s", ms as f64 / 1e3),
-        _ => short_duration(ms as f64 / 1e3),
-    }
 }

@@ -1,5 +1,7 @@
 //! The data of a run that the dashboard shows. It is computed when entries arrive, not for every frame.
 
+use std::time::{SystemTime, UNIX_EPOCH};
+
 use shardwise_journal::{Entry, EntryKind, Evaluation, Outcome, RankMemory, Run, Start, Step, Timeline};
 
 /// A run without a supervisor counts as running for this long after its last entry.
@@ -109,6 +111,11 @@ impl RunView {
             times => format!("{text}; restarted {times} times"),
         }
     }
+}
+
+/// The current time, in seconds since 1970.
+pub(crate) fn now_s() -> f64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0., |since| since.as_secs_f64())
 }
 
 /// The remaining time, at the pace of the last tenth of the steps, or the last hundred if those are fewer.

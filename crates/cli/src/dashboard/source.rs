@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use shardwise_journal::Run;
+use shardwise_supervisor::find_supervisor;
 use shardwise_watch::{Request, Secret, Snapshot, Update, Viewer};
 
 use super::run_view::RunView;
-use crate::supervisor_file;
 
 /// How long joining the supervisor may take, and the pause before another attempt.
 const JOIN_LIMIT: Duration = Duration::from_secs(5);
@@ -179,7 +179,7 @@ impl Source {
     /// Starts to join the supervisor, if there is one.
     fn join(&mut self) {
         let found = match &self.location {
-            Location::Folder(folder) => supervisor_file::find(folder),
+            Location::Folder(folder) => find_supervisor(folder),
             Location::Channel(address, secret) => Ok(Some((*address, secret.clone()))),
         };
         match found {

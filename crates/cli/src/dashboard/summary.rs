@@ -1,12 +1,11 @@
 //! A run in a few lines of plain text, for output that is not a terminal.
 
-use std::time::{SystemTime, UNIX_EPOCH};
-
+use shardwise_journal::format::format_clock;
 use shardwise_watch::Snapshot;
 
-use super::events::{clock, sentence};
-use super::run_view::RunView;
-use super::{draw, ranks};
+use super::events::sentence;
+use super::run_view::{RunView, now_s};
+use super::{headline, ranks};
 
 /// The maximum number of events, of which the newest are shown.
 const EVENTS_MAX: usize = 20;
@@ -19,9 +18,9 @@ pub(crate) fn text(run: &RunView, snapshot: Option<&Snapshot>) -> String {
         text.push('\n');
     };
     let status = run.status_text(run.status(now_s()));
-    line(&format!("{}: {status}", draw::name(run)));
-    line(&draw::progress(run).join("  "));
-    line(&draw::facts(run).join("  "));
+    line(&format!("{}: {status}", headline::name(run)));
+    line(&headline::progress(run).join("  "));
+    line(&headline::facts(run).join("  "));
     if let Some(snapshot) = snapshot {
         for rank in ranks::lines(Some(snapshot)) {
             line(&rank.to_string());
@@ -29,13 +28,8 @@ pub(crate) fn text(run: &RunView, snapshot: Option<&Snapshot>) -> String {
     }
     let events = run.timeline.events();
     for event in &events[events.len().saturating_sub(EVENTS_MAX)..] {
-        line(&format!("{:>9} {} {}", clock(event.time_s - run.started_s), event.kind.symbol(), sentence(event)));
+        line(&format!("{:>9} {} {}", format_clock(event.time_s - run.started_s), event.kind.symbol(), sentence(event)));
     }
     // Text from files and ranks may contain control characters, which terminals interpret.
     text.replace(|letter: char| letter.is_control() && letter != '\n', " ")
-}
-
-/// The current time, in seconds since 1970.
-pub(crate) fn now_s() -> f64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0., |since| since.as_secs_f64())
 }

@@ -1,5 +1,7 @@
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
+mod simulated_run;
+
 use proptest::prelude::*;
 use ratatui::Terminal;
 use ratatui::backend::TestBackend;
@@ -10,10 +12,6 @@ use super::draw::{Dashboard, Pane, UiState, draw};
 use super::run_view::{RunView, Status};
 use super::source::Link;
 use super::summary;
-
-#[allow(dead_code, reason = "it is also a program")]
-#[path = "../../../journal/examples/simulated_run.rs"]
-mod simulated_run;
 use simulated_run::simulate;
 
 fn view(entries: Vec<Entry>) -> RunView {

@@ -1,8 +1,8 @@
-//! Draws bars with figures: memory by rank and kind, and traffic by verb, measured and expected. Each kind of memory has its own
+//! Draws bars with figures: memory by rank and kind, and traffic by collective, measured and expected. Each kind of memory has its own
 //! hatch pattern.
 
 use shardwise_journal::RankMemory;
-use shardwise_journal::format::{byte_size, count, digits, memory_size, plural};
+use shardwise_journal::format::{format_bytes, format_count, format_count_of, format_digits, format_memory};
 
 use super::run_data::{MemoryAt, RunData, Traffic};
 use super::text::{add, escape, truncate};
@@ -43,8 +43,8 @@ pub(crate) fn memory_by_rank(run: &RunData) -> String {
             &mut page,
             format_args!(
                 "<div class=\"world{side}\">\n<h4>On {}, after step {}</h4>\n",
-                plural(*world as u64, "rank"),
-                count(held.step)
+                format_count_of(*world as u64, "rank"),
+                format_count(held.step)
             ),
         );
         let class = if is_close { "bars close" } else { "bars" };
@@ -76,8 +76,8 @@ fn scale_bytes(held: &MemoryAt) -> f64 {
 
 fn rank_bar(rank: &RankMemory, held: &MemoryAt, scale: f64, page: &mut String) {
     let kinds: Vec<String> =
-        rank.kinds().iter().map(|(kind, bytes)| format!("{kind} {}", memory_size(*bytes as f64))).collect();
-    let (number, total) = (rank.rank, memory_size(total(rank)));
+        rank.kinds().iter().map(|(kind, bytes)| format!("{kind} {}", format_memory(*bytes as f64))).collect();
+    let (number, total) = (rank.rank, format_memory(total(rank)));
     add(
         page,
         format_args!(
@@ -93,7 +93,7 @@ fn rank_bar(rank: &RankMemory, held: &MemoryAt, scale: f64, page: &mut String) {
                 page,
                 format_args!(
                     "<rect class=\"part\" x=\"{from:.2}%\" width=\"{percent:.2}%\" height=\"100%\" fill=\"url(#k{kind})\"><title>{name}: {}</title></rect>",
-                    memory_size(*bytes as f64)
+                    format_memory(*bytes as f64)
                 ),
             );
         }
@@ -116,8 +116,8 @@ fn kinds_table(held: &MemoryAt, page: &mut String) {
             page,
             format_args!(
                 "<tr><th><svg class=\"swatch\" aria-hidden=\"true\"><rect class=\"part\" width=\"100%\" height=\"100%\" fill=\"url(#k{kind})\"/></svg>{name}</th><td>{}</td><td>{}</td></tr>\n",
-                memory_size(least as f64),
-                memory_size(most as f64)
+                format_memory(least as f64),
+                format_memory(most as f64)
             ),
         );
     }
@@ -126,21 +126,21 @@ fn kinds_table(held: &MemoryAt, page: &mut String) {
 
 fn remark(world: usize, held: &MemoryAt) -> String {
     let most = held.ranks.iter().map(total).fold(0., f64::max);
-    let mut text = format!("The largest rank held {}", memory_size(most));
+    let mut text = format!("The largest rank held {}", format_memory(most));
     if held.estimate_bytes > 0 {
-        text += &format!("; the estimate was {}", memory_size(held.estimate_bytes as f64));
+        text += &format!("; the estimate was {}", format_memory(held.estimate_bytes as f64));
     }
     if let Some(limit) = held.limit_bytes.filter(|limit| *limit > 0).map(|limit| limit as f64) {
         let drawn = if limit <= scale_bytes(held) { " (the vertical line)" } else { "" };
-        text += &format!("; that is {:.0}% of its limit of {}{drawn}", most / limit * 100., memory_size(limit));
+        text += &format!("; that is {:.0}% of its limit of {}{drawn}", most / limit * 100., format_memory(limit));
     }
     if held.ranks.len() < world {
-        text += &format!(". These are the first {} of {} ranks", held.ranks.len(), count(world as u64));
+        text += &format!(". These are the first {} of {} ranks", held.ranks.len(), format_count(world as u64));
     }
     text + "."
 }
 
-/// The traffic of the busiest rank by verb, next to what the formula predicts.
+/// The traffic of the busiest rank by collective, next to what the formula predicts.
 pub(crate) fn traffic_by_verb(run: &RunData) -> String {
     let mut page = String::new();
     for (world, sent) in run.traffic.iter().rev().filter(|(_, sent)| sent.steps > 0 && !sent.verbs.is_empty()) {
@@ -148,8 +148,8 @@ pub(crate) fn traffic_by_verb(run: &RunData) -> String {
             &mut page,
             format_args!(
                 "<div class=\"world\">\n<h4>On {}, in {}</h4>\n",
-                plural(*world as u64, "rank"),
-                plural(sent.steps, "step")
+                format_count_of(*world as u64, "rank"),
+                format_count_of(sent.steps, "step")
             ),
         );
         verbs_table(sent, &mut page);
@@ -163,7 +163,7 @@ pub(crate) fn traffic_by_verb(run: &RunData) -> String {
 
 fn verbs_table(sent: &Traffic, page: &mut String) {
     page.push_str(
-        "<table class=\"verbs\"><thead><tr><th>verb</th><th>calls/step</th><th>sent/step</th><th>expected</th><th>difference</th></tr></thead><tbody>\n",
+        "<table class=\"verbs\"><thead><tr><th>collective</th><th>calls/step</th><th>sent/step</th><th>expected</th><th>difference</th></tr></thead><tbody>\n",
     );
     let steps = sent.steps as f64;
     let scale =
@@ -171,7 +171,7 @@ fn verbs_table(sent: &Traffic, page: &mut String) {
     for verb in &sent.verbs {
         let (bytes, expected) = (verb.bytes as f64, verb.expected_bytes as f64);
         let (expected_text, difference) = match expected > 0. {
-            true => (byte_size(expected / steps), percent(bytes / expected - 1.)),
+            true => (format_bytes(expected / steps), percent(bytes / expected - 1.)),
             false => ("none".to_string(), "–".to_string()),
         };
         add(
@@ -179,8 +179,8 @@ fn verbs_table(sent: &Traffic, page: &mut String) {
             format_args!(
                 "<tr><th>{}</th><td>{}</td><td>{}</td><td>{expected_text}</td><td>{difference}</td></tr>\n",
                 escape(truncate(&verb.verb, 40)),
-                digits(verb.calls as f64 / steps, 3),
-                byte_size(bytes / steps)
+                format_digits(verb.calls as f64 / steps, 3),
+                format_bytes(bytes / steps)
             ),
         );
         let (width, at) = (bytes / scale * 100., expected / scale * 100.);
@@ -202,18 +202,18 @@ fn percent(fraction: f64) -> String {
     match fraction {
         p if p.abs() < 0.000_05 => "0.00%".to_string(),
         p if p.abs() < 10. => format!("{:+.2}%", p * 100.),
-        p => format!("{} times", digits(p + 1., 3)),
+        p => format!("{} times", format_digits(p + 1., 3)),
     }
 }
 
 fn compare_with_expected(sent: &Traffic) -> String {
     let bytes: f64 = sent.verbs.iter().map(|verb| verb.bytes as f64).sum();
     let expected: f64 = sent.verbs.iter().map(|verb| verb.expected_bytes as f64).sum();
-    let all = format!("The busiest rank sent {} per step", byte_size(bytes / sent.steps as f64));
+    let all = format!("The busiest rank sent {} per step", format_bytes(bytes / sent.steps as f64));
     match expected > 0. {
         true => format!(
             "{all}; the formula (the vertical lines) predicts {} for parameters and gradients alone, so that is {}.",
-            byte_size(expected / sent.steps as f64),
+            format_bytes(expected / sent.steps as f64),
             match bytes / expected - 1. {
                 more if more >= 0. => format!("{} more", percent(more).trim_start_matches('+')),
                 less => format!("{} less", percent(less).trim_start_matches('-')),

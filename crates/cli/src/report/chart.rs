@@ -1,7 +1,7 @@
 //! Draws line charts as SVG: axes with round numbers, a smooth line over the measured one, marks for events, and the number of ranks
 //! below. Curves have their names at their ends, and differ in dashes and shapes, not only in hue.
 
-use shardwise_journal::format::digits;
+use shardwise_journal::format::format_digits;
 
 use super::scale::{Scale, smooth, thin};
 use super::text::{add, escape};
@@ -423,7 +423,7 @@ impl Curve {
                     "<path class=\"cross\" d=\"M{:.1} {:.1}l8 8m0 -8l-8 8\"><title>at {}: not finite</title></path>\n",
                     frame.x.pixel(*x) - 4.,
                     bottom - 11.,
-                    digits(*x, 7)
+                    format_digits(*x, 7)
                 ),
             );
         }
@@ -434,7 +434,7 @@ impl Curve {
                 true => format!("M{at:.1} {:.1}l4 7h-8z", top - 3.),
                 false => format!("M{at:.1} {:.1}l4 -7h-8z", bottom + 3.),
             };
-            let text = format!("at {}: {}", digits(*x, 7), digits(*y, 4));
+            let text = format!("at {}: {}", format_digits(*x, 7), format_digits(*y, 4));
             add(svg, format_args!("<path class=\"wedge\" d=\"{drawn}\"><title>{text}</title></path>\n"));
         }
     }

@@ -2,7 +2,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use shardwise_journal::format::{count, digits, duration, large_number, memory_size, plural};
+use shardwise_journal::format::{
+    format_count, format_count_of, format_digits, format_duration, format_large_number, format_memory,
+};
 use shardwise_journal::{Outcome, Start};
 
 use super::figures::{extreme, letter_of};
@@ -21,10 +23,10 @@ pub(crate) fn summary(run: &RunData) -> String {
     let steps = run.points.last().map_or(0, |point| point.step);
     let wanted = run.start().map_or(0, |start| start.steps);
     let completed = match wanted > steps {
-        true => format!("{} of {} steps", count(steps), count(wanted)),
-        false => plural(steps, "step"),
+        true => format!("{} of {} steps", format_count(steps), format_count(wanted)),
+        false => format_count_of(steps, "step"),
     };
-    let took = duration(last - first);
+    let took = format_duration(last - first);
     let mut text = match run.timeline.outcome() {
         Outcome::Finished => format!("Finished: {completed} in {took}"),
         Outcome::Saved => format!("Saved and stopped, can be resumed: {completed} in {took}"),
@@ -45,9 +47,9 @@ pub(crate) fn summary(run: &RunData) -> String {
 }
 
 fn cost(run: &RunData, restarts: u64) -> String {
-    let times = if restarts == 1 { "once".to_string() } else { format!("{} times", count(restarts)) };
-    let again = run.timeline.steps_again().max(run.repeated.len() as u64);
-    let (lost, steps) = (duration(run.timeline.lost_s()), plural(again, "repeated step"));
+    let times = if restarts == 1 { "once".to_string() } else { format!("{} times", format_count(restarts)) };
+    let again = run.timeline.repeated_steps().max(run.repeated.len() as u64);
+    let (lost, steps) = (format_duration(run.timeline.lost_s()), format_count_of(again, "repeated step"));
     format!("Restarted {times}, which cost {lost} and {steps}")
 }
 
@@ -73,28 +75,35 @@ fn facts(run: &RunData) -> Vec<(&'static str, String)> {
     let points = &run.points;
     vec![
         ("outcome", outcome(run.timeline.outcome())),
-        ("model", from(&|start| format!("{} parameters", large_number(start.parameters as f64)))),
+        ("model", from(&|start| format!("{} parameters", format_large_number(start.parameters as f64)))),
         ("ranks", ranks(run)),
-        ("ZeRO", from(&|start| format!("stage {}, {}", start.zero_stage, plural(start.replicate as u64, "replica")))),
+        (
+            "ZeRO",
+            from(&|start| {
+                format!("stage {}, {}", start.zero_stage, format_count_of(start.replicate as u64, "replica"))
+            }),
+        ),
         ("param dtype", from(&|start| start.param_dtype.clone())),
         ("steps", steps(run)),
         (
             "tokens",
-            from(&|start| format!("{}; {} per step", large_number(tokens as f64), count(start.tokens_per_step))),
+            from(&|start| {
+                format!("{}; {} per step", format_large_number(tokens as f64), format_count(start.tokens_per_step))
+            }),
         ),
         ("started", span.map_or_else(nothing, |(first, _)| format!("{} UTC", date(first)))),
-        ("time", span.map_or_else(nothing, |(first, last)| duration(last - first))),
+        ("time", span.map_or_else(nothing, |(first, last)| format_duration(last - first))),
         (
             "throughput",
             median(points.iter().map(|p| p.tokens_per_s))
-                .map_or_else(nothing, |m| format!("{} tokens/s", digits(m, 3))),
+                .map_or_else(nothing, |m| format!("{} tokens/s", format_digits(m, 3))),
         ),
         ("MFU", median(points.iter().map(|p| p.mfu)).map_or_else(nothing, |mfu| format!("{:.1}%", mfu * 100.))),
         ("peak memory", peak(run)),
         ("loss", loss(run)),
         ("evaluation loss", evaluation_loss(run)),
         ("restarts", restarts(run)),
-        ("skipped steps", count(run.skipped)),
+        ("skipped steps", format_count(run.skipped)),
         ("version", from(&|start| start.version.clone())),
         ("folder", run.folder.clone()),
     ]
@@ -124,8 +133,8 @@ fn ranks(run: &RunData) -> String {
 }
 
 fn steps(run: &RunData) -> String {
-    let completed = count(run.points.last().map_or(0, |point| point.step));
-    run.start().map_or(completed.clone(), |start| format!("{completed} of {}", count(start.steps)))
+    let completed = format_count(run.points.last().map_or(0, |point| point.step));
+    run.start().map_or(completed.clone(), |start| format!("{completed} of {}", format_count(start.steps)))
 }
 
 fn peak(run: &RunData) -> String {
@@ -134,9 +143,9 @@ fn peak(run: &RunData) -> String {
     };
     match run.start().and_then(|start| start.memory_limit_bytes).filter(|limit| *limit > 0) {
         Some(limit) => {
-            format!("{} of {} ({:.0}%)", memory_size(peak), memory_size(limit as f64), peak / limit as f64 * 100.)
+            format!("{} of {} ({:.0}%)", format_memory(peak), format_memory(limit as f64), peak / limit as f64 * 100.)
         }
-        None => format!("{} per rank", memory_size(peak)),
+        None => format!("{} per rank", format_memory(peak)),
     }
 }
 
@@ -144,7 +153,12 @@ fn loss(run: &RunData) -> String {
     let last = run.points.iter().rev().find(|point| point.loss.is_finite());
     match (last, extreme(&run.points, |point| point.loss, |a, b| a < b)) {
         (Some(last), Some((step, lowest))) => {
-            format!("{}; lowest {} at step {}", digits(f64::from(last.loss), 4), digits(lowest, 4), count(step))
+            format!(
+                "{}; lowest {} at step {}",
+                format_digits(f64::from(last.loss), 4),
+                format_digits(lowest, 4),
+                format_count(step)
+            )
         }
         _ => "–".to_string(),
     }
@@ -152,16 +166,21 @@ fn loss(run: &RunData) -> String {
 
 fn evaluation_loss(run: &RunData) -> String {
     let Some(last) = run.evaluations.last() else { return "–".to_string() };
-    let bits = last.bits_per_byte.map_or(String::new(), |bits| format!(", {} bits per byte", digits(bits, 3)));
-    format!("{}{bits} after step {}", digits(last.loss, 4), count(last.step))
+    let bits = last.bits_per_byte.map_or(String::new(), |bits| format!(", {} bits per byte", format_digits(bits, 3)));
+    format!("{}{bits} after step {}", format_digits(last.loss, 4), format_count(last.step))
 }
 
 fn restarts(run: &RunData) -> String {
     match run.timeline.restarts() {
         0 => "none".to_string(),
         restarts => {
-            let again = run.timeline.steps_again().max(run.repeated.len() as u64);
-            format!("{}; {} lost, {} repeated", count(restarts), duration(run.timeline.lost_s()), plural(again, "step"))
+            let again = run.timeline.repeated_steps().max(run.repeated.len() as u64);
+            format!(
+                "{}; {} lost, {} repeated",
+                format_count(restarts),
+                format_duration(run.timeline.lost_s()),
+                format_count_of(again, "step")
+            )
         }
     }
 }

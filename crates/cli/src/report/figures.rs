@@ -1,7 +1,9 @@
 //! The charts of the page and their captions.
 
 use shardwise_journal::AttemptEnd;
-use shardwise_journal::format::{byte_size, count, digits, duration, memory_size, plural};
+use shardwise_journal::format::{
+    format_bytes, format_count, format_count_of, format_digits, format_duration, format_memory,
+};
 
 use super::chart::{Band, Chart, Curve, Size};
 use super::run_data::{Point, RunData, median};
@@ -42,7 +44,7 @@ fn figure(chart: &Chart, has_wide: bool, page: &mut String) {
 fn loss(runs: &[RunData]) -> Chart {
     let mut chart = over_steps("loss", "Loss", "mean loss per token", runs, |point| f64::from(point.loss), true);
     for (run, curve) in runs.iter().zip(&mut chart.curves) {
-        let text = |step, loss| format!("step {}: {} on held-out text", count(step), digits(loss, 4));
+        let text = |step, loss| format!("step {}: {} on held-out text", format_count(step), format_digits(loss, 4));
         curve.marks = run.evaluations.iter().map(|e| (e.step as f64, e.loss, text(e.step, e.loss))).collect();
     }
     let spread = spread(runs, |point| point.loss);
@@ -51,11 +53,16 @@ fn loss(runs: &[RunData]) -> Chart {
     chart.description = each(runs, |run| {
         let mut text = describe_course("The loss", &run.points, |point| point.loss);
         if let Some(last) = run.evaluations.last() {
-            let bits = last.bits_per_byte.map_or(String::new(), |bits| format!(" ({} bits per byte)", digits(bits, 3)));
-            text += &format!(" On held-out text: {}{bits} after step {}.", digits(last.loss, 3), count(last.step));
+            let bits =
+                last.bits_per_byte.map_or(String::new(), |bits| format!(" ({} bits per byte)", format_digits(bits, 3)));
+            text += &format!(
+                " On held-out text: {}{bits} after step {}.",
+                format_digits(last.loss, 3),
+                format_count(last.step)
+            );
         }
         if run.skipped > 0 {
-            text += &format!(" {} skipped.", plural(run.skipped, "step"));
+            text += &format!(" {} skipped.", format_count_of(run.skipped, "step"));
         }
         text
     });
@@ -87,9 +94,9 @@ fn grad_norm(runs: &[RunData]) -> Chart {
         match (median(run.points.iter().map(|point| point.grad_norm)), most) {
             (Some(middle), Some((step, most))) => format!(
                 "The median grad norm was {}; the maximum was {}, at step {}.",
-                digits(middle, 3),
-                digits(most, 3),
-                count(step)
+                format_digits(middle, 3),
+                format_digits(most, 3),
+                format_count(step)
             ),
             _ => "No step was completed.".to_string(),
         }
@@ -105,9 +112,9 @@ fn lr(runs: &[RunData]) -> Chart {
         match (most, run.points.last()) {
             (Some((step, most)), Some(last)) => format!(
                 "The highest lr was {}, at step {}; at the last step it was {}.",
-                digits(most, 3),
-                count(step),
-                digits(f64::from(last.lr), 3)
+                format_digits(most, 3),
+                format_count(step),
+                format_digits(f64::from(last.lr), 3)
             ),
             _ => "No step was completed.".to_string(),
         }
@@ -123,7 +130,7 @@ fn throughput(runs: &[RunData]) -> Chart {
         let Some(middle) = median(run.points.iter().map(|point| point.tokens_per_s)) else {
             return "No step was completed.".to_string();
         };
-        let mut text = format!("The median throughput was {} tokens/s", digits(middle, 3));
+        let mut text = format!("The median throughput was {} tokens/s", format_digits(middle, 3));
         let attempts = run.timeline.attempts();
         let ranks_of = |point: &Point| attempts.get(point.attempt as usize).map_or(0, |attempt| attempt.ranks);
         let mut worlds: Vec<usize> = run.worlds().iter().map(|(.., ranks)| *ranks).collect();
@@ -132,7 +139,7 @@ fn throughput(runs: &[RunData]) -> Chart {
         if (2..=4).contains(&worlds.len()) {
             let parts = worlds.iter().filter_map(|ranks| {
                 let own = run.points.iter().filter(|point| ranks_of(point) == *ranks).map(|point| point.tokens_per_s);
-                Some(format!("{} on {}", digits(median(own)?, 3), plural(*ranks as u64, "rank")))
+                Some(format!("{} on {}", format_digits(median(own)?, 3), format_count_of(*ranks as u64, "rank")))
             });
             text += &format!(": {}", parts.collect::<Vec<_>>().join(", "));
         }
@@ -169,7 +176,7 @@ fn sent(runs: &[RunData]) -> Chart {
     let mut chart = over_steps("sent", "Sent", &unit, runs, figure, false);
     chart.from_zero = true;
     chart.description = each(runs, |run| match median(run.points.iter().map(|point| point.sent_bytes)) {
-        Some(middle) => format!("The busiest rank sent {} in the median step.", byte_size(middle)),
+        Some(middle) => format!("The busiest rank sent {} in the median step.", format_bytes(middle)),
         None => "No step was completed.".to_string(),
     });
     chart
@@ -182,11 +189,11 @@ fn resident(runs: &[RunData]) -> Chart {
     let most = runs.iter().filter_map(|run| extreme(&run.points, |point| point.memory_peak_bytes, |a, b| a > b));
     let most = most.fold(0_f64, |most, (_, peak)| most.max(peak));
     if most > 0. {
-        chart.levels.push((most / GIB, format!("peak: {}", memory_size(most))));
+        chart.levels.push((most / GIB, format!("peak: {}", format_memory(most))));
     }
     let limits = runs.iter().filter_map(|run| run.start()?.memory_limit_bytes).map(|limit| limit as f64);
     if let Some(limit) = limits.reduce(f64::min).filter(|limit| *limit < most * 2.5 && *limit > most * 1.12) {
-        chart.levels.push((limit / GIB, format!("limit: {}", memory_size(limit))));
+        chart.levels.push((limit / GIB, format!("limit: {}", format_memory(limit))));
     }
     chart.description = each(runs, |run| {
         let Some((_, peak)) = extreme(&run.points, |point| point.memory_peak_bytes, |a, b| a > b) else {
@@ -195,9 +202,9 @@ fn resident(runs: &[RunData]) -> Chart {
         let limit = run.start().and_then(|start| start.memory_limit_bytes).filter(|limit| *limit > 0);
         let of = limit.map_or(String::new(), |limit| {
             let limit = limit as f64;
-            format!(", {:.0}% of its limit of {}", peak / limit * 100., memory_size(limit))
+            format!(", {:.0}% of its limit of {}", peak / limit * 100., format_memory(limit))
         });
-        format!("The peak resident memory of any rank was {}{of}.", memory_size(peak))
+        format!("The peak resident memory of any rank was {}{of}.", format_memory(peak))
     });
     chart
 }
@@ -238,14 +245,14 @@ fn progress(runs: &[RunData]) -> Chart {
     chart.description = each(runs, |run| {
         let Some((first, last)) = run.timeline.time_s() else { return "The journal is empty.".to_string() };
         let steps = run.points.last().map_or(0, |point| point.step);
-        let mut text = format!("{} in {}.", plural(steps, "step"), duration(last - first));
+        let mut text = format!("{} in {}.", format_count_of(steps, "step"), format_duration(last - first));
         let failures =
             run.timeline.attempts().iter().filter(|attempt| matches!(attempt.end, AttemptEnd::Failed { .. })).count();
         if failures > 0 {
-            text += &format!(" {} (crosses)", plural(failures as u64, "failure"));
+            text += &format!(" {} (crosses)", format_count_of(failures as u64, "failure"));
             text += &match run.repeated.len() as u64 {
                 0 => "; no step was repeated.".to_string(),
-                repeated => format!("; {} repeated, where the line drops.", plural(repeated, "step")),
+                repeated => format!("; {} repeated, where the line drops.", format_count_of(repeated, "step")),
             };
         }
         text
@@ -344,10 +351,10 @@ fn describe_course(name: &str, points: &[Point], figure: impl Fn(&Point) -> f32)
     let verb = if to < from { "fell" } else { "went" };
     format!(
         "{name} {verb} from {} to {}; lowest {} at step {}.",
-        digits(from, 3),
-        digits(to, 3),
-        digits(lowest, 3),
-        count(lowest_at)
+        format_digits(from, 3),
+        format_digits(to, 3),
+        format_digits(lowest, 3),
+        format_count(lowest_at)
     )
 }
 

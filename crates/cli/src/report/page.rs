@@ -1,6 +1,6 @@
 //! The page: one self-contained file. It has no scripts and loads nothing from the network; its own content security policy forbids both.
 
-use shardwise_journal::format::{duration, plural};
+use shardwise_journal::format::{format_count_of, format_duration};
 use shardwise_journal::{Event, EventKind};
 
 use super::bars::{hatch_patterns, memory_by_rank, traffic_by_verb};
@@ -38,7 +38,7 @@ pub(crate) fn page(runs: &[RunData]) -> String {
         per_run("events", "What happened", runs, events_table, &mut page);
     }
     per_run("memory", "Memory per rank, by kind", runs, memory_by_rank, &mut page);
-    per_run("traffic", "Traffic by verb, measured and expected", runs, traffic_by_verb, &mut page);
+    per_run("traffic", "Traffic by collective, measured and expected", runs, traffic_by_verb, &mut page);
     per_run("recipe", "Recipe", runs, recipe, &mut page);
     page.push_str("</main>\n");
     footer(runs, &mut page);
@@ -95,7 +95,7 @@ fn events_table(run: &RunData) -> String {
         if hidden == 0 || index < EVENTS_SHOWN || index >= EVENTS_SHOWN + hidden {
             row(event, first_s, &mut page);
         } else if index == EVENTS_SHOWN {
-            let more = plural(hidden as u64, "event");
+            let more = format_count_of(hidden as u64, "event");
             add(
                 &mut page,
                 format_args!("<tr><td></td><td></td><td></td><td class=\"text\">{more} not shown.</td></tr>\n"),
@@ -119,7 +119,7 @@ fn row(event: &Event, first_s: f64, page: &mut String) {
         format_args!(
             "<tr class=\"{class}\"><td title=\"{} UTC\">{}</td><td>{}</td><td><span aria-hidden=\"true\">{}</span> {}</td><td class=\"text\">{}</td></tr>\n",
             date(event.time_s),
-            duration(event.time_s - first_s),
+            format_duration(event.time_s - first_s),
             event.steps(),
             event.kind.symbol(),
             event.kind.name(),
@@ -132,7 +132,7 @@ fn recipe(run: &RunData) -> String {
     let Some(start) = run.start().filter(|start| !start.recipe.is_empty()) else {
         return "<p class=\"note\">The recipe was not recorded.</p>\n".to_string();
     };
-    let lines = plural(start.recipe.lines().count() as u64, "line");
+    let lines = format_count_of(start.recipe.lines().count() as u64, "line");
     let text = escape(truncate(&start.recipe, RECIPE_CHARS_MAX));
     format!(
         "<details><summary>{} ({lines})</summary>\n<pre>{text}</pre>\n</details>\n",
@@ -147,7 +147,7 @@ fn footer(runs: &[RunData], page: &mut String) {
             page,
             format_args!(
                 "<p>{} of {} could not be read and {} skipped.</p>\n",
-                plural(run.unreadable, "line"),
+                format_count_of(run.unreadable, "line"),
                 escape(&run.folder),
                 if run.unreadable == 1 { "was" } else { "were" }
             ),

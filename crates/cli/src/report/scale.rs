@@ -1,6 +1,6 @@
 //! Maps numbers to pixels, chooses ticks, and reduces curves to what a picture can show.
 
-use shardwise_journal::format::{count, digits};
+use shardwise_journal::format::{format_count, format_digits};
 
 /// Maps a range of numbers to a range of pixels, linearly or logarithmically.
 #[derive(Clone, Copy, Debug)]
@@ -39,8 +39,10 @@ impl Scale {
     /// Returns the labels of ticks.
     pub(crate) fn labels(&self, ticks: &[f64]) -> Vec<String> {
         let short = |tick: &f64| match *tick {
-            t if (1e3..1e6).contains(&t) => count(t.round() as u64),
-            t if (1e-3..1e3).contains(&t) => digits(t, 12).trim_end_matches('0').trim_end_matches('.').to_string(),
+            t if (1e3..1e6).contains(&t) => format_count(t.round() as u64),
+            t if (1e-3..1e3).contains(&t) => {
+                format_digits(t, 12).trim_end_matches('0').trim_end_matches('.').to_string()
+            }
             t => format!("{t:e}"),
         };
         match self.is_log {
@@ -97,10 +99,14 @@ fn even_labels(ticks: &[f64]) -> Vec<String> {
             .collect();
         if ticks.iter().zip(&labels).all(|(tick, text)| exact(text, *tick)) {
             let are_counts = largest >= 1000. && places == 0 && largest < 1e9 && ticks.iter().all(|tick| *tick >= 0.);
-            return if are_counts { ticks.iter().map(|tick| count(tick.round() as u64)).collect() } else { labels };
+            return if are_counts {
+                ticks.iter().map(|tick| format_count(tick.round() as u64)).collect()
+            } else {
+                labels
+            };
         }
     }
-    ticks.iter().map(|tick| digits(*tick, 4)).collect()
+    ticks.iter().map(|tick| format_digits(*tick, 4)).collect()
 }
 
 /// Reduces a curve to what a picture with this many columns can show: the minimum and the maximum of each column, in order. Values

@@ -117,11 +117,11 @@ impl SimulatedRun {
     }
 
     /// Records that the ranks train again after a failure.
-    pub(crate) fn resume(&mut self, step: u64, steps_again: u64, noticed_s: f64) {
+    pub(crate) fn resume(&mut self, step: u64, repeated_steps: u64, noticed_s: f64) {
         let lost_s = noticed_s + 2.3;
         self.restarts += 1;
         self.lost_s += lost_s;
-        self.event(EntryKind::Resumed(Resumed { attempt: self.attempt, step, lost_s, noticed_s, steps_again }));
+        self.event(EntryKind::Resumed(Resumed { attempt: self.attempt, step, lost_s, noticed_s, repeated_steps }));
     }
 
     /// Runs steps, with all other entries between them.

@@ -11,9 +11,9 @@ use std::time::{Duration, Instant};
 
 use shardwise_plan::RankSet;
 
-use super::Options;
 use super::call_signature::{CallSignature, group_variants};
 use super::exchange::{CALL_NUMBERS, Failure, Machine, Progress, machine, rendezvous, verify_then};
+use super::options::Options;
 use super::shutdown::{Probes, Shutdown, ShutdownOutcome};
 use super::sys::{Communicator, Universe};
 use crate::error::describe_ranks;

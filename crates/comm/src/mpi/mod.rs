@@ -43,6 +43,7 @@
 mod call_signature;
 mod engine;
 mod exchange;
+mod options;
 mod shutdown;
 mod sys;
 
@@ -56,27 +57,10 @@ use shardwise_torch::tch::Device;
 use crate::instruments::Instruments;
 use crate::pending::Completion;
 use crate::transport::{Job, Transport};
-use crate::{CallFault, Error, Group, Result};
+use crate::{Error, Group, Result};
 use engine::{Ending, Engine, Message};
 
-/// Options for [`world`].
-#[derive(Clone, Debug)]
-pub struct Options {
-    /// How long a call may go without any progress before it fails. Must be longer than any legitimate wait of one rank for
-    /// another.
-    pub timeout: Duration,
-    /// Whether the ranks of a group compare their calls before each collective. Must be the same on all ranks.
-    pub verify_collectives: bool,
-    /// A fault to inject, for tests.
-    pub fault: Option<CallFault>,
-}
-
-impl Default for Options {
-    /// A timeout of 300 seconds, no verification, no fault.
-    fn default() -> Self {
-        Options { timeout: Duration::from_secs(300), verify_collectives: false, fault: None }
-    }
-}
+pub use options::Options;
 
 /// The shortest timeout for initializing MPI. Busy hosts may load processes slowly, and a run with a timeout of a few seconds
 /// must not mistake a slow start for a hang.

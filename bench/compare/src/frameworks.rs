@@ -1,0 +1,411 @@
+//! The training benchmark: the frameworks that are compared (Shardwise at each stage, bare libtorch, and the peers), the workload that
+//! all of them train, and a run of one framework.
+
+use std::fmt;
+use std::net::TcpListener;
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use anyhow::{Context, Result, bail, ensure};
+use serde::{Deserialize, Serialize};
+use shardwise_harness::{Hosts, launcher, python};
+
+use crate::workspace::{Scratch, build, median, output_of, root};
+
+// ---- the workload -----------------------------------------------------------------------------------------------------
+
+/// The model and batch that every framework trains.
+#[derive(Clone, Debug)]
+pub struct Workload {
+    /// The size of the model.
+    pub size: Size,
+    /// The type of its parameters.
+    pub precision: Precision,
+    /// The number of sequences per rank and step.
+    pub micro_batch_size: usize,
+    /// The length of a sequence, in tokens.
+    pub seq_len: usize,
+    /// The number of steps, including those of the warm-up.
+    pub steps: usize,
+    /// The number of units that Shardwise gathers ahead.
+    pub prefetch: usize,
+}
+
+/// The size of the model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Size {
+    /// 1 million parameters, to check that all frameworks agree
+    #[value(name = "1m")]
+    Tiny,
+    /// 42 million parameters
+    #[value(name = "42m")]
+    Small,
+    /// 124 million parameters: a Llama with GPT-2's vocabulary, hidden size and layers
+    #[value(name = "124m")]
+    Medium,
+}
+
+/// The type in which parameters are gathered and units compute.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Precision {
+    /// 32 bits
+    F32,
+    /// bfloat16, with f32 master weights
+    Bf16,
+}
+
+impl fmt::Display for Size {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Size::Tiny => "1M",
+            Size::Small => "42M",
+            Size::Medium => "124M",
+        })
+    }
+}
+
+impl fmt::Display for Precision {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if *self == Precision::F32 { "f32" } else { "bf16" })
+    }
+}
+
+impl Workload {
+    /// The usual batch and number of steps.
+    pub fn new(size: Size, precision: Precision) -> Self {
+        Workload { size, precision, micro_batch_size: 4, seq_len: 256, steps: WARM_UP + 3, prefetch: 1 }
+    }
+
+    fn recipe(&self) -> String {
+        let (vocab_size, hidden_size, num_hidden_layers, num_attention_heads, intermediate_size) = match self.size {
+            Size::Tiny => (1000, 128, 3, 4, 352),
+            Size::Small => (32_000, 512, 8, 8, 1408),
+            Size::Medium => (50_257, 768, 12, 12, 2048),
+        };
+        let Workload { precision, micro_batch_size, seq_len, steps, prefetch, .. } = self;
+        format!(
+            "[model.llama]\nvocab_size = {vocab_size}\nhidden_size = {hidden_size}\nnum_hidden_layers = {num_hidden_layers}\n\
+             num_attention_heads = {num_attention_heads}\nintermediate_size = {intermediate_size}\ntie_word_embeddings = true\n\
+             [init]\nweights = \"start.safetensors\"\n[data]\nseed = 7\n\
+             [batch]\nmicro_batch_size = {micro_batch_size}\nseq_len = {seq_len}\n[zero]\nprefetch = {prefetch}\n\
+             [precision]\nparam_dtype = \"{precision}\"\nreduce_dtype = \"f32\"\n\
+             [optimizer]\nlr = 3e-4\nbetas = [0.9, 0.95]\neps = 1e-8\nweight_decay = 0.1\n[run]\nsteps = {steps}\n"
+        )
+    }
+}
+
+// ---- the frameworks ---------------------------------------------------------------------------------------------------
+
+/// A framework and its configuration.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(into = "String")]
+pub enum Framework {
+    /// Bare libtorch: one autograd graph, fused AdamW, no communication.
+    Bare,
+    /// Shardwise at a ZeRO stage.
+    Shardwise(u8),
+    /// Bare PyTorch: the same in Python.
+    PyTorch,
+    /// PyTorch's DDP.
+    Ddp,
+    /// DDP with PyTorch's `ZeroRedundancyOptimizer`.
+    Zero1,
+    /// FSDP2 with `reshard_after_forward=False`.
+    Fsdp2Keep,
+    /// FSDP2.
+    Fsdp2,
+    /// DeepSpeed at a ZeRO stage.
+    DeepSpeed(u8),
+    /// DDP with each block compiled by Inductor.
+    DdpCompiled,
+    /// FSDP2 with `reshard_after_forward=False` and each block compiled by Inductor.
+    Fsdp2KeepCompiled,
+    /// FSDP2 with each block compiled by Inductor.
+    Fsdp2Compiled,
+}
+
+/// All frameworks, in the order of their stages.
+pub const FRAMEWORKS: [Framework; 16] = [
+    Framework::Bare,
+    Framework::PyTorch,
+    Framework::Shardwise(0),
+    Framework::Ddp,
+    Framework::DdpCompiled,
+    Framework::Shardwise(1),
+    Framework::Zero1,
+    Framework::DeepSpeed(1),
+    Framework::Shardwise(2),
+    Framework::Fsdp2Keep,
+    Framework::Fsdp2KeepCompiled,
+    Framework::DeepSpeed(2),
+    Framework::Shardwise(3),
+    Framework::Fsdp2,
+    Framework::Fsdp2Compiled,
+    Framework::DeepSpeed(3),
+];
+
+impl Framework {
+    /// Whether it is not part of this project.
+    pub fn is_peer(self) -> bool {
+        !matches!(self, Framework::Bare | Framework::Shardwise(_))
+    }
+
+    /// Whether Inductor compiles its blocks.
+    pub fn is_compiled(self) -> bool {
+        matches!(self, Framework::DdpCompiled | Framework::Fsdp2KeepCompiled | Framework::Fsdp2Compiled)
+    }
+
+    /// Whether its ranks train together.
+    pub fn is_joint(self) -> bool {
+        !matches!(self, Framework::Bare | Framework::PyTorch)
+    }
+
+    /// The baseline that computes the same model without communication.
+    pub fn bare(self) -> Framework {
+        if self.is_peer() { Framework::PyTorch } else { Framework::Bare }
+    }
+
+    /// The equivalent ZeRO stage.
+    pub fn stage(self) -> u8 {
+        match self {
+            Framework::Bare | Framework::PyTorch | Framework::Ddp | Framework::DdpCompiled => 0,
+            Framework::Zero1 => 1,
+            Framework::Fsdp2Keep | Framework::Fsdp2KeepCompiled => 2,
+            Framework::Fsdp2 | Framework::Fsdp2Compiled => 3,
+            Framework::Shardwise(stage) | Framework::DeepSpeed(stage) => stage,
+        }
+    }
+
+    /// Its argument on the command line of the benchmark program.
+    fn argument(self) -> String {
+        match self {
+            Framework::Bare | Framework::PyTorch => "bare".to_string(),
+            Framework::Shardwise(stage) => format!("stage-{stage}"),
+            Framework::Ddp => "ddp".to_string(),
+            Framework::Zero1 => "zero1".to_string(),
+            Framework::Fsdp2Keep => "fsdp2-keep".to_string(),
+            Framework::Fsdp2 => "fsdp2".to_string(),
+            Framework::DdpCompiled => "ddp-compiled".to_string(),
+            Framework::Fsdp2KeepCompiled => "fsdp2-keep-compiled".to_string(),
+            Framework::Fsdp2Compiled => "fsdp2-compiled".to_string(),
+            Framework::DeepSpeed(stage) => format!("deepspeed-{stage}"),
+        }
+    }
+}
+
+impl fmt::Display for Framework {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Framework::Bare => f.write_str("bare libtorch"),
+            Framework::PyTorch => f.write_str("bare PyTorch"),
+            Framework::Shardwise(stage) => write!(f, "Shardwise {stage}"),
+            Framework::Ddp => f.write_str("DDP"),
+            Framework::Zero1 => f.write_str("DDP + ZeRO optimizer"),
+            Framework::Fsdp2Keep => f.write_str("FSDP2, no reshard"),
+            Framework::Fsdp2 => f.write_str("FSDP2"),
+            Framework::DdpCompiled => f.write_str("DDP, compiled"),
+            Framework::Fsdp2KeepCompiled => f.write_str("FSDP2, no reshard, compiled"),
+            Framework::Fsdp2Compiled => f.write_str("FSDP2, compiled"),
+            Framework::DeepSpeed(stage) => write!(f, "DeepSpeed {stage}"),
+        }
+    }
+}
+
+impl From<Framework> for String {
+    fn from(framework: Framework) -> String {
+        framework.to_string()
+    }
+}
+
+// ---- a run ------------------------------------------------------------------------------------------------------------
+
+/// The line that a framework prints for a step.
+#[derive(Clone, Copy, Debug, Deserialize)]
+struct Step {
+    step: usize,
+    loss: f64,
+}
+
+/// The results that a framework prints at the end of a run, per step, without warm-up steps. Times and memory are those of the rank
+/// with the most; the rest are means over ranks.
+#[derive(Clone, Copy, Debug, Deserialize, Serialize)]
+pub struct Run {
+    /// The loss of the first step.
+    #[serde(skip_deserializing)]
+    pub first_loss: f64,
+    /// The loss of the last step.
+    #[serde(skip_deserializing)]
+    pub last_loss: f64,
+    /// The duration of a step.
+    #[serde(rename = "step_seconds")]
+    pub step_s: f64,
+    /// The CPU time of all threads of a rank.
+    #[serde(rename = "cpu_seconds")]
+    pub cpu_s: f64,
+    /// The CPU time of the optimizer; only for the bare baselines.
+    #[serde(rename = "optimizer_cpu_seconds")]
+    pub optimizer_cpu_s: f64,
+    /// For Shardwise the payload that its meter counts; for peers all bytes on the loopback device.
+    pub sent_bytes: f64,
+    /// The duration of calls; only for Shardwise.
+    #[serde(rename = "talked_seconds", default)]
+    pub talked_s: f64,
+    /// The time that a rank waited for calls; only for Shardwise.
+    #[serde(rename = "waited_seconds", default)]
+    pub waited_s: f64,
+    /// How much longer the first step took; only for compiled frameworks.
+    #[serde(rename = "compile_seconds", default)]
+    pub compile_s: f64,
+    /// The time from launch to the first step.
+    #[serde(rename = "ready_seconds")]
+    pub ready_s: f64,
+    /// The peak memory.
+    pub peak_bytes: f64,
+    /// The proportional set size at the end.
+    pub pss_bytes: f64,
+}
+
+/// An explanation of `sent_bytes` for readers of tables.
+pub const SENT: &str = "Bytes sent are the payload that the meter counts for Shardwise, and all bytes on the loopback device for \
+                               the peers.";
+
+/// The number of warm-up steps.
+pub const WARM_UP: usize = 2;
+
+/// The median of a figure over runs.
+pub fn median_of<'a>(runs: impl IntoIterator<Item = &'a Run>, figure: fn(&Run) -> f64) -> f64 {
+    median(&runs.into_iter().map(figure).collect::<Vec<_>>())
+}
+
+/// The benchmark programs, and a folder with the recipe and the initial weights of all frameworks.
+pub struct Bench {
+    program: PathBuf,
+    peers: PathBuf,
+    folder: Scratch,
+    steps: usize,
+}
+
+impl Bench {
+    /// Builds and installs the programs, and writes the recipe and the initial weights.
+    pub fn new(workload: &Workload) -> Result<Self> {
+        let program = build("bench-train", &["build", "--release", "--workspace", "--bins"])?;
+        let torch = python().map_err(anyhow::Error::msg)?;
+        let mut setup = Command::new(root().join("bench/peers/setup"));
+        let peers = output_of(setup.arg(torch).stderr(std::process::Stdio::inherit()))?.trim().into();
+        let folder = Scratch::new("frameworks")?;
+        let bench = Bench { program, peers, folder, steps: workload.steps };
+        bench.set(workload)?;
+        output_of(Command::new(&bench.program).arg("weights").arg(bench.recipe()))?;
+        Ok(bench)
+    }
+
+    /// Changes the workload, except for the model and the number of steps.
+    pub fn set(&self, workload: &Workload) -> Result<()> {
+        Ok(std::fs::write(self.recipe(), workload.recipe())?)
+    }
+
+    fn recipe(&self) -> PathBuf {
+        self.folder.path().join("recipe.toml")
+    }
+
+    /// Runs a framework with one thread per rank, on simulated hosts if `hosts` is given.
+    pub fn run(&self, framework: Framework, ranks: usize, hosts: Option<&Hosts>) -> Result<Run> {
+        let network = hosts.map(Hosts::start).transpose()?;
+        let mut command = launcher(network.as_ref(), ranks, Duration::from_secs(1800));
+        let launched = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs_f64();
+        command.args([
+            "OMP_NUM_THREADS=1",
+            &format!("SHARDWISE_LAUNCHED={launched}"),
+            &format!("SHARDWISE_WARM_UP={WARM_UP}"),
+        ]);
+        if framework.is_peer() {
+            // DeepSpeed looks for its compiled extensions, and for ninja.
+            let environment = self.peers.ancestors().nth(2).context("the peers' environment")?;
+            let path = std::env::join_paths(
+                std::iter::once(environment.join("bin"))
+                    .chain(std::env::split_paths(&std::env::var_os("PATH").unwrap_or_default())),
+            )?;
+            command.args(["DS_ACCELERATOR=cpu", "GLOO_SOCKET_IFNAME=lo", "PYTHONDONTWRITEBYTECODE=1"]);
+            command.arg(format!("TORCH_EXTENSIONS_DIR={}", environment.join("extensions").display()));
+            command.arg(format!("PATH={}", path.display()));
+            command
+                .arg(&self.peers)
+                .arg(root().join("bench/peers/train.py"))
+                .arg(framework.argument())
+                .arg(self.recipe());
+            // This port is free now, and stays free because nothing else is started.
+            command.arg(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port().to_string());
+        } else {
+            command.arg(&self.program).arg(framework.argument()).arg(self.recipe());
+        }
+        let printed = output_of(&mut command).with_context(|| format!("{framework} on {ranks} ranks"))?;
+        parse_run(&printed, self.steps).with_context(|| format!("{framework} printed {printed}"))
+    }
+}
+
+/// Parses the output of a run. Libraries may print other lines.
+fn parse_run(printed: &str, steps: usize) -> Result<Run> {
+    let lines = || printed.lines().filter(|line| line.starts_with('{'));
+    let losses: Vec<Step> = lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
+    let run: Option<Run> = lines().find_map(|line| serde_json::from_str(line).ok());
+    let (Some(run), [first, .., last]) = (run, &losses[..]) else { bail!("too few lines") };
+    ensure!(losses.len() == steps && last.step == steps, "{} of {steps} steps", losses.len());
+    Ok(Run { first_loss: first.loss, last_loss: last.loss, ..run })
+}
+
+/// Checks that all frameworks computed the same thing: first losses agree because weights and tokens are the same, last losses because
+/// ranks train together. The check is meaningful, because baselines whose ranks train alone end with different losses.
+pub fn check_losses(runs: &[(Framework, Run)], precision: Precision, ranks: usize) -> Result<()> {
+    // In bf16, frameworks round in different places.
+    let allowed = if precision == Precision::F32 { 1e-5 } else { 1e-3 };
+    let together =
+        runs.iter().find(|(framework, _)| framework.is_joint()).context("a framework whose ranks train together")?;
+    let off = |loss: fn(&Run) -> f64, run: &Run| (loss(run) / loss(&together.1) - 1.).abs();
+    for (framework, run) in runs {
+        let (first, last) = (off(|run| run.first_loss, run), off(|run| run.last_loss, run));
+        ensure!(first <= allowed, "void: the first losses of {framework} and {} are {first:.1e} apart", together.0);
+        let same = last <= allowed;
+        let expected = framework.is_joint() || ranks == 1;
+        ensure!(
+            same == expected,
+            "void: the last losses of {framework} and {} are {last:.1e} apart; expected {} {allowed:.0e}",
+            together.0,
+            if expected { "at most" } else { "more than" }
+        );
+    }
+    Ok(())
+}
+
+/// Runs every framework once per round, in varying order. The runs of a round are returned in the order of `frameworks`.
+pub fn run_rounds(
+    bench: &Bench,
+    workload: &Workload,
+    frameworks: &[Framework],
+    ranks: usize,
+    rounds: usize,
+) -> Result<Vec<Vec<(Framework, Run)>>> {
+    let mut all = Vec::new();
+    for round in 0..rounds {
+        let mut order: Vec<Framework> = frameworks.to_vec();
+        order.rotate_left(round * frameworks.len() / rounds);
+        if round % 2 == 1 {
+            order.reverse();
+        }
+        let mut runs = Vec::new();
+        for framework in order {
+            let run = bench.run(framework, ranks, None)?;
+            eprintln!(
+                "{ranks} ranks, round {} of {rounds}: {framework}: {:.3} s per step, {:.0} MB",
+                round + 1,
+                run.step_s,
+                run.peak_bytes / 1e6
+            );
+            runs.push((framework, run));
+        }
+        runs.sort_by_key(|(framework, _)| frameworks.iter().position(|other| other == framework));
+        check_losses(&runs, workload.precision, ranks)?;
+        all.push(runs);
+    }
+    Ok(all)
+}

@@ -1,0 +1,104 @@
+//! Checks whether a recipe can run, before any rank starts.
+
+use std::io::Write;
+use std::process::ExitCode;
+
+use serde_json::json;
+use shardwise_cli::flags::TraceFlags;
+use shardwise_journal::format::format_memory_fixed;
+use shardwise_recipe::Recipe;
+use shardwise_run::memory_estimate::{MemoryEstimate, find_settings_that_fit};
+use shardwise_run::memory_limit::{MemoryLimit, memory_limit};
+use shardwise_supervisor::RankCount;
+use shardwise_supervisor::exit_codes::REFUSED;
+
+use crate::flags::{parse_faults, parse_trace};
+use crate::recipe_arguments::RecipeArguments;
+
+/// Prints the result of the check to standard output, or the error to standard error.
+pub(crate) fn run(
+    arguments: &RecipeArguments,
+    ranks_here: Option<usize>,
+    faults: &[String],
+    trace: &TraceFlags,
+) -> ExitCode {
+    match parse_trace(trace).and_then(|_| check(arguments, ranks_here, faults)) {
+        Err(reason) => {
+            eprintln!("{reason}");
+            ExitCode::from(REFUSED)
+        }
+        Ok(text) => {
+            // A closed standard output is not an error.
+            drop(writeln!(std::io::stdout(), "{}", text.trim_end()));
+            ExitCode::SUCCESS
+        }
+    }
+}
+
+/// Checks that a recipe is valid and fits into the memory of this host. Returns JSON for `shardwise`.
+fn check(arguments: &RecipeArguments, ranks_here: Option<usize>, faults: &[String]) -> Result<String, String> {
+    parse_faults(faults)?;
+    let asked = arguments.ranks.unwrap_or(RankCount { min: 1, max: 1 });
+    let recipe = arguments.read()?;
+    let sizes = world_sizes(&recipe, asked)?;
+    let ranks = sizes.last().copied().unwrap_or(asked.max);
+    let estimate = match ranks_here {
+        // No rank runs on this host, and only the other hosts know their memory.
+        Some(0) => MemoryEstimate::of(&recipe, ranks).map_err(|error| error.to_string())?,
+        here => check_memory(arguments, &recipe, ranks, here.unwrap_or(ranks))?,
+    };
+    let report = json!({
+        "text": format!("a rank needs about {} of memory:\n{estimate}", format_memory_fixed(estimate.total())),
+        "ranks": sizes,
+        "folder": recipe.folder(),
+        "saves": recipe.checkpoints.is_some(),
+        "heartbeat_timeout_s": recipe.supervision.heartbeat_timeout_s,
+        "max_restarts": recipe.supervision.max_restarts,
+    });
+    Ok(report.to_string())
+}
+
+/// The world sizes in a range that a recipe can run on. All of them must have the same global batch size.
+fn world_sizes(recipe: &Recipe, asked: RankCount) -> Result<Vec<usize>, String> {
+    let batch = |ranks: usize| {
+        recipe.check_replicas(ranks)?;
+        Ok::<_, shardwise_recipe::Error>(recipe.batch(ranks)?.global_batch_size)
+    };
+    let found: Vec<(usize, usize)> =
+        (asked.min..=asked.max).filter_map(|ranks| Some((ranks, batch(ranks).ok()?))).collect();
+    let Some(&(largest, global)) = found.last() else {
+        return Err(batch(asked.max).err().map_or_else(String::new, |error| error.to_string()));
+    };
+    if let Some((ranks, other)) = found.iter().find(|(_, other)| *other != global) {
+        return Err(format!(
+            "-n {asked}: a step would have {other} sequences on {ranks} ranks and {global} on {largest}; set batch.global_batch_size and \
+             batch.micro_batch_size, and leave batch.gradient_accumulation_steps out"
+        ));
+    }
+    Ok(found.into_iter().map(|(ranks, _)| ranks).collect())
+}
+
+/// Estimates the memory of a rank. If it does not fit, the error has the figures, and the settings with which it would fit.
+pub(crate) fn check_memory(
+    arguments: &RecipeArguments,
+    recipe: &Recipe,
+    ranks: usize,
+    ranks_here: usize,
+) -> Result<MemoryEstimate, String> {
+    let estimate = MemoryEstimate::of(recipe, ranks).map_err(|error| error.to_string())?;
+    let limit = memory_limit(ranks_here, 0).filter(|limit| estimate.total() > limit.bytes);
+    let Some(MemoryLimit { bytes: limit, what, .. }) = limit else {
+        return Ok(estimate);
+    };
+    let remedy = match find_settings_that_fit(recipe, ranks, limit) {
+        Some((keys, then)) => format!("{} would fit, with {}", keys.join(" and "), format_memory_fixed(then.total())),
+        None => {
+            "no settings make it fit on these ranks: use more ranks, a smaller batch or a smaller model".to_string()
+        }
+    };
+    let (stage, total, limit) = (recipe.zero.stage, format_memory_fixed(estimate.total()), format_memory_fixed(limit));
+    let path = arguments.path.display();
+    Err(format!(
+        "{path}: at stage {stage} a rank would need about {total}, but {what} is {limit}:\n{estimate}\n{remedy}"
+    ))
+}

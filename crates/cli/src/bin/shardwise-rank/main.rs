@@ -1,0 +1,92 @@
+//! The program that runs on every rank. `shardwise` starts it; users do not.
+
+#![forbid(unsafe_code)]
+
+mod check;
+mod flags;
+mod inference;
+mod probe;
+mod profile;
+mod profile_table;
+mod rank;
+mod recipe_arguments;
+mod supervisor_link;
+mod train;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::Result;
+use clap::{Parser, Subcommand};
+use shardwise_cli::flags::{GenerateFlags, ProfileFlags, TraceFlags};
+
+use probe::Library;
+use recipe_arguments::RecipeArguments;
+
+#[derive(Parser)]
+#[command(name = "shardwise-rank", about = "Run one rank; started by shardwise, see `shardwise --help`")]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Print the version of a library and check that it works
+    Probe { library: Library },
+    /// Check that a recipe can run and fits into memory
+    Check {
+        #[command(flatten)]
+        recipe: RecipeArguments,
+        /// Assume that this many of the ranks run on this host, instead of all
+        #[arg(long)]
+        ranks_here: Option<usize>,
+        #[arg(long)]
+        fault: Vec<String>,
+        #[command(flatten)]
+        trace: TraceFlags,
+    },
+    /// Train as one of the ranks
+    Train {
+        #[command(flatten)]
+        recipe: RecipeArguments,
+        #[arg(long)]
+        fault: Vec<String>,
+        #[command(flatten)]
+        trace: TraceFlags,
+    },
+    /// Profile a few steps as one of the ranks
+    Profile {
+        #[command(flatten)]
+        recipe: RecipeArguments,
+        #[command(flatten)]
+        flags: ProfileFlags,
+        #[arg(long)]
+        width: Option<usize>,
+    },
+    /// Evaluate the newest checkpoint as one of the ranks
+    Evaluate {
+        #[command(flatten)]
+        recipe: RecipeArguments,
+        #[arg(long)]
+        corpus: Option<PathBuf>,
+    },
+    /// Generate text as one of the ranks
+    Generate {
+        #[command(flatten)]
+        recipe: RecipeArguments,
+        #[command(flatten)]
+        flags: GenerateFlags,
+    },
+}
+
+fn main() -> Result<ExitCode> {
+    match Arguments::parse().command {
+        Command::Probe { library } => probe::run(library),
+        Command::Check { recipe, ranks_here, fault, trace } => Ok(check::run(&recipe, ranks_here, &fault, &trace)),
+        Command::Train { recipe, fault, trace } => train::run(&recipe, &fault, &trace),
+        Command::Profile { recipe, flags, width } => profile::run(&recipe, &flags, width),
+        Command::Evaluate { recipe, corpus } => inference::evaluate(&recipe, corpus),
+        Command::Generate { recipe, flags } => inference::generate(&recipe, flags),
+    }
+}

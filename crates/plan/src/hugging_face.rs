@@ -1,0 +1,331 @@
+//! Reading and writing the `config.json` of Hugging Face checkpoints.
+//!
+//! An unsupported setting is never ignored: it is an error that names the key.
+
+use serde_json::{Value, json};
+
+use crate::{ConfigError, Gpt2Config, Llama3Rope, LlamaConfig, ModelConfig};
+
+type Result<T> = std::result::Result<T, ConfigError>;
+
+impl ModelConfig {
+    /// Reads a Hugging Face `config.json`.
+    pub fn from_hugging_face(config: &Value) -> std::result::Result<Self, ConfigError> {
+        let config = Config(config);
+        let family = config.text("model_type")?;
+        match family {
+            "gpt2" => gpt2(&config).map(ModelConfig::Gpt2),
+            "llama" | "mistral" | "qwen2" | "qwen3" => llama(&config, family).map(ModelConfig::Llama),
+            other => Err(config_error(
+                "model_type",
+                format!("is '{other}', and only llama, mistral, qwen2, qwen3 and gpt2 are known"),
+            )),
+        }
+    }
+
+    /// Returns the Hugging Face `config.json` for sequences of up to `positions` tokens, or `None` if it cannot express this
+    /// model, for instance one with both the biases of Qwen 2 and the norms of Qwen 3.
+    pub fn to_hugging_face(&self, positions: usize) -> Option<Value> {
+        let config = self.nearest_config(positions);
+        // Hugging Face's code refuses a hidden size that is not a multiple of the number of heads.
+        if matches!(self, ModelConfig::Llama(llama) if !llama.hidden_size.is_multiple_of(llama.num_attention_heads)) {
+            return None;
+        }
+        let described = ModelConfig::from_hugging_face(&config).ok()?;
+        let same = match (described, self) {
+            // `loss_chunk_tokens` is ours, and not part of the file.
+            (ModelConfig::Llama(described), ModelConfig::Llama(llama)) => {
+                LlamaConfig { loss_chunk_tokens: llama.loss_chunk_tokens, ..described } == *llama
+            }
+            (ModelConfig::Gpt2(described), ModelConfig::Gpt2(gpt2)) => {
+                Gpt2Config { loss_chunk_tokens: gpt2.loss_chunk_tokens, ..described } == *gpt2
+            }
+            _ => false,
+        };
+        same.then_some(config)
+    }
+
+    fn nearest_config(&self, positions: usize) -> Value {
+        match self {
+            ModelConfig::Gpt2(gpt2) => json!({
+                "architectures": ["GPT2LMHeadModel"],
+                "model_type": "gpt2",
+                "vocab_size": gpt2.vocab_size,
+                "n_positions": gpt2.n_positions,
+                "n_embd": gpt2.n_embd,
+                "n_layer": gpt2.n_layer,
+                "n_head": gpt2.n_head,
+                "layer_norm_epsilon": gpt2.layer_norm_epsilon,
+                "initializer_range": gpt2.initializer_range,
+                "activation_function": "gelu_new",
+                "attn_pdrop": 0.0,
+                "embd_pdrop": 0.0,
+                "resid_pdrop": 0.0,
+            }),
+            ModelConfig::Llama(llama) => llama_to_hugging_face(llama, positions),
+        }
+    }
+}
+
+fn llama_to_hugging_face(llama: &LlamaConfig, positions: usize) -> Value {
+    let (family, architecture) = match llama {
+        LlamaConfig { qk_norm: true, .. } => ("qwen3", "Qwen3ForCausalLM"),
+        LlamaConfig { qkv_bias: true, .. } => ("qwen2", "Qwen2ForCausalLM"),
+        LlamaConfig { sliding_window: Some(_), .. } => ("mistral", "MistralForCausalLM"),
+        _ => ("llama", "LlamaForCausalLM"),
+    };
+    let mut config = json!({
+        "architectures": [architecture],
+        "model_type": family,
+        "vocab_size": llama.vocab_size,
+        "hidden_size": llama.hidden_size,
+        "intermediate_size": llama.intermediate_size,
+        "num_hidden_layers": llama.num_hidden_layers,
+        "num_attention_heads": llama.num_attention_heads,
+        "num_key_value_heads": llama.num_key_value_heads,
+        "head_dim": llama.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": positions,
+        "rms_norm_eps": llama.rms_norm_eps,
+        "rope_theta": llama.rope_theta,
+        "initializer_range": llama.initializer_range,
+        "tie_word_embeddings": llama.tie_word_embeddings,
+        "attention_dropout": 0.0,
+        "use_cache": true,
+    });
+    match family {
+        "llama" | "qwen3" => config["attention_bias"] = json!(false),
+        "mistral" => config["sliding_window"] = json!(llama.sliding_window),
+        _ => (),
+    }
+    if let Some(rope) = llama.rope_scaling {
+        config["rope_scaling"] = json!({
+            "rope_type": "llama3",
+            "factor": rope.factor,
+            "low_freq_factor": rope.low_freq_factor,
+            "high_freq_factor": rope.high_freq_factor,
+            "original_max_position_embeddings": rope.original_max_position_embeddings,
+        });
+    }
+    config
+}
+
+fn gpt2(config: &Config<'_>) -> Result<Gpt2Config> {
+    config.only("activation_function", &["gelu_new"], "gelu_new")?;
+    config.off("scale_attn_by_inverse_layer_idx")?;
+    config.off("add_cross_attention")?;
+    for key in ["scale_attn_weights", "tie_word_embeddings"] {
+        if config.given(key) == Some(&Value::Bool(false)) {
+            return Err(config_error(key, "is false, which is not supported".to_string()));
+        }
+    }
+    let n_embd = config.count("n_embd")?;
+    if let Some(inner) = config.maybe_count("n_inner")?.filter(|&inner| inner != 4 * n_embd) {
+        return Err(config_error("n_inner", format!("is {inner}, and only 4 × n_embd ({}) is known", 4 * n_embd)));
+    }
+    let plain = Gpt2Config::new(
+        config.count("vocab_size")?,
+        config.count("n_positions")?,
+        n_embd,
+        config.count("n_layer")?,
+        config.count("n_head")?,
+    );
+    Ok(Gpt2Config {
+        layer_norm_epsilon: config.number("layer_norm_epsilon", plain.layer_norm_epsilon)?,
+        initializer_range: config.number("initializer_range", plain.initializer_range)?,
+        ..plain
+    })
+}
+
+fn llama(config: &Config<'_>, family: &str) -> Result<LlamaConfig> {
+    config.only("hidden_act", &["silu"], "silu")?;
+    config.off("mlp_bias")?;
+    config.off("attention_bias")?;
+    config.off("use_sliding_window")?;
+    let (hidden_size, heads) = (config.count("hidden_size")?, config.count("num_attention_heads")?);
+    let plain = LlamaConfig::new(
+        config.count("vocab_size")?,
+        hidden_size,
+        config.count("num_hidden_layers")?,
+        heads,
+        config.count("intermediate_size")?,
+    );
+    // Newer files have all settings of the rotary embedding in one object, or in one object per type of layer.
+    let rope = Config(config.0.get("rope_parameters").filter(|rope| rope.is_object()).unwrap_or(config.0));
+    if rope
+        .0
+        .as_object()
+        .is_some_and(|rope| config.0.get("rope_parameters").is_some() && rope.values().any(Value::is_object))
+    {
+        return Err(config_error("rope_parameters", "differ between layers, which is not supported".to_string()));
+    }
+    let scaling = match (config.0.get("rope_parameters"), config.0.get("rope_scaling")) {
+        (Some(parameters), _) if parameters.is_object() => Some(parameters),
+        (_, Some(scaling)) if scaling.is_object() => Some(scaling),
+        _ => None,
+    };
+    Ok(LlamaConfig {
+        num_key_value_heads: match (
+            config.maybe_count("num_key_value_heads")?,
+            config.0.get("num_key_value_heads"),
+            family,
+        ) {
+            (Some(heads), ..) => heads,
+            // The defaults of each family in Hugging Face's code.
+            (None, None, "mistral") => 8,
+            (None, None, "qwen2" | "qwen3") => 32,
+            _ => heads,
+        },
+        head_dim: match (config.maybe_count("head_dim")?, family) {
+            (Some(head_dim), _) => head_dim,
+            (None, "qwen3") => 128,
+            (None, _) => plain.head_dim,
+        },
+        rope_theta: rope.number("rope_theta", config.number("rope_theta", plain.rope_theta)?)?,
+        rope_scaling: scaling.map(|scaling| rope_scaling(&Config(scaling))).transpose()?.flatten(),
+        rms_norm_eps: config.number("rms_norm_eps", 1e-6)?,
+        tie_word_embeddings: config.flag("tie_word_embeddings")?,
+        qkv_bias: family == "qwen2",
+        qk_norm: family == "qwen3",
+        sliding_window: match family {
+            "mistral" if config.0.get("sliding_window").is_none() => Some(4096),
+            "mistral" => config.maybe_count("sliding_window")?,
+            _ => None,
+        },
+        initializer_range: config.number("initializer_range", plain.initializer_range)?,
+        ..plain
+    })
+}
+
+fn rope_scaling(scaling: &Config<'_>) -> Result<Option<Llama3Rope>> {
+    let kind =
+        scaling.0.get("rope_type").or_else(|| scaling.0.get("type")).and_then(Value::as_str).unwrap_or("default");
+    match kind {
+        "default" => Ok(None),
+        "llama3" => Ok(Some(Llama3Rope {
+            factor: scaling.needed_number("factor")?,
+            low_freq_factor: scaling.needed_number("low_freq_factor")?,
+            high_freq_factor: scaling.needed_number("high_freq_factor")?,
+            original_max_position_embeddings: scaling.count("original_max_position_embeddings")?,
+        })),
+        other => Err(config_error("rope_type", format!("is '{other}', and only default and llama3 are known"))),
+    }
+}
+
+/// Reads and checks the keys of a `config.json`.
+struct Config<'a>(&'a Value);
+
+impl<'a> Config<'a> {
+    fn given(&self, key: &str) -> Option<&'a Value> {
+        self.0.get(key).filter(|value| !value.is_null())
+    }
+
+    fn text(&self, key: &'static str) -> Result<&'a str> {
+        self.given(key)
+            .and_then(Value::as_str)
+            .ok_or_else(|| config_error(key, "is missing or not a string".to_string()))
+    }
+
+    fn maybe_count(&self, key: &'static str) -> Result<Option<usize>> {
+        let Some(value) = self.given(key) else { return Ok(None) };
+        let count = value.as_u64().and_then(|count| usize::try_from(count).ok()).filter(|count| *count <= COUNT_MAX);
+        count.map(Some).ok_or_else(|| config_error(key, format!("is {value}, but must be a number up to {COUNT_MAX}")))
+    }
+
+    fn count(&self, key: &'static str) -> Result<usize> {
+        self.maybe_count(key)?.ok_or_else(|| config_error(key, "is missing".to_string()))
+    }
+
+    fn number(&self, key: &'static str, unless_given: f64) -> Result<f64> {
+        match self.given(key) {
+            None => Ok(unless_given),
+            Some(_) => self.needed_number(key),
+        }
+    }
+
+    fn needed_number(&self, key: &'static str) -> Result<f64> {
+        let number = self.given(key).and_then(Value::as_f64).filter(|number| number.is_finite() && *number >= 0.);
+        number.ok_or_else(|| config_error(key, "must be a number that is not negative".to_string()))
+    }
+
+    fn flag(&self, key: &'static str) -> Result<bool> {
+        match self.given(key) {
+            None => Ok(false),
+            Some(value) => value.as_bool().ok_or_else(|| config_error(key, "must be true or false".to_string())),
+        }
+    }
+
+    /// Checks that an unsupported setting is off.
+    fn off(&self, key: &'static str) -> Result<()> {
+        match self.flag(key)? {
+            false => Ok(()),
+            true => Err(config_error(key, "is true, which is not supported".to_string())),
+        }
+    }
+
+    fn only(&self, key: &'static str, known: &[&str], unless_given: &str) -> Result<()> {
+        let value = self.given(key).map_or(Some(unless_given), Value::as_str).unwrap_or_default();
+        match known.contains(&value) {
+            true => Ok(()),
+            false => Err(config_error(key, format!("is '{value}', and only {} is known", known.join(", ")))),
+        }
+    }
+}
+
+/// An upper bound for sizes and counts, far above those of any real model.
+const COUNT_MAX: usize = 1 << 24;
+
+fn config_error(key: &'static str, problem: String) -> ConfigError {
+    ConfigError { key, problem }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test may fail")]
+    use super::*;
+
+    #[test]
+    fn a_config_that_was_written_is_read_as_the_same_shape() {
+        let plain = LlamaConfig { rms_norm_eps: 1e-6, ..LlamaConfig::new(101, 36, 2, 6, 53) };
+        let stretched =
+            Llama3Rope { factor: 8., low_freq_factor: 1., high_freq_factor: 4., original_max_position_embeddings: 64 };
+        for shape in [
+            ModelConfig::Llama(plain.clone()),
+            ModelConfig::Llama(LlamaConfig {
+                num_key_value_heads: 2,
+                rope_scaling: Some(stretched),
+                tie_word_embeddings: true,
+                ..plain.clone()
+            }),
+            ModelConfig::Llama(LlamaConfig { sliding_window: Some(16), head_dim: 8, ..plain.clone() }),
+            ModelConfig::Llama(LlamaConfig { qkv_bias: true, rope_theta: 1e6, ..plain.clone() }),
+            ModelConfig::Llama(LlamaConfig { qk_norm: true, ..plain }),
+            ModelConfig::Gpt2(Gpt2Config::new(101, 32, 36, 2, 6)),
+        ] {
+            assert_eq!(ModelConfig::from_hugging_face(&shape.to_hugging_face(128).unwrap()).unwrap(), shape);
+        }
+        let both = LlamaConfig { qk_norm: true, qkv_bias: true, ..LlamaConfig::new(101, 36, 2, 6, 53) };
+        assert_eq!(ModelConfig::Llama(both).to_hugging_face(128), None);
+    }
+
+    #[test]
+    fn what_is_not_supported_is_named() {
+        let llama = ModelConfig::Llama(LlamaConfig::new(101, 36, 2, 6, 53)).to_hugging_face(128).unwrap();
+        for (key, value) in [
+            ("model_type", json!("mamba")),
+            ("hidden_act", json!("gelu")),
+            ("attention_bias", json!(true)),
+            ("rope_scaling", json!({ "rope_type": "yarn", "factor": 2. })),
+            ("hidden_size", json!(-1)),
+            ("vocab_size", json!(1e30)),
+            ("rms_norm_eps", json!("small")),
+        ] {
+            let mut config = llama.clone();
+            config[key] = value;
+            let error = ModelConfig::from_hugging_face(&config).unwrap_err().to_string();
+            let named = if key == "rope_scaling" { "rope_type" } else { key };
+            assert!(error.contains(named), "{error}");
+        }
+        assert!(ModelConfig::from_hugging_face(&json!([1])).is_err());
+    }
+}

@@ -1,0 +1,254 @@
+//! The configuration of a model, as plain data: the Llama family and GPT-2, with the fields of Hugging Face's `config.json`.
+//!
+//! A configuration can be checked without libtorch; `Model::from_config` in `shardwise-model` builds the model.
+
+/// The configuration of a model of one of the supported families.
+#[derive(Clone, Debug, PartialEq)]
+pub enum ModelConfig {
+    /// Llama 2 and 3, Mistral, Qwen 2 and 3.
+    Llama(LlamaConfig),
+    /// GPT-2.
+    Gpt2(Gpt2Config),
+}
+
+/// The configuration of a model of the Llama family: Llama 2 and 3, Mistral, Qwen 2 and 3. Fields are named as in Hugging Face's
+/// `config.json`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LlamaConfig {
+    /// The size of the vocabulary. All token ids are below it.
+    pub vocab_size: usize,
+    /// The size of the hidden states.
+    pub hidden_size: usize,
+    /// The number of transformer blocks.
+    pub num_hidden_layers: usize,
+    /// The number of query heads.
+    pub num_attention_heads: usize,
+    /// The number of key and value heads. Divides `num_attention_heads`.
+    pub num_key_value_heads: usize,
+    /// The size of a head; often `hidden_size / num_attention_heads`.
+    pub head_dim: usize,
+    /// The size of the MLP's hidden layer.
+    pub intermediate_size: usize,
+    /// The base of the rotary embedding's wavelengths.
+    pub rope_theta: f64,
+    /// How Llama 3.1 and later stretch those wavelengths.
+    pub rope_scaling: Option<Llama3Rope>,
+    /// The epsilon that RMSNorm adds to the mean square.
+    pub rms_norm_eps: f64,
+    /// Whether the head shares the embedding's matrix.
+    pub tie_word_embeddings: bool,
+    /// Whether the query, key and value projections have biases, as in Qwen 2.
+    pub qkv_bias: bool,
+    /// Whether queries and keys are normalized per head, as in Qwen 3.
+    pub qk_norm: bool,
+    /// How many positions a position attends to, including itself, as in Mistral.
+    pub sliding_window: Option<usize>,
+    /// The standard deviation of initial weight matrices.
+    pub initializer_range: f64,
+    /// The number of tokens whose logits are in memory at once.
+    pub loss_chunk_tokens: usize,
+}
+
+/// Llama 3.1's scaling of the rotary embedding for long contexts. Fields are named as in Hugging Face's `rope_scaling`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Llama3Rope {
+    /// The factor by which long wavelengths are stretched.
+    pub factor: f64,
+    /// Wavelengths longer than the original context divided by this are stretched by the full factor.
+    pub low_freq_factor: f64,
+    /// Wavelengths shorter than the original context divided by this are not stretched.
+    pub high_freq_factor: f64,
+    /// The context length of the original training.
+    pub original_max_position_embeddings: usize,
+}
+
+/// The configuration of a GPT-2. Fields are named as in Hugging Face's `config.json`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Gpt2Config {
+    /// The size of the vocabulary. All token ids are below it.
+    pub vocab_size: usize,
+    /// The maximum sequence length.
+    pub n_positions: usize,
+    /// The size of the hidden states.
+    pub n_embd: usize,
+    /// The number of transformer blocks.
+    pub n_layer: usize,
+    /// The number of attention heads. Divides `n_embd`.
+    pub n_head: usize,
+    /// The epsilon that LayerNorm adds to the variance.
+    pub layer_norm_epsilon: f64,
+    /// The standard deviation of initial weight matrices.
+    pub initializer_range: f64,
+    /// The number of tokens whose logits are in memory at once.
+    pub loss_chunk_tokens: usize,
+}
+
+/// An invalid or unsupported configuration of a model.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{key}: {problem}")]
+pub struct ConfigError {
+    /// The key at fault.
+    pub key: &'static str,
+    /// The problem, and how to fix it.
+    pub problem: String,
+}
+
+impl ModelConfig {
+    /// The size of the vocabulary. All token ids are below it.
+    pub fn vocab_size(&self) -> usize {
+        match self {
+            ModelConfig::Llama(llama) => llama.vocab_size,
+            ModelConfig::Gpt2(gpt2) => gpt2.vocab_size,
+        }
+    }
+
+    /// Checks that the sizes are positive and fit together.
+    pub fn check(&self) -> Result<(), ConfigError> {
+        match self {
+            ModelConfig::Llama(llama) => llama.check(),
+            ModelConfig::Gpt2(gpt2) => gpt2.check(),
+        }
+    }
+}
+
+impl From<LlamaConfig> for ModelConfig {
+    fn from(config: LlamaConfig) -> Self {
+        ModelConfig::Llama(config)
+    }
+}
+
+impl From<Gpt2Config> for ModelConfig {
+    fn from(config: Gpt2Config) -> Self {
+        ModelConfig::Gpt2(config)
+    }
+}
+
+impl LlamaConfig {
+    /// Creates a configuration like Llama 2's: no biases, untied embeddings, one key head per query head.
+    pub fn new(
+        vocab_size: usize,
+        hidden_size: usize,
+        num_hidden_layers: usize,
+        num_attention_heads: usize,
+        intermediate_size: usize,
+    ) -> Self {
+        LlamaConfig {
+            vocab_size,
+            hidden_size,
+            num_hidden_layers,
+            num_attention_heads,
+            num_key_value_heads: num_attention_heads,
+            head_dim: hidden_size / num_attention_heads.max(1),
+            intermediate_size,
+            rope_theta: 10_000.,
+            rope_scaling: None,
+            rms_norm_eps: 1e-5,
+            tie_word_embeddings: false,
+            qkv_bias: false,
+            qk_norm: false,
+            sliding_window: None,
+            initializer_range: 0.02,
+            loss_chunk_tokens: 256,
+        }
+    }
+
+    fn check(&self) -> Result<(), ConfigError> {
+        check_positive(&[
+            ("vocab_size", self.vocab_size),
+            ("hidden_size", self.hidden_size),
+            ("num_attention_heads", self.num_attention_heads),
+            ("num_key_value_heads", self.num_key_value_heads),
+            ("intermediate_size", self.intermediate_size),
+            ("loss_chunk_tokens", self.loss_chunk_tokens),
+        ])?;
+        let fail = |key, problem: String| Err(ConfigError { key, problem });
+        if !self.num_attention_heads.is_multiple_of(self.num_key_value_heads) {
+            let problem =
+                format!("{} does not divide the {} query heads", self.num_key_value_heads, self.num_attention_heads);
+            return fail("num_key_value_heads", problem);
+        }
+        if self.head_dim == 0 || !self.head_dim.is_multiple_of(2) {
+            return fail("head_dim", format!("{} is not a positive even number, as rotary pairs need", self.head_dim));
+        }
+        if self.sliding_window == Some(0) {
+            return fail("sliding_window", "is 0, and a position sees at least itself".to_string());
+        }
+        Ok(())
+    }
+}
+
+impl Gpt2Config {
+    /// Creates a configuration of the given size, with the constants of the published models.
+    pub fn new(vocab_size: usize, n_positions: usize, n_embd: usize, n_layer: usize, n_head: usize) -> Self {
+        Gpt2Config {
+            vocab_size,
+            n_positions,
+            n_embd,
+            n_layer,
+            n_head,
+            layer_norm_epsilon: 1e-5,
+            initializer_range: 0.02,
+            loss_chunk_tokens: 256,
+        }
+    }
+
+    fn check(&self) -> Result<(), ConfigError> {
+        if self.n_head == 0 || !self.n_embd.is_multiple_of(self.n_head) {
+            let problem = format!("{} does not divide n_embd, which is {}", self.n_head, self.n_embd);
+            return Err(ConfigError { key: "n_head", problem });
+        }
+        check_positive(&[
+            ("vocab_size", self.vocab_size),
+            ("n_positions", self.n_positions),
+            ("n_embd", self.n_embd),
+            ("loss_chunk_tokens", self.loss_chunk_tokens),
+        ])
+    }
+}
+
+fn check_positive(sizes: &[(&'static str, usize)]) -> Result<(), ConfigError> {
+    match sizes.iter().find(|(_, size)| *size == 0) {
+        Some(&(key, _)) => Err(ConfigError { key, problem: "is 0, but must be at least 1".to_string() }),
+        None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn problem(config: impl Into<ModelConfig>) -> Option<String> {
+        config.into().check().err().map(|error| error.to_string())
+    }
+
+    #[test]
+    fn sizes_that_do_not_fit_together_are_named() {
+        let llama = LlamaConfig::new(101, 36, 2, 6, 52);
+        assert_eq!(problem(llama.clone()), None);
+        for (wrong, expected) in [
+            (LlamaConfig { vocab_size: 0, ..llama.clone() }, "vocab_size: is 0, but must be at least 1"),
+            (
+                LlamaConfig { num_key_value_heads: 4, ..llama.clone() },
+                "num_key_value_heads: 4 does not divide the 6 query heads",
+            ),
+            (
+                LlamaConfig { head_dim: 7, ..llama.clone() },
+                "head_dim: 7 is not a positive even number, as rotary pairs need",
+            ),
+            (
+                LlamaConfig { sliding_window: Some(0), ..llama },
+                "sliding_window: is 0, and a position sees at least itself",
+            ),
+        ] {
+            assert_eq!(problem(wrong).as_deref(), Some(expected));
+        }
+        let gpt2 = Gpt2Config::new(101, 8, 36, 1, 6);
+        assert_eq!(problem(gpt2.clone()), None);
+        for (wrong, expected) in [
+            (Gpt2Config { n_head: 5, ..gpt2.clone() }, "n_head: 5 does not divide n_embd, which is 36"),
+            (Gpt2Config { n_embd: 0, ..gpt2 }, "n_embd: is 0, but must be at least 1"),
+        ] {
+            assert_eq!(problem(wrong).as_deref(), Some(expected));
+        }
+    }
+}

@@ -1,0 +1,186 @@
+//! The names and shapes of a model's parameters, derived from its configuration.
+//!
+//! They are those of Hugging Face checkpoints. The model that is trained declares its parameters from this list.
+
+use crate::{ConfigError, Gpt2Config, LlamaConfig, ModelConfig};
+
+/// The name and shape of a parameter.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ParameterShape {
+    /// The unit that owns it: `embedding`, `block.7`, `head`.
+    pub unit: String,
+    /// Its name in a Hugging Face checkpoint.
+    pub name: String,
+    /// Its shape in that checkpoint.
+    pub shape: Vec<usize>,
+}
+
+impl ParameterShape {
+    /// The number of elements.
+    pub fn elements(&self) -> usize {
+        self.shape.iter().product()
+    }
+}
+
+impl ModelConfig {
+    /// Lists all parameters in the order of the model, unit by unit. A tied parameter is listed once, in the unit that owns it.
+    pub fn parameters(&self) -> Vec<ParameterShape> {
+        match self {
+            ModelConfig::Llama(llama) => llama.parameters(),
+            ModelConfig::Gpt2(gpt2) => gpt2.parameters(),
+        }
+    }
+
+    /// The number of elements of all parameters. A tied parameter is counted once.
+    pub fn num_parameters(&self) -> usize {
+        self.parameters().iter().map(ParameterShape::elements).sum()
+    }
+
+    /// Checks that each of `prefixes` is the start of at least one parameter name, as freezing these parameters requires.
+    pub fn check_frozen<P: AsRef<str>>(&self, prefixes: &[P]) -> Result<(), ConfigError> {
+        let parameters = self.parameters();
+        check_frozen_prefixes(parameters.iter().map(|parameter| parameter.name.as_str()), prefixes)
+    }
+
+    /// Whether every parameter name starts with one of `prefixes`, so that freezing them leaves nothing to train.
+    pub fn is_all_frozen<P: AsRef<str>>(&self, prefixes: &[P]) -> bool {
+        let is_frozen =
+            |parameter: &ParameterShape| prefixes.iter().any(|prefix| parameter.name.starts_with(prefix.as_ref()));
+        self.parameters().iter().all(is_frozen)
+    }
+}
+
+/// Checks that each of `prefixes` is the start of at least one of `names`, the names of a model's parameters.
+pub fn check_frozen_prefixes<'a, P: AsRef<str>>(
+    names: impl Iterator<Item = &'a str> + Clone,
+    prefixes: &[P],
+) -> Result<(), ConfigError> {
+    for prefix in prefixes.iter().map(AsRef::as_ref) {
+        if !names.clone().any(|name| name.starts_with(prefix)) {
+            let example = names.clone().next().unwrap_or_default();
+            let problem = format!("no parameter name starts with '{prefix}'; names look like '{example}'");
+            return Err(ConfigError { key: "frozen", problem });
+        }
+    }
+    Ok(())
+}
+
+impl LlamaConfig {
+    fn parameters(&self) -> Vec<ParameterShape> {
+        let (hidden, intermediate) = (self.hidden_size, self.intermediate_size);
+        let (query, key) = (self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim);
+        let mut list = List::default();
+        list.add("embedding", "model.embed_tokens.weight", &[self.vocab_size, hidden]);
+        for index in 0..self.num_hidden_layers {
+            let mut add = |name: &str, shape: &[usize]| {
+                list.add(&format!("block.{index}"), &format!("model.layers.{index}.{name}"), shape);
+            };
+            add("input_layernorm.weight", &[hidden]);
+            add("self_attn.q_proj.weight", &[query, hidden]);
+            add("self_attn.k_proj.weight", &[key, hidden]);
+            add("self_attn.v_proj.weight", &[key, hidden]);
+            add("self_attn.o_proj.weight", &[hidden, query]);
+            if self.qkv_bias {
+                add("self_attn.q_proj.bias", &[query]);
+                add("self_attn.k_proj.bias", &[key]);
+                add("self_attn.v_proj.bias", &[key]);
+            }
+            if self.qk_norm {
+                add("self_attn.q_norm.weight", &[self.head_dim]);
+                add("self_attn.k_norm.weight", &[self.head_dim]);
+            }
+            add("post_attention_layernorm.weight", &[hidden]);
+            add("mlp.gate_proj.weight", &[intermediate, hidden]);
+            add("mlp.up_proj.weight", &[intermediate, hidden]);
+            add("mlp.down_proj.weight", &[hidden, intermediate]);
+        }
+        list.add("head", "model.norm.weight", &[hidden]);
+        if !self.tie_word_embeddings {
+            list.add("head", "lm_head.weight", &[self.vocab_size, hidden]);
+        }
+        list.0
+    }
+}
+
+impl Gpt2Config {
+    fn parameters(&self) -> Vec<ParameterShape> {
+        let width = self.n_embd;
+        let mut list = List::default();
+        list.add("embedding", "wte.weight", &[self.vocab_size, width]);
+        list.add("embedding", "wpe.weight", &[self.n_positions, width]);
+        for index in 0..self.n_layer {
+            // Published GPT-2 checkpoints store matrices as (in, out). The size of a bias is the last dimension of its weight.
+            let mut add = |name: &str, weight: &[usize]| {
+                let bias = &weight[weight.len() - 1..];
+                list.add(&format!("block.{index}"), &format!("h.{index}.{name}.weight"), weight);
+                list.add(&format!("block.{index}"), &format!("h.{index}.{name}.bias"), bias);
+            };
+            add("ln_1", &[width]);
+            add("attn.c_attn", &[width, 3 * width]);
+            add("attn.c_proj", &[width, width]);
+            add("ln_2", &[width]);
+            add("mlp.c_fc", &[width, 4 * width]);
+            add("mlp.c_proj", &[4 * width, width]);
+        }
+        list.add("head", "ln_f.weight", &[width]);
+        list.add("head", "ln_f.bias", &[width]);
+        list.0
+    }
+}
+
+#[derive(Default)]
+struct List(Vec<ParameterShape>);
+
+impl List {
+    fn add(&mut self, unit: &str, name: &str, shape: &[usize]) {
+        self.0.push(ParameterShape { unit: unit.to_string(), name: name.to_string(), shape: shape.to_vec() });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn published_models_have_their_published_numbers_of_parameters() {
+        let llama_2_7b = LlamaConfig::new(32_000, 4096, 32, 32, 11_008);
+        let llama_3_8b = LlamaConfig { num_key_value_heads: 8, ..LlamaConfig::new(128_256, 4096, 32, 32, 14_336) };
+        let qwen_2_5 = LlamaConfig {
+            num_key_value_heads: 2,
+            qkv_bias: true,
+            tie_word_embeddings: true,
+            ..LlamaConfig::new(151_936, 896, 24, 14, 4864)
+        };
+        let qwen_3 = LlamaConfig {
+            num_key_value_heads: 8,
+            head_dim: 128,
+            qk_norm: true,
+            tie_word_embeddings: true,
+            ..LlamaConfig::new(151_936, 1024, 28, 16, 3072)
+        };
+        let published: [(ModelConfig, usize); 5] = [
+            (llama_2_7b.into(), 6_738_415_616),
+            (llama_3_8b.into(), 8_030_261_248),
+            (qwen_2_5.into(), 494_032_768),
+            (qwen_3.into(), 596_049_920),
+            (Gpt2Config::new(50_257, 1024, 768, 12, 12).into(), 124_439_808),
+        ];
+        for (config, elements) in published {
+            assert_eq!(config.num_parameters(), elements, "{config:?}");
+        }
+    }
+
+    #[test]
+    fn a_prefix_that_freezes_nothing_is_named() {
+        let config = ModelConfig::from(LlamaConfig::new(101, 36, 2, 6, 52));
+        assert_eq!(config.check_frozen::<&str>(&[]), Ok(()));
+        assert_eq!(config.check_frozen(&["model.layers.1.", "lm_head"]), Ok(()));
+        let said = config.check_frozen(&["lm_head", "model.layer.0"]).err().map(|error| error.to_string());
+        let expected =
+            "frozen: no parameter name starts with 'model.layer.0'; names look like 'model.embed_tokens.weight'";
+        assert_eq!(said.as_deref(), Some(expected));
+        assert!(config.is_all_frozen(&["model.", "lm_head"]));
+        assert!(!config.is_all_frozen(&["model."]));
+        assert!(!config.is_all_frozen::<&str>(&[]));
+    }
+}

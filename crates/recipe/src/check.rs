@@ -1,0 +1,431 @@
+//! Checks of a recipe that need no ranks: numbers out of range, keys without effect, keys that contradict each other.
+
+use std::result::Result as Either;
+
+use shardwise_plan::ModelConfig;
+
+use super::resolve::{
+    GRADIENT_ACCUMULATION_STEPS_MAX, MICRO_BATCH_SIZE_MAX, NO_MICRO_BATCH_SIZE, TOKENS_MAX, number, word,
+};
+use super::source::Invalid;
+use super::{FloatRecipe, OptimizerKind, Recipe, Result, ScheduleKind, SpikeRecipe};
+
+type Checked = Either<(), Invalid>;
+
+const PREFETCH_MAX: usize = 1 << 12;
+const PARTS_MAX: usize = 1 << 12;
+
+impl Recipe {
+    pub(super) fn check(&self) -> Checked {
+        self.check_counts()?;
+        self.check_batch()?;
+        self.check_data()?;
+        self.check_optimizer()?;
+        self.check_schedule()?;
+        self.check_zero()?;
+        self.check_precision()?;
+        self.check_checkpoints()?;
+        self.check_supervision()?;
+        if self.init.seed.is_some() && self.init.weights.is_some() {
+            let seed = self.init.seed.unwrap_or_default().to_string();
+            let weights = self.init.weights.clone().unwrap_or_default();
+            let problem = "parameters start from a seed or from weights: leave one of them out";
+            return Err(Invalid::between(&[("init.seed", seed), ("init.weights", quoted(&weights))], problem));
+        }
+        self.check_model()
+    }
+
+    /// Checks that counts are in range. The limits are far beyond any real run, and far below where sizes could overflow.
+    fn check_counts(&self) -> Checked {
+        let count = |number: u64| usize::try_from(number).unwrap_or(usize::MAX);
+        let batch = &self.batch;
+        let mut counts = vec![
+            ("batch.global_batch_size", batch.global_batch_size.unwrap_or(1), 1 << 40),
+            ("batch.micro_batch_size", batch.micro_batch_size.unwrap_or(1), MICRO_BATCH_SIZE_MAX),
+            (
+                "batch.gradient_accumulation_steps",
+                batch.gradient_accumulation_steps.unwrap_or(1),
+                GRADIENT_ACCUMULATION_STEPS_MAX,
+            ),
+            ("batch.seq_len", batch.seq_len, 1 << 22),
+            ("parallel.replicate", self.parallel.replicate, 1 << 20),
+            ("run.steps", count(self.run.steps), 1 << 40),
+            ("run.log_every", count(self.run.log_every), 1 << 40),
+        ];
+        match self.read_model_config()? {
+            ModelConfig::Llama(llama) => counts.extend([
+                ("model.llama.vocab_size", llama.vocab_size, 1 << 22),
+                ("model.llama.hidden_size", llama.hidden_size, 1 << 17),
+                ("model.llama.num_hidden_layers", llama.num_hidden_layers, 1 << 12),
+                ("model.llama.num_attention_heads", llama.num_attention_heads, 1 << 17),
+                ("model.llama.intermediate_size", llama.intermediate_size, 1 << 19),
+                ("model.llama.loss_chunk_tokens", llama.loss_chunk_tokens, 1 << 24),
+            ]),
+            ModelConfig::Gpt2(gpt2) => counts.extend([
+                ("model.gpt2.vocab_size", gpt2.vocab_size, 1 << 22),
+                ("model.gpt2.n_positions", gpt2.n_positions, 1 << 22),
+                ("model.gpt2.n_embd", gpt2.n_embd, 1 << 17),
+                ("model.gpt2.n_layer", gpt2.n_layer, 1 << 12),
+                ("model.gpt2.loss_chunk_tokens", gpt2.loss_chunk_tokens, 1 << 24),
+            ]),
+        }
+        if let Some(evaluation) = &self.evaluation {
+            counts.push(("evaluation.every_steps", count(evaluation.every_steps.unwrap_or(1)), 1 << 40));
+            counts.push(("evaluation.max_sequences", count(evaluation.max_sequences.unwrap_or(1)), 1 << 40));
+        }
+        for (key, value, most) in counts {
+            if value == 0 {
+                return Err(Invalid::at(key, format!("`{key}` is 0, but must be at least 1")));
+            }
+            if value > most {
+                return Err(Invalid::at(key, format!("`{key}` is {value}, but must be at most {most}")));
+            }
+        }
+        if let ModelConfig::Llama(llama) = self.read_model_config()? {
+            let (heads, head_dim, most) = (llama.num_attention_heads, llama.head_dim, 1 << 18);
+            if heads.saturating_mul(head_dim) > most {
+                let keys = [
+                    ("model.llama.num_attention_heads", heads.to_string()),
+                    ("model.llama.head_dim", head_dim.to_string()),
+                ];
+                return Err(Invalid::between(&keys, format!("num_attention_heads × head_dim must be at most {most}")));
+            }
+        }
+        Ok(())
+    }
+
+    fn check_batch(&self) -> Checked {
+        let batch = &self.batch;
+        let (micro_batch_size, seq_len) = (batch.micro_batch_size.unwrap_or(1), batch.seq_len);
+        if batch.micro_batch_size.is_none()
+            && (batch.global_batch_size.is_none() || batch.gradient_accumulation_steps.is_none())
+        {
+            return Err(Invalid::at("batch.micro_batch_size", NO_MICRO_BATCH_SIZE));
+        }
+        if micro_batch_size.saturating_mul(seq_len) > TOKENS_MAX {
+            let keys =
+                [("batch.micro_batch_size", micro_batch_size.to_string()), ("batch.seq_len", seq_len.to_string())];
+            let tokens = micro_batch_size.saturating_mul(seq_len);
+            let problem =
+                format!("micro_batch_size × seq_len is {tokens} tokens at once, but must be at most {TOKENS_MAX}");
+            return Err(Invalid::between(&keys, problem));
+        }
+        if let ModelConfig::Gpt2(gpt2) = self.read_model_config()?
+            && gpt2.n_positions < seq_len
+        {
+            let keys =
+                [("batch.seq_len", seq_len.to_string()), ("model.gpt2.n_positions", gpt2.n_positions.to_string())];
+            let problem = format!("sequences of {seq_len} tokens are longer than the model's {}", gpt2.n_positions);
+            return Err(Invalid::between(&keys, problem));
+        }
+        Ok(())
+    }
+
+    fn check_data(&self) -> Checked {
+        let data = &self.data;
+        let path = |path: &std::path::Path| quoted(&path.display().to_string());
+        let mut given = Vec::new();
+        given.extend(data.corpus.as_deref().map(|corpus| ("data.corpus", path(corpus))));
+        given.extend(data.mixture.as_ref().map(|parts| ("data.mixture", format!("[{} corpora]", parts.len()))));
+        given.extend(data.chat.as_deref().map(|chat| ("data.chat", path(chat))));
+        if given.len() > 1 {
+            return Err(Invalid::between(&given, "there is more than one kind of data: keep one of them"));
+        }
+        if let Some(parts) = &data.mixture {
+            if !(1..=PARTS_MAX).contains(&parts.len()) {
+                let problem = format!("`data.mixture` has {} corpora, but must have 1 to {PARTS_MAX}", parts.len());
+                return Err(Invalid::at("data.mixture", problem));
+            }
+            for (index, part) in parts.iter().enumerate() {
+                if !(part.weight > 0. && part.weight.is_finite()) {
+                    let key = format!("data.mixture[{index}].weight");
+                    let problem = format!("`{key}` is {}, but must be a positive number", part.weight);
+                    return Err(Invalid::at(key, problem));
+                }
+            }
+        }
+        if data.chat.is_some() && data.tokenizer.is_none() {
+            return Err(Invalid::at("data.chat", "`data.chat` is text, and needs a tokenizer: give `data.tokenizer`"));
+        }
+        let Some(bytes) = data.token_bytes else { return Ok(()) };
+        if ![2, 4].contains(&bytes) {
+            return Err(Invalid::at("data.token_bytes", format!("`data.token_bytes` is {bytes}, but must be 2 or 4")));
+        }
+        if data.corpus.is_none() && data.mixture.is_none() && self.evaluation.is_none() {
+            let problem = "`data.token_bytes` is for a raw corpus, and there is no `data.corpus`: leave it out";
+            return Err(Invalid::at("data.token_bytes", problem));
+        }
+        Ok(())
+    }
+
+    fn check_optimizer(&self) -> Checked {
+        let given = &self.optimizer;
+        let positive = [
+            ("optimizer.lr", Some(given.lr)),
+            ("optimizer.max_grad_norm", given.max_grad_norm),
+            ("optimizer.eps", given.eps),
+        ];
+        for (key, value) in positive {
+            if let Some(value) = value.filter(|value| !(*value > 0. && value.is_finite())) {
+                return Err(Invalid::at(key, format!("`{key}` is {value}, but must be a positive number")));
+            }
+        }
+        let betas = given.betas.into_iter().flatten().map(|beta| ("optimizer.betas", beta));
+        let momentum = given.momentum.map(|momentum| ("optimizer.momentum", momentum));
+        for (key, part) in betas.chain(momentum) {
+            if !(0. ..1.).contains(&part) {
+                return Err(Invalid::at(key, format!("`{key}` has {part}, but must be from 0 to below 1")));
+            }
+        }
+        let decay = given.weight_decay;
+        if !(decay >= 0. && decay.is_finite()) {
+            let problem = format!("`optimizer.weight_decay` is {decay}, but must be 0 or a positive number");
+            return Err(Invalid::at("optimizer.weight_decay", problem));
+        }
+        self.check_optimizer_keys()
+    }
+
+    /// Refuses keys of other kinds of optimizers, which would silently have no effect.
+    fn check_optimizer_keys(&self) -> Checked {
+        let given = &self.optimizer;
+        let kind = word(&given.kind);
+        let (sgd, adaptive) = ("\"sgd\"", "\"adamw\" and \"lamb\"");
+        let unused = match given.kind {
+            OptimizerKind::AdamW | OptimizerKind::Lamb => {
+                vec![("optimizer.momentum", given.momentum.map(number), sgd)]
+            }
+            OptimizerKind::Sgd => vec![
+                ("optimizer.betas", given.betas.map(|betas| format!("{betas:?}")), adaptive),
+                ("optimizer.eps", given.eps.map(number), adaptive),
+            ],
+        };
+        for (key, value, of) in unused {
+            if let Some(value) = value {
+                let problem = format!("`{key}` is for {of}, and the optimizer is {kind}: leave it out");
+                return Err(Invalid::between(&[(key, value), ("optimizer.kind", kind)], problem));
+            }
+        }
+        Ok(())
+    }
+
+    fn check_schedule(&self) -> Checked {
+        let given = &self.schedule;
+        let kind = given.kind;
+        let pair = |pair: [f64; 2]| format!("{pair:?}");
+        // Each key applies to some kinds of schedule. With any other kind it would silently have no effect.
+        let falls = [ScheduleKind::Linear, ScheduleKind::Cosine, ScheduleKind::Wsd, ScheduleKind::OneCycle];
+        for (key, value, of) in [
+            ("schedule.min_lr_ratio", given.min_lr_ratio.map(number), &falls[..]),
+            ("schedule.decay_steps", given.decay_steps.map(|steps| steps.to_string()), &[ScheduleKind::Wsd]),
+            ("schedule.start_lr_ratio", given.start_lr_ratio.map(number), &[ScheduleKind::OneCycle]),
+            ("schedule.pct_start", given.pct_start.map(number), &[ScheduleKind::OneCycle]),
+            ("schedule.momentum", given.momentum.map(pair), &[ScheduleKind::OneCycle]),
+            ("schedule.start_lr", given.start_lr.map(number), &[ScheduleKind::LrRangeTest]),
+            ("schedule.plot", given.plot.as_ref().map(|plot| plot.display().to_string()), &[ScheduleKind::LrRangeTest]),
+        ] {
+            if let Some(value) = value.filter(|_| !of.contains(&kind)) {
+                let of: Vec<String> = of.iter().map(word).collect();
+                let problem =
+                    format!("`{key}` is for {}, and the schedule is {}: leave it out", of.join(", "), word(&kind));
+                return Err(Invalid::between(&[(key, value), ("schedule.kind", word(&kind))], problem));
+            }
+        }
+        for (key, ratio) in [
+            ("schedule.min_lr_ratio", given.min_lr_ratio),
+            ("schedule.start_lr_ratio", given.start_lr_ratio),
+            ("schedule.pct_start", given.pct_start),
+        ] {
+            if let Some(ratio) = ratio.filter(|ratio| !(0. ..=1.).contains(ratio)) {
+                return Err(Invalid::at(key, format!("`{key}` is {ratio}, but must be from 0 to 1")));
+            }
+        }
+        if let Some(momentum) = given.momentum.into_iter().flatten().find(|momentum| !(0. ..1.).contains(momentum)) {
+            let problem = format!("`schedule.momentum` has {momentum}, but must be from 0 to below 1");
+            return Err(Invalid::at("schedule.momentum", problem));
+        }
+        if let (ScheduleKind::OneCycle, Some(momentum)) = (kind, self.optimizer.momentum) {
+            let keys = [("optimizer.momentum", number(momentum)), ("schedule.kind", word(&kind))];
+            let problem = "one-cycle sets the momentum itself: use `schedule.momentum` instead";
+            return Err(Invalid::between(&keys, problem));
+        }
+        let lr = self.optimizer.lr;
+        if let Some(start_lr) = given.start_lr.filter(|start_lr| !(*start_lr > 0. && *start_lr <= lr)) {
+            let keys = [("schedule.start_lr", number(start_lr)), ("optimizer.lr", number(lr))];
+            return Err(Invalid::between(&keys, "`schedule.start_lr` must be above 0, and at most `optimizer.lr`"));
+        }
+        let own_rise = [ScheduleKind::OneCycle, ScheduleKind::LrRangeTest].contains(&kind);
+        if own_rise && given.warmup_steps > 0 {
+            let keys = [("schedule.warmup_steps", given.warmup_steps.to_string()), ("schedule.kind", word(&kind))];
+            let problem = format!("{} has its own warm-up: leave `schedule.warmup_steps` out", word(&kind));
+            return Err(Invalid::between(&keys, problem));
+        }
+        Ok(())
+    }
+
+    fn check_zero(&self) -> Checked {
+        let zero = &self.zero;
+        if zero.stage > 3 {
+            let problem = format!("there is no ZeRO stage {}: `zero.stage` is 0, 1, 2 or 3", zero.stage);
+            return Err(Invalid::at("zero.stage", problem));
+        }
+        if zero.prefetch > PREFETCH_MAX {
+            let (key, asked) = ("zero.prefetch", zero.prefetch);
+            return Err(Invalid::at(key, format!("`{key}` is {asked}, but must be at most {PREFETCH_MAX}")));
+        }
+        if zero.reduce_each_micro_batch && zero.stage < 2 {
+            let keys = [("zero.reduce_each_micro_batch", "true".to_string()), ("zero.stage", zero.stage.to_string())];
+            let problem =
+                "reducing gradients after each micro-batch needs sharded gradients: use stage 2 or 3, or leave it out";
+            return Err(Invalid::between(&keys, problem));
+        }
+        Ok(())
+    }
+
+    fn check_precision(&self) -> Checked {
+        let precision = &self.precision;
+        if precision.reduce_dtype == FloatRecipe::F16 && precision.param_dtype != FloatRecipe::F16 {
+            let keys = [
+                ("precision.reduce_dtype", word(&precision.reduce_dtype)),
+                ("precision.param_dtype", word(&precision.param_dtype)),
+            ];
+            let problem = "gradients in f16 overflow where parameters are not f16: use \"f32\" or \"bf16\" for them";
+            return Err(Invalid::between(&keys, problem));
+        }
+        let given = [
+            ("precision.loss_scale_initial", precision.loss_scale_initial.map(number)),
+            ("precision.loss_scale_window", precision.loss_scale_window.map(|steps| steps.to_string())),
+            ("precision.loss_scale_hysteresis", precision.loss_scale_hysteresis.map(|count| count.to_string())),
+            (
+                "precision.loss_scale_consecutive_hysteresis",
+                precision.loss_scale_consecutive_hysteresis.map(|flag| flag.to_string()),
+            ),
+            ("precision.loss_scale_min", precision.loss_scale_min.map(number)),
+        ];
+        if precision.param_dtype != FloatRecipe::F16
+            && let Some((key, value)) = given.into_iter().find_map(|(key, value)| Some((key, value?)))
+        {
+            let dtype = word(&precision.param_dtype);
+            let problem = format!("`{key}` is for \"f16\", and parameters are {dtype}: leave it out");
+            return Err(Invalid::between(&[(key, value), ("precision.param_dtype", dtype)], problem));
+        }
+        let Some(scale) = self.resolve_loss_scale() else { return Ok(()) };
+        for (key, value) in [("precision.loss_scale_initial", scale.initial), ("precision.loss_scale_min", scale.min)] {
+            if !(value > 0. && value.is_finite()) {
+                return Err(Invalid::at(key, format!("`{key}` is {value}, but must be a positive number")));
+            }
+        }
+        for (key, count) in
+            [("precision.loss_scale_window", scale.window), ("precision.loss_scale_hysteresis", scale.hysteresis)]
+        {
+            if count == 0 {
+                return Err(Invalid::at(key, format!("`{key}` is 0, but must be at least 1")));
+            }
+        }
+        if scale.min > scale.initial {
+            let keys = [
+                ("precision.loss_scale_min", number(scale.min)),
+                ("precision.loss_scale_initial", number(scale.initial)),
+            ];
+            return Err(Invalid::between(&keys, "the smallest loss scale is larger than the initial one: lower it"));
+        }
+        if scale.initial > f64::from(f32::MAX) {
+            let problem =
+                format!("a loss scale of {} cannot be used; it must be positive and fit into f32", scale.initial);
+            return Err(Invalid::at("precision.loss_scale_initial", problem));
+        }
+        Ok(())
+    }
+
+    fn check_checkpoints(&self) -> Checked {
+        let Some(checkpoints) = &self.checkpoints else { return Ok(()) };
+        let at_least_one = [
+            ("checkpoints.every_steps", checkpoints.every_steps == Some(0)),
+            ("checkpoints.keep_every", checkpoints.keep_every == Some(0)),
+            ("checkpoints.keep_last", checkpoints.keep_last == Some(0)),
+        ];
+        if let Some((key, _)) = at_least_one.into_iter().find(|(_, is_zero)| *is_zero) {
+            return Err(Invalid::at(key, format!("`{key}` is 0, but must be at least 1")));
+        }
+        if let Some(minutes) = checkpoints.every_minutes.filter(|minutes| !(*minutes > 0. && minutes.is_finite())) {
+            let problem = format!("`checkpoints.every_minutes` is {minutes}, but must be a positive number");
+            return Err(Invalid::at("checkpoints.every_minutes", problem));
+        }
+        if self.schedule.kind == ScheduleKind::LrRangeTest {
+            let keys =
+                [("checkpoints.folder", quoted(&checkpoints.folder)), ("schedule.kind", word(&self.schedule.kind))];
+            return Err(Invalid::between(
+                &keys,
+                "a learning rate range test cannot be resumed: leave [checkpoints] out",
+            ));
+        }
+        Ok(())
+    }
+
+    fn check_supervision(&self) -> Checked {
+        let supervision = &self.supervision;
+        // Ranks send heartbeats at least twice a second, so 2 s is the least that makes sense. 3e9 s is a century, as good as forever.
+        let limits = [
+            ("supervision.timeout_s", supervision.timeout_s),
+            ("supervision.heartbeat_timeout_s", supervision.heartbeat_timeout_s),
+        ];
+        if let Some((key, seconds)) = limits.into_iter().find(|(_, seconds)| !(2. ..=3e9).contains(seconds)) {
+            return Err(Invalid::at(key, format!("`{key}` is {seconds}, but must be at least 2 seconds")));
+        }
+        if supervision.spot_check_every == Some(0) {
+            let key = "supervision.spot_check_every";
+            return Err(Invalid::at(key, format!("`{key}` is 0, but must be at least 1")));
+        }
+        let (key, on_spike) = ("supervision.on_spike", supervision.on_spike);
+        if on_spike != SpikeRecipe::Report && self.schedule.kind == ScheduleKind::LrRangeTest {
+            let keys = [(key, word(&on_spike)), ("schedule.kind", word(&self.schedule.kind))];
+            return Err(Invalid::between(
+                &keys,
+                "a learning rate range test is meant to make the loss rise: leave it out",
+            ));
+        }
+        if on_spike == SpikeRecipe::Rollback && self.checkpoints.is_none() {
+            let problem = format!(
+                "`{key}` is {}, and there is no checkpoint to roll back to: give `checkpoints.folder`",
+                word(&on_spike)
+            );
+            return Err(Invalid::at(key, problem));
+        }
+        Ok(())
+    }
+
+    fn check_model(&self) -> Checked {
+        let config = self.read_model_config()?;
+        let family = match (&self.model.llama, &self.model.gpt2) {
+            (Some(_), _) => Some("model.llama"),
+            (_, Some(_)) => Some("model.gpt2"),
+            _ => None,
+        };
+        config.check().map_err(|error| match family {
+            Some(family) => Invalid::at(format!("{family}.{}", error.key), format!("{family}.{error}")),
+            None => Invalid::at("model.from_pretrained", format!("model.from_pretrained: {error}")),
+        })?;
+        let frozen = &self.model.frozen;
+        config.check_frozen(frozen).map_err(|error| Invalid::at("model.frozen", format!("model.{error}")))?;
+        if config.is_all_frozen(frozen) {
+            let problem = "every parameter is frozen, so there is nothing to train; remove some from model.frozen";
+            return Err(Invalid::at("model.frozen", problem));
+        }
+        Ok(())
+    }
+
+    /// Checks that the ranks can be divided into replicas.
+    pub fn check_replicas(&self, ranks: usize) -> Result<()> {
+        let replicas = self.parallel.replicate;
+        if ranks.is_multiple_of(replicas) {
+            return Ok(());
+        }
+        let problem = format!(
+            "parallel.replicate: {ranks} ranks cannot be divided into {replicas} replicas; use a divisor of {ranks}"
+        );
+        Err(self.sources.error(Invalid::at("parallel.replicate", problem)))
+    }
+}
+
+fn quoted(text: &str) -> String {
+    toml::Value::from(text).to_string()
+}

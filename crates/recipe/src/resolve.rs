@@ -1,0 +1,357 @@
+//! Values that follow from several keys: the batch, the model's configuration, folders, and defaults that depend on other keys.
+//!
+//! Each of these defaults is written once, here: `print` shows it, and `shardwise-run` builds the run from it.
+
+use std::path::{Path, PathBuf};
+use std::result::Result as Either;
+
+use serde::Serialize;
+use serde_json::Value;
+use shardwise_plan::{Gpt2Config, LlamaConfig, ModelConfig};
+
+use super::source::Invalid;
+use super::{FloatRecipe, NonFiniteRecipe, OptimizerKind, Recipe, Result, ScheduleKind};
+
+/// The maximum micro-batch size, micro-batches per step, and tokens per micro-batch: far beyond any real run, and far below where
+/// sizes could overflow.
+pub(super) const MICRO_BATCH_SIZE_MAX: usize = 1 << 16;
+pub(super) const GRADIENT_ACCUMULATION_STEPS_MAX: usize = 1 << 20;
+pub(super) const TOKENS_MAX: usize = 1 << 24;
+
+/// The sequences of a step: `global_batch_size` = `micro_batch_size` × `gradient_accumulation_steps` × ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Batch {
+    /// The number of sequences per micro-batch, on each rank.
+    pub micro_batch_size: usize,
+    /// The number of micro-batches per step, on each rank.
+    pub gradient_accumulation_steps: usize,
+    /// The number of sequences per step, on all ranks together.
+    pub global_batch_size: usize,
+}
+
+/// The optimizer, with its defaults filled in. `optimizer.lr` and `optimizer.weight_decay` apply to every kind.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum ResolvedOptimizer {
+    /// Adam with decoupled weight decay.
+    AdamW {
+        /// The decay rates of the moments.
+        betas: [f64; 2],
+        /// The epsilon in the denominator.
+        eps: f64,
+    },
+    /// Adam with updates scaled by the norm of each parameter.
+    Lamb {
+        /// The decay rates of the moments.
+        betas: [f64; 2],
+        /// The epsilon in the denominator.
+        eps: f64,
+    },
+    /// Stochastic gradient descent.
+    Sgd {
+        /// The momentum; 0 for none.
+        momentum: f64,
+    },
+}
+
+/// The shape of the learning rate schedule, with its defaults filled in. `optimizer.lr`, `schedule.warmup_steps` and `run.steps`
+/// apply to every kind.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum ResolvedSchedule {
+    /// Stay at the peak.
+    Constant,
+    /// Fall linearly.
+    Linear {
+        /// The last learning rate divided by the peak.
+        min_lr_ratio: f64,
+    },
+    /// Fall along half a cosine.
+    Cosine {
+        /// The last learning rate divided by the peak.
+        min_lr_ratio: f64,
+    },
+    /// Warmup-stable-decay.
+    Wsd {
+        /// The number of steps over which the learning rate falls.
+        decay_steps: u64,
+        /// The last learning rate divided by the peak.
+        min_lr_ratio: f64,
+    },
+    /// Rise and fall along half cosines, while the momentum falls and rises.
+    OneCycle {
+        /// The fraction of all steps over which the learning rate rises.
+        pct_start: f64,
+        /// The first learning rate divided by the peak.
+        start_lr_ratio: f64,
+        /// The last learning rate divided by the peak.
+        min_lr_ratio: f64,
+        /// The momentum at the lowest and at the highest learning rate.
+        momentum: [f64; 2],
+    },
+    /// Rise exponentially to the peak.
+    LrRangeTest {
+        /// The first learning rate.
+        start_lr: f64,
+    },
+}
+
+/// The dynamic loss scale of f16, with its defaults filled in.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ResolvedLossScale {
+    /// The initial loss scale.
+    pub initial: f64,
+    /// Double the loss scale after this many consecutive steps without an overflow.
+    pub window: u32,
+    /// Halve the loss scale at the Nth overflow, and at each further one until it is doubled again.
+    pub hysteresis: u32,
+    /// Restart the hysteresis count after each step without an overflow.
+    pub consecutive_hysteresis: bool,
+    /// The smallest loss scale.
+    pub min: f64,
+}
+
+impl ResolvedLossScale {
+    /// The defaults of PyTorch's `GradScaler`, plus a minimum.
+    pub const DEFAULT: ResolvedLossScale = ResolvedLossScale {
+        initial: 65536.,
+        window: 2000,
+        hysteresis: 1,
+        consecutive_hysteresis: false,
+        min: 1. / 1024.,
+    };
+}
+
+impl Recipe {
+    /// The batch on `ranks` ranks. Two of the three sizes determine the third; if all three are given, they must agree.
+    pub fn batch(&self, ranks: usize) -> Result<Batch> {
+        self.compute_batch(ranks).map_err(|wrong| self.sources.error(wrong))
+    }
+
+    fn compute_batch(&self, ranks: usize) -> Either<Batch, Invalid> {
+        let given = &self.batch;
+        let values = [
+            ("batch.global_batch_size", given.global_batch_size),
+            ("batch.micro_batch_size", given.micro_batch_size),
+            ("batch.gradient_accumulation_steps", given.gradient_accumulation_steps),
+        ];
+        let said: Vec<(&str, String)> =
+            values.iter().filter_map(|(key, value)| Some((*key, value.as_ref()?.to_string()))).collect();
+        let wrong = |problem: String| Invalid::between(&said, problem);
+        let product = |a: usize, b: usize| a.saturating_mul(b);
+        let (size, steps) = match (given.global_batch_size, given.micro_batch_size, given.gradient_accumulation_steps) {
+            (None, Some(size), steps) => (size, steps.unwrap_or(1)),
+            (Some(global), Some(size), Some(steps)) => {
+                let actual = product(product(size, steps), ranks);
+                if actual != global {
+                    return Err(wrong(contradiction(global, size, steps, ranks)));
+                }
+                (size, steps)
+            }
+            (Some(global), Some(size), None) => {
+                (size, divide(global, ("batch.micro_batch_size", size), ranks).map_err(wrong)?)
+            }
+            (Some(global), None, Some(steps)) => {
+                (divide(global, ("batch.gradient_accumulation_steps", steps), ranks).map_err(wrong)?, steps)
+            }
+            (_, None, _) => return Err(wrong(NO_MICRO_BATCH_SIZE.to_string())),
+        };
+        let (tokens, global) = (product(size, given.seq_len), product(product(size, steps), ranks));
+        for (what, value, most) in [
+            ("batch.micro_batch_size", size, MICRO_BATCH_SIZE_MAX),
+            ("batch.gradient_accumulation_steps", steps, GRADIENT_ACCUMULATION_STEPS_MAX),
+            ("batch.micro_batch_size × batch.seq_len", tokens, TOKENS_MAX),
+        ] {
+            if !(1..=most).contains(&value) {
+                return Err(wrong(format!("on {ranks} ranks {what} is {value}, but must be from 1 to {most}")));
+            }
+        }
+        Ok(Batch { micro_batch_size: size, gradient_accumulation_steps: steps, global_batch_size: global })
+    }
+
+    /// The configuration of the model: its architecture and sizes.
+    pub fn model_config(&self) -> Result<ModelConfig> {
+        self.read_model_config().map_err(|wrong| self.sources.error(wrong))
+    }
+
+    pub(super) fn read_model_config(&self) -> Either<ModelConfig, Invalid> {
+        match (&self.model.llama, &self.model.gpt2, &self.model.config) {
+            (Some(llama), None, None) => {
+                let plain = LlamaConfig::new(
+                    llama.vocab_size,
+                    llama.hidden_size,
+                    llama.num_hidden_layers,
+                    llama.num_attention_heads,
+                    llama.intermediate_size,
+                );
+                Ok(ModelConfig::Llama(LlamaConfig {
+                    num_key_value_heads: llama.num_key_value_heads.unwrap_or(plain.num_key_value_heads),
+                    head_dim: llama.head_dim.unwrap_or(plain.head_dim),
+                    rope_theta: llama.rope_theta.unwrap_or(plain.rope_theta),
+                    rms_norm_eps: llama.rms_norm_eps.unwrap_or(plain.rms_norm_eps),
+                    sliding_window: llama.sliding_window,
+                    initializer_range: llama.initializer_range.unwrap_or(plain.initializer_range),
+                    loss_chunk_tokens: llama.loss_chunk_tokens.unwrap_or(plain.loss_chunk_tokens),
+                    tie_word_embeddings: llama.tie_word_embeddings,
+                    qkv_bias: llama.qkv_bias,
+                    qk_norm: llama.qk_norm,
+                    ..plain
+                }))
+            }
+            (None, Some(gpt2), None) => {
+                let plain = Gpt2Config::new(gpt2.vocab_size, gpt2.n_positions, gpt2.n_embd, gpt2.n_layer, gpt2.n_head);
+                let loss_chunk_tokens = gpt2.loss_chunk_tokens.unwrap_or(plain.loss_chunk_tokens);
+                Ok(ModelConfig::Gpt2(Gpt2Config { loss_chunk_tokens, ..plain }))
+            }
+            (None, None, Some(config)) => ModelConfig::from_hugging_face(config).map_err(|error| {
+                Invalid::at("model.from_pretrained", format!("model.from_pretrained: config.json: {error}"))
+            }),
+            (None, None, None) => {
+                let problem = "[model] names no model: give model.from_pretrained, [model.llama] or [model.gpt2]";
+                Err(Invalid::at("model", problem))
+            }
+            (llama, gpt2, config) => {
+                let given = [("model.llama", llama.is_some()), ("model.gpt2", gpt2.is_some())];
+                let mut given: Vec<_> =
+                    given.into_iter().filter(|(_, is)| *is).map(|(key, _)| (key, "…".into())).collect();
+                let folder = || self.model.from_pretrained.clone().unwrap_or_default();
+                given.extend(config.as_ref().map(|_| ("model.from_pretrained", folder())));
+                Err(Invalid::between(&given, "[model] names more than one model: keep one of them"))
+            }
+        }
+    }
+
+    /// The recipe's name: its file name without the extension.
+    pub fn name(&self) -> String {
+        self.sources.path.file_stem().map_or_else(String::new, |stem| stem.to_string_lossy().into_owned())
+    }
+
+    /// The folder that the run writes its journal, traces and reports to.
+    pub fn folder(&self) -> PathBuf {
+        let checkpoints = self.checkpoints.as_ref().map(|checkpoints| &checkpoints.folder);
+        match (&self.run.folder, checkpoints) {
+            (Some(folder), _) => folder.clone(),
+            (None, Some(folder)) if !folder.contains("://") => PathBuf::from(folder),
+            _ => self.sources.path.parent().unwrap_or(Path::new("")).join("runs").join(self.name()),
+        }
+    }
+
+    /// The model's Hugging Face `config.json`, if there is one for this model.
+    pub fn config(&self) -> Option<Value> {
+        self.model.config.clone().or_else(|| self.model_config().ok()?.to_hugging_face(self.batch.seq_len))
+    }
+
+    /// The address of the weights to initialize parameters from; `None` if they are initialized from a seed.
+    pub fn weights(&self) -> Option<&str> {
+        let pretrained = self.model.from_pretrained.as_ref().filter(|_| self.init.seed.is_none());
+        self.init.weights.as_ref().or(pretrained).map(String::as_str)
+    }
+
+    /// The size of the vocabulary. Token ids are smaller than this.
+    pub fn vocab_size(&self) -> usize {
+        self.model_config().map_or(0, |config| config.vocab_size())
+    }
+
+    /// The seed of random initial values, for a recipe without weights to start from.
+    pub fn init_seed(&self) -> u64 {
+        self.init.seed.unwrap_or(1)
+    }
+
+    /// The optimizer, with its defaults filled in.
+    pub fn resolve_optimizer(&self) -> ResolvedOptimizer {
+        let given = &self.optimizer;
+        match given.kind {
+            OptimizerKind::AdamW => {
+                ResolvedOptimizer::AdamW { betas: given.betas.unwrap_or([0.9, 0.95]), eps: given.eps.unwrap_or(1e-8) }
+            }
+            OptimizerKind::Lamb => {
+                ResolvedOptimizer::Lamb { betas: given.betas.unwrap_or([0.9, 0.999]), eps: given.eps.unwrap_or(1e-6) }
+            }
+            OptimizerKind::Sgd => ResolvedOptimizer::Sgd { momentum: given.momentum.unwrap_or(0.) },
+        }
+    }
+
+    /// The shape of the learning rate schedule, with its defaults filled in.
+    pub fn resolve_schedule(&self) -> ResolvedSchedule {
+        let given = &self.schedule;
+        match given.kind {
+            ScheduleKind::Constant => ResolvedSchedule::Constant,
+            ScheduleKind::Linear => ResolvedSchedule::Linear { min_lr_ratio: given.min_lr_ratio.unwrap_or(0.) },
+            ScheduleKind::Cosine => ResolvedSchedule::Cosine { min_lr_ratio: given.min_lr_ratio.unwrap_or(0.1) },
+            ScheduleKind::Wsd => ResolvedSchedule::Wsd {
+                decay_steps: given.decay_steps.unwrap_or(self.run.steps / 10),
+                min_lr_ratio: given.min_lr_ratio.unwrap_or(0.),
+            },
+            ScheduleKind::OneCycle => ResolvedSchedule::OneCycle {
+                pct_start: given.pct_start.unwrap_or(0.3),
+                start_lr_ratio: given.start_lr_ratio.unwrap_or(0.04),
+                min_lr_ratio: given.min_lr_ratio.unwrap_or(4e-6),
+                momentum: given.momentum.unwrap_or([0.95, 0.85]),
+            },
+            ScheduleKind::LrRangeTest => {
+                ResolvedSchedule::LrRangeTest { start_lr: given.start_lr.unwrap_or(self.optimizer.lr * 1e-6) }
+            }
+        }
+    }
+
+    /// The dynamic loss scale, with its defaults filled in; `None` if parameters are not f16.
+    pub fn resolve_loss_scale(&self) -> Option<ResolvedLossScale> {
+        let (given, default) = (&self.precision, ResolvedLossScale::DEFAULT);
+        (given.param_dtype == FloatRecipe::F16).then(|| ResolvedLossScale {
+            initial: given.loss_scale_initial.unwrap_or(default.initial),
+            window: given.loss_scale_window.unwrap_or(default.window),
+            hysteresis: given.loss_scale_hysteresis.unwrap_or(default.hysteresis),
+            consecutive_hysteresis: given.loss_scale_consecutive_hysteresis.unwrap_or(default.consecutive_hysteresis),
+            min: given.loss_scale_min.unwrap_or(default.min),
+        })
+    }
+
+    /// What to do when the loss or the gradients are not finite: `run.on_nonfinite` or its default.
+    pub fn resolve_on_nonfinite(&self) -> NonFiniteRecipe {
+        self.run.on_nonfinite.unwrap_or(match self.precision.param_dtype {
+            FloatRecipe::F16 => NonFiniteRecipe::Skip,
+            _ => NonFiniteRecipe::Stop,
+        })
+    }
+}
+
+pub(super) const NO_MICRO_BATCH_SIZE: &str = "[batch] has no micro-batch size: give `batch.micro_batch_size`, or \
+                                  `batch.global_batch_size` with `batch.gradient_accumulation_steps`";
+
+/// An enum value as written in a recipe, in quotation marks.
+pub(super) fn word(value: &impl Serialize) -> String {
+    toml::Value::try_from(value).map_or_else(|_| String::new(), |value| value.to_string())
+}
+
+/// A number as people write it: 1e-8 rather than 0.00000001.
+pub(super) fn number(value: f64) -> String {
+    let is_small = value != 0. && value.abs() < 1e-3;
+    if is_small { format!("{value:e}") } else { format!("{value:?}") }
+}
+
+/// Computes the missing one of `micro_batch_size` and `gradient_accumulation_steps` from the other.
+fn divide(global: usize, (key, given): (&str, usize), ranks: usize) -> Either<usize, String> {
+    let each = given.saturating_mul(ranks);
+    if each != 0 && global.is_multiple_of(each) && global > 0 {
+        return Ok(global / each);
+    }
+    let below = global.checked_div(each).unwrap_or(0).saturating_mul(each);
+    let above = below.saturating_add(each);
+    let near = if below == 0 { format!("{above} would do") } else { format!("{below} or {above} would do") };
+    Err(format!(
+        "batch.global_batch_size = {global}, but must be a multiple of {key} × ranks = {given} × {ranks} = {each} ({near})"
+    ))
+}
+
+/// Describes the equation that does not hold, and one change that makes it hold.
+fn contradiction(global: usize, size: usize, steps: usize, ranks: usize) -> String {
+    let actual = size.saturating_mul(steps).saturating_mul(ranks);
+    let whole = |each: usize| (each != 0 && global >= each && global.is_multiple_of(each)).then(|| global / each);
+    let remedy = match (whole(size.saturating_mul(ranks)), whole(steps.saturating_mul(ranks))) {
+        (Some(steps), _) => format!("batch.gradient_accumulation_steps = {steps}"),
+        (None, Some(size)) => format!("batch.micro_batch_size = {size}"),
+        (None, None) => format!("batch.global_batch_size = {actual}"),
+    };
+    format!(
+        "batch.global_batch_size = {global}, but batch.micro_batch_size × batch.gradient_accumulation_steps × ranks = \
+         {size} × {steps} × {ranks} = {actual}: change one of them ({remedy} would do)"
+    )
+}

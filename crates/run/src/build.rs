@@ -1,0 +1,181 @@
+//! Builds the model and the options of a recipe: maps its plain values to the types of the trainer.
+//!
+//! Defaults are those of `shardwise-recipe`. The tests below check that they agree with the defaults of the library.
+
+use std::time::Duration;
+
+use shardwise_comm::mpi;
+use shardwise_model::Model;
+use shardwise_recipe::{
+    ActivationCheckpointingRecipe, DeviceRecipe, NonFiniteRecipe, Recipe, ResolvedLossScale, ResolvedOptimizer,
+    ResolvedSchedule, SupervisionRecipe,
+};
+use shardwise_torch::tch::Device;
+use shardwise_train::{ActivationCheckpointing, DynamicScale, Kind, LossScale, OnNonFinite, Options, Schedule};
+use shardwise_zero::{AdamW, Lamb, Optimizer, Precision, Sgd, Sharding};
+
+use crate::error::{Error, Result};
+
+const NO_CUDA: &str =
+    "run.device is \"cuda\", and this program was built without it: cargo build --release --features cuda";
+
+/// Builds the model, with the parameters of `model.frozen` frozen.
+pub fn model(recipe: &Recipe) -> Result<Model> {
+    let mut model = Model::from_config(recipe.model_config()?)
+        .map_err(|error| recipe.sources.error_at("model", format!("model: {error}")))?;
+    model
+        .freeze(&recipe.model.frozen)
+        .map_err(|error| recipe.sources.error_at("model.frozen", format!("model.{error}")))?;
+    Ok(model)
+}
+
+/// Fails if the recipe needs a GPU and this program was built without cuda.
+pub fn check_device(recipe: &Recipe) -> Result<()> {
+    match recipe.run.device == DeviceRecipe::Cuda && cfg!(not(feature = "cuda")) {
+        true => Err(missing_cuda(recipe)),
+        false => Ok(()),
+    }
+}
+
+pub(crate) fn missing_cuda(recipe: &Recipe) -> Error {
+    recipe.sources.error_at("run.device", NO_CUDA).into()
+}
+
+/// The trainer's options, for a device.
+pub fn options(recipe: &Recipe, device: Device) -> Result<Options> {
+    check_device(recipe)?;
+    let sharding = Sharding::stage(recipe.zero.stage)
+        .map_err(|error| recipe.sources.error_at("zero.stage", format!("zero.stage: {error}")))?;
+    let options = Options {
+        sharding,
+        precision: Precision {
+            param_dtype: recipe.precision.param_dtype.dtype(),
+            reduce_dtype: recipe.precision.reduce_dtype.dtype(),
+        },
+        activation_checkpointing: match recipe.activation_checkpointing {
+            ActivationCheckpointingRecipe::None => ActivationCheckpointing::None,
+            ActivationCheckpointingRecipe::Selective => ActivationCheckpointing::Selective,
+            ActivationCheckpointingRecipe::Full => ActivationCheckpointing::Full,
+        },
+        reduce_each_micro_batch: recipe.zero.reduce_each_micro_batch,
+        prefetch: recipe.zero.prefetch,
+        optimizer: optimizer(recipe),
+        schedule: schedule(recipe),
+        max_grad_norm: recipe.optimizer.max_grad_norm,
+        loss_scale: recipe
+            .resolve_loss_scale()
+            .map_or(LossScale::Fixed(1.), |scale| LossScale::Dynamic(dynamic_scale(scale))),
+        on_nonfinite: match recipe.resolve_on_nonfinite() {
+            NonFiniteRecipe::Stop => OnNonFinite::Stop,
+            NonFiniteRecipe::Skip => OnNonFinite::Skip,
+        },
+        device,
+    };
+    // The recipe's own checks name the key at fault. This catches anything that they miss.
+    options.check()?;
+    Ok(options)
+}
+
+/// The settings of collectives.
+pub fn comm_options(supervision: &SupervisionRecipe) -> mpi::Options {
+    let timeout = Duration::from_secs_f64(supervision.timeout_s);
+    mpi::Options { timeout, verify_collectives: supervision.verify_collectives, ..Default::default() }
+}
+
+fn optimizer(recipe: &Recipe) -> Optimizer {
+    let (lr, weight_decay) = (recipe.optimizer.lr, recipe.optimizer.weight_decay);
+    match recipe.resolve_optimizer() {
+        ResolvedOptimizer::AdamW { betas: [beta1, beta2], eps } => {
+            Optimizer::AdamW(AdamW { lr, beta1, beta2, weight_decay, eps })
+        }
+        ResolvedOptimizer::Lamb { betas: [beta1, beta2], eps } => {
+            Optimizer::Lamb(Lamb { lr, beta1, beta2, weight_decay, eps })
+        }
+        ResolvedOptimizer::Sgd { momentum } => Optimizer::Sgd(Sgd { lr, momentum, weight_decay }),
+    }
+}
+
+fn schedule(recipe: &Recipe) -> Schedule {
+    let kind = match recipe.resolve_schedule() {
+        ResolvedSchedule::Constant => Kind::Constant,
+        ResolvedSchedule::Linear { min_lr_ratio } => Kind::Linear { min_lr_ratio },
+        ResolvedSchedule::Cosine { min_lr_ratio } => Kind::Cosine { min_lr_ratio },
+        ResolvedSchedule::Wsd { decay_steps, min_lr_ratio } => Kind::Wsd { decay_steps, min_lr_ratio },
+        ResolvedSchedule::OneCycle { pct_start, start_lr_ratio, min_lr_ratio, momentum } => {
+            Kind::OneCycle { pct_start, start_lr_ratio, min_lr_ratio, momentum }
+        }
+        ResolvedSchedule::LrRangeTest { start_lr } => Kind::LrRangeTest { start_lr },
+    };
+    Schedule { lr: recipe.optimizer.lr, warmup_steps: recipe.schedule.warmup_steps, steps: recipe.run.steps, kind }
+}
+
+fn dynamic_scale(scale: ResolvedLossScale) -> DynamicScale {
+    let ResolvedLossScale { initial, window, hysteresis, consecutive_hysteresis, min } = scale;
+    DynamicScale { initial, window, hysteresis, consecutive_hysteresis, min }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A recipe with only the required keys, plus `keys`.
+    fn recipe(keys: &str) -> Recipe {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("recipe.toml");
+        let text = format!(
+            "[model.llama]\nvocab_size = 61\nhidden_size = 36\nnum_hidden_layers = 1\nnum_attention_heads = 6\n\
+             intermediate_size = 53\n[data]\n[batch]\nmicro_batch_size = 1\nseq_len = 8\n[optimizer]\nlr = 1e-3\n\
+             [run]\nsteps = 10\n{keys}"
+        );
+        std::fs::write(&path, text).unwrap();
+        Recipe::read(&path).unwrap()
+    }
+
+    #[test]
+    fn the_defaults_of_recipes_are_those_of_the_library() {
+        let recipe = recipe("");
+        let options = options(&recipe, Device::Cpu).unwrap();
+        let Optimizer::AdamW(adamw) = &options.optimizer else { panic!("{:?}", options.optimizer) };
+        let AdamW { beta1, beta2, eps, .. } = AdamW::default();
+        assert_eq!((adamw.beta1, adamw.beta2, adamw.eps), (beta1, beta2, eps));
+
+        let library = Options::new(options.sharding, options.optimizer.clone(), options.schedule);
+        assert_eq!(options.precision, library.precision);
+        assert_eq!(options.activation_checkpointing, library.activation_checkpointing);
+        assert_eq!(options.reduce_each_micro_batch, library.reduce_each_micro_batch);
+        assert_eq!(options.prefetch, library.prefetch);
+        assert_eq!(options.max_grad_norm, library.max_grad_norm);
+        assert_eq!(options.loss_scale, library.loss_scale);
+        assert_eq!(options.on_nonfinite, library.on_nonfinite);
+
+        let (comm, library) = (comm_options(&recipe.supervision), mpi::Options::default());
+        assert_eq!((comm.timeout, comm.verify_collectives), (library.timeout, library.verify_collectives));
+    }
+
+    #[test]
+    fn f16_has_the_loss_scale_of_the_library_and_skips_overflows() {
+        assert_eq!(dynamic_scale(ResolvedLossScale::DEFAULT), DynamicScale::DEFAULT);
+        let options = options(&recipe("[precision]\nparam_dtype = \"f16\"\n"), Device::Cpu).unwrap();
+        assert_eq!(options.loss_scale, LossScale::DYNAMIC);
+        assert_eq!(options.on_nonfinite, OnNonFinite::Skip);
+    }
+
+    #[test]
+    fn frozen_parameters_are_frozen_in_the_model() {
+        let model = model(&recipe("[model]\nfrozen = [\"model.embed_tokens\"]\n")).unwrap();
+        let parameters = model.units().iter().flat_map(|unit| unit.parameters());
+        for parameter in parameters {
+            assert_eq!(parameter.trainable, parameter.name != "model.embed_tokens.weight", "{}", parameter.name);
+        }
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    #[test]
+    fn a_program_without_cuda_says_so() {
+        let text = options(&recipe("device = \"cuda\"\n"), Device::Cpu).unwrap_err().to_string();
+        assert!(
+            text.contains("recipe.toml:15: run.device is \"cuda\", and this program was built without it"),
+            "{text}"
+        );
+    }
+}

@@ -1,0 +1,367 @@
+//! Profiles a recipe: traces a few steps, measures the machine, and recommends the changes that would help most.
+//!
+//! The trace suggests changes to the recipe, which are then tried: their gain is measured on real steps. The gain of changes that
+//! cannot be tried (faster hosts, a faster disk) is estimated from the trace. No checkpoint is saved.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Instant;
+
+use serde::Serialize;
+use shardwise_comm::{Group, ReduceOp};
+use shardwise_journal::Profile;
+use shardwise_journal::spans::Trace;
+use shardwise_plan::Dtype;
+use shardwise_recipe::Recipe;
+use shardwise_torch::tch::Device;
+use shardwise_train::Trainer;
+
+use crate::advice::{Candidate, Facts, Recommendation, candidates, estimate_saving_s, recommend_outside_recipe};
+use crate::build;
+use crate::data::Data;
+use crate::error::{Error, Result};
+use crate::host;
+use crate::memory_limit::memory_limit;
+use crate::meter::resident_bytes;
+use crate::peak_flops::measure_peak_flops;
+use crate::phase::Phase;
+use crate::position::PositionTracker;
+use crate::requests::{PlannedTrace, Requests, StepRange};
+use crate::run_probe::RunProbe;
+use crate::setup::{init_trainer, place_ranks};
+use crate::trace::Tracer;
+
+/// The number of warm-up steps.
+const WARM_UP: u64 = 2;
+
+/// The number of changes that are tried, and the steps of each trial.
+const TRIALS: usize = 4;
+const TRIAL_STEPS: u64 = 3;
+
+/// If a step takes longer, no changes are tried.
+const TRIAL_STEP_S_MAX: f64 = 30.;
+
+/// The maximum number of recommendations.
+const RECOMMENDED_MAX: usize = 3;
+
+/// The options of a profile.
+#[derive(Clone, Debug)]
+pub struct ProfileOptions {
+    /// The number of steps to trace.
+    pub steps: u64,
+    /// Whether to try changes to the recipe, and measure their gain.
+    pub try_changes: bool,
+    /// The folder for the trace.
+    pub folder: PathBuf,
+    /// The number of ranks on this host.
+    pub ranks_here: usize,
+}
+
+/// The result of a profile.
+#[derive(Clone, Debug, Serialize)]
+pub struct ProfileReport {
+    /// The number of ranks.
+    pub ranks: usize,
+    /// The number of hosts.
+    pub hosts: usize,
+    /// The ZeRO stage.
+    pub stage: u8,
+    /// The type in which units compute.
+    pub precision: String,
+    /// The number of parameters.
+    pub parameters: u64,
+    /// The tokens of a step on all ranks.
+    pub tokens: u64,
+    /// The mean time of the traced steps.
+    pub step_s: f64,
+    /// The shortest step, which changes are compared with: other work on the machine only makes steps longer.
+    pub least_step_s: f64,
+    /// Where the time goes, according to the trace.
+    pub profile: Profile,
+    /// The model FLOPs of a step on all ranks, without recomputation.
+    pub flops: f64,
+    /// The FLOP/s of all ranks in a large matrix product, in the type in which units compute.
+    pub peak_flops_per_s: f64,
+    /// The bandwidth of a rank in a large all-gather.
+    pub peak_bytes_per_s: f64,
+    /// The time of the smallest all-reduce.
+    pub latency_s: f64,
+    /// The peak memory of any rank.
+    pub memory_peak_bytes: usize,
+    /// The memory limit of a rank, if known.
+    pub memory_limit_bytes: Option<usize>,
+    /// The trace file.
+    pub trace: PathBuf,
+    /// The changes most likely to help, best first.
+    pub changes: Vec<Recommendation>,
+}
+
+/// Profiles a recipe. All ranks call it together; rank 0 gets the report.
+pub fn profile(
+    recipe: &Recipe,
+    world: &Arc<Group>,
+    position: &Arc<PositionTracker>,
+    options: &ProfileOptions,
+) -> Result<Option<ProfileReport>> {
+    let mut recipe = recipe.clone();
+    (recipe.checkpoints, recipe.evaluation) = (None, None);
+    recipe.run.steps = recipe.run.steps.max(WARM_UP + options.steps);
+    let baseline = trace_steps(&recipe, world, position, options)?;
+    let machine = Machine::measure(&recipe, world)?;
+    let hosts = count_hosts(world)?;
+    let room = memory_limit(options.ranks_here, resident_bytes("VmRSS:") as usize).map(|limit| limit.bytes);
+    // The host with the least memory decides.
+    let room = room.map_or(i64::MAX, |bytes| bytes as i64);
+    let room = -world.all_reduce("room", ReduceOp::Max, vec![-room]).wait()?[0] as usize;
+    let changes = candidates(&recipe, world.size(), hosts, room)?;
+    let peak = world.all_reduce("memory", ReduceOp::Max, vec![resident_bytes("VmHWM:") as i64]).wait()?[0] as usize;
+    let tokens = recipe.batch(world.size())?.global_batch_size * recipe.batch.seq_len;
+    let mut report = baseline.map(|baseline| ProfileReport {
+        ranks: world.size(),
+        hosts,
+        stage: recipe.zero.stage,
+        precision: machine.dtype.to_string(),
+        parameters: baseline.parameters as u64,
+        tokens: tokens as u64,
+        step_s: baseline.step_s,
+        least_step_s: baseline.least_step_s,
+        profile: baseline.profile,
+        flops: baseline.flops_per_token * tokens as f64,
+        peak_flops_per_s: machine.flops_per_s,
+        peak_bytes_per_s: machine.bytes_per_s,
+        latency_s: machine.latency_s,
+        memory_peak_bytes: peak,
+        memory_limit_bytes: (room < i64::MAX as usize).then_some(room),
+        trace: baseline.trace,
+        changes: Vec::new(),
+    });
+    let facts = report.as_ref().map(|report| gather_facts(report, &recipe, &machine));
+    let mut times = Vec::new();
+    for index in choose(world, &changes, facts.as_ref(), options.try_changes)? {
+        times.push((&changes[index], time_steps(&changes[index].recipe, world, position)? / changes[index].tokens));
+    }
+    // Measure the baseline again: the machine may have been busier before.
+    let again = if times.is_empty() { f64::INFINITY } else { time_steps(&recipe, world, position)? };
+    let facts = facts.map(|facts| Facts { step_s: facts.step_s.min(again), ..facts });
+    let mut found = Vec::new();
+    if let Some(facts) = &facts {
+        found = recommend_outside_recipe(facts);
+        found.extend(times.iter().map(|(candidate, step_s)| candidate.recommend(facts, *step_s)));
+    }
+    let least_step_s = facts.map_or(0., |facts| facts.step_s);
+    if let Some(report) = &mut report {
+        found.retain(|change| change.gain >= if change.tried { 1.03 } else { 1.05 });
+        found.sort_by(|a, b| b.gain.total_cmp(&a.gain));
+        found.truncate(RECOMMENDED_MAX);
+        report.least_step_s = least_step_s;
+        report.changes = found;
+    }
+    Ok(report)
+}
+
+/// Chooses the most promising candidates for trials. Rank 0 chooses for all ranks.
+fn choose(world: &Group, all: &[Candidate], facts: Option<&Facts<'_>>, try_changes: bool) -> Result<Vec<usize>> {
+    let mut chosen = vec![-1i64; TRIALS];
+    if let Some(facts) = facts.filter(|facts| try_changes && facts.step_s < TRIAL_STEP_S_MAX) {
+        let mut promising: Vec<(f64, usize)> =
+            all.iter().enumerate().map(|(index, candidate)| (estimate_saving_s(candidate, facts), index)).collect();
+        promising.retain(|(saved, _)| *saved > 0.03 * facts.step_s);
+        promising.sort_by(|a, b| b.0.total_cmp(&a.0));
+        chosen.iter_mut().zip(promising).for_each(|(slot, (_, index))| *slot = index as i64);
+    }
+    let chosen = world.broadcast("trials", 0, chosen).wait()?;
+    Ok(chosen.into_iter().filter_map(|index| usize::try_from(index).ok()).filter(|index| *index < all.len()).collect())
+}
+
+fn gather_facts<'a>(report: &'a ProfileReport, recipe: &Recipe, machine: &Machine) -> Facts<'a> {
+    let batch =
+        recipe.batch(report.ranks).map_or((1, 1), |batch| (batch.micro_batch_size, batch.gradient_accumulation_steps));
+    Facts {
+        profile: &report.profile,
+        step_s: report.least_step_s,
+        hosts: report.hosts,
+        micro_batches: batch.1,
+        micro_batch_tokens: batch.0 * recipe.batch.seq_len,
+        arithmetic_s: report.flops / report.peak_flops_per_s.max(1.),
+        other_dtype_speedup: machine.other_flops_per_s / machine.flops_per_s.max(1.),
+        threads: machine.threads,
+        bytes_per_s: machine.bytes_per_s,
+    }
+}
+
+/// The measurements of the unchanged recipe, on rank 0.
+struct Baseline {
+    profile: Profile,
+    step_s: f64,
+    least_step_s: f64,
+    trace: PathBuf,
+    parameters: usize,
+    flops_per_token: f64,
+}
+
+/// Runs and traces steps of a recipe.
+fn trace_steps(
+    recipe: &Recipe,
+    world: &Arc<Group>,
+    position: &Arc<PositionTracker>,
+    options: &ProfileOptions,
+) -> Result<Option<Baseline>> {
+    let (data, mut trainer) = set_up(recipe, world, position)?;
+    let planned =
+        PlannedTrace { steps: Some(StepRange(WARM_UP + 1..=WARM_UP + options.steps)), ..PlannedTrace::default() };
+    let requests = Requests { planned_trace: planned, ..Requests::default() };
+    let mut tracer = Tracer::new(world, position, &requests, options.folder.clone());
+    let (mut times, mut trace) = (Vec::new(), None);
+    for step in 1..=WARM_UP + options.steps {
+        tracer.before_step(step)?;
+        let began = Instant::now();
+        run_step(&data, &mut trainer, world, position)?;
+        if step > WARM_UP {
+            times.push(began.elapsed().as_secs_f64());
+        }
+        trace = tracer.after_step(step, trainer.ranks(), false)?.or(trace);
+    }
+    let path = trace.map_or(Err("no step was traced".to_string()), |trace| trace.path).map_err(Error::Options)?;
+    if world.rank() != 0 {
+        return Ok(None);
+    }
+    let read = Trace::read(&path).map_err(|error| Error::Options(error.to_string()))?;
+    Ok(Some(Baseline {
+        profile: Profile::from_trace(&read),
+        step_s: times.iter().sum::<f64>() / times.len().max(1) as f64,
+        least_step_s: minimum(&times),
+        trace: path,
+        parameters: trainer.model().elements(),
+        flops_per_token: trainer.model().flops_per_token(recipe.batch.seq_len),
+    }))
+}
+
+fn set_up(recipe: &Recipe, world: &Arc<Group>, position: &Arc<PositionTracker>) -> Result<(Data, Trainer)> {
+    let (ranks, options) = place_ranks(recipe, world.clone())?;
+    let data = Data::open(recipe, world.size())?;
+    let mut trainer = init_trainer(recipe, build::model(recipe)?, ranks, options)?;
+    Arc::new(RunProbe::new(position.clone(), Arc::default())).attach(&mut trainer);
+    Ok((data, trainer))
+}
+
+fn run_step(data: &Data, trainer: &mut Trainer, world: &Group, position: &PositionTracker) -> Result<()> {
+    position.enter(Phase::Data);
+    let own = data.step(trainer.steps() + 1, world.rank(), world.size())?;
+    trainer.step(&own)?;
+    position.enter(Phase::Between);
+    Ok(())
+}
+
+/// The time of the shortest of a few steps, after a warm-up step.
+fn time_steps(recipe: &Recipe, world: &Arc<Group>, position: &Arc<PositionTracker>) -> Result<f64> {
+    let (data, mut trainer) = set_up(recipe, world, position)?;
+    let mut times = Vec::new();
+    for step in 0..=TRIAL_STEPS {
+        let began = Instant::now();
+        run_step(&data, &mut trainer, world, position)?;
+        if step > 0 {
+            times.push(began.elapsed().as_secs_f64());
+        }
+    }
+    Ok(minimum(&times))
+}
+
+fn minimum(times: &[f64]) -> f64 {
+    times.iter().copied().min_by(f64::total_cmp).unwrap_or(0.)
+}
+
+/// Counts the hosts of all ranks.
+fn count_hosts(world: &Group) -> Result<usize> {
+    let own =
+        host::name().bytes().fold(1u64, |hash, byte| shardwise_model::init::splitmix64(hash ^ u64::from(byte))) as i64;
+    // The only cost that grows with the world size is this all-gather of one word per rank.
+    let (_, mut all) = world.all_gather("hosts", vec![own], vec![0i64; world.size()]).wait()?;
+    all.sort_unstable();
+    all.dedup();
+    Ok(all.len())
+}
+
+/// The measured performance of the machine.
+struct Machine {
+    dtype: Dtype,
+    /// The FLOP/s of all ranks together, in the type in which units compute.
+    flops_per_s: f64,
+    /// The FLOP/s in bf16 if that type is f32, and in f32 otherwise.
+    other_flops_per_s: f64,
+    bytes_per_s: f64,
+    latency_s: f64,
+    /// A better number of threads, and the speedup of a matrix product with it.
+    threads: Option<(usize, f64)>,
+}
+
+/// The largest all-gather to measure, and the time after which the result is meaningful: at first, buffers hide the bandwidth of a link.
+const GATHER_BYTES_MAX: usize = 64 << 20;
+const GATHER_S: f64 = 0.5;
+
+impl Machine {
+    fn measure(recipe: &Recipe, world: &Arc<Group>) -> Result<Self> {
+        let (ranks, options) = place_ranks(recipe, world.clone())?;
+        let (dtype, device) = (options.precision.param_dtype, options.device);
+        let other = if dtype == Dtype::F32 { Dtype::Bf16 } else { Dtype::F32 };
+        let product = |dtype: Dtype| measure_peak_flops(world, dtype, device);
+        let (reached, other_flops_per_s) = (product(dtype)?, product(other)?);
+        Ok(Machine {
+            dtype,
+            flops_per_s: reached,
+            other_flops_per_s,
+            bytes_per_s: measure_gather(&ranks.groups.shard, world, device)?,
+            latency_s: measure_latency(world)?,
+            threads: try_threads(world, reached, &|| product(dtype))?,
+        })
+    }
+}
+
+/// Measures the bytes per second that a rank sends in an all-gather, which is enlarged until it takes long enough.
+fn measure_gather(group: &Group, world: &Group, device: Device) -> Result<f64> {
+    if group.size() == 1 || device != Device::Cpu {
+        return Ok(0.);
+    }
+    let mut bytes = 1 << 20;
+    loop {
+        let elements = bytes / 4;
+        let part = vec![0f32; group.partition(elements).part_len(group.rank())];
+        let whole = vec![0f32; elements];
+        world.barrier("gathers").wait()?;
+        let began = Instant::now();
+        let gathered = group.all_gather("bandwidth", part, whole).wait()?;
+        let took = began.elapsed().as_secs_f64();
+        drop(gathered);
+        let took = world.all_reduce("gathers", ReduceOp::Max, vec![(took * 1e9) as i64]).wait()?[0] as f64 / 1e9;
+        if took > GATHER_S || bytes >= GATHER_BYTES_MAX {
+            return Ok(bytes as f64 * (group.size() - 1) as f64 / group.size() as f64 / took.max(1e-9));
+        }
+        bytes *= 4;
+    }
+}
+
+fn measure_latency(world: &Group) -> Result<f64> {
+    let mut best = f64::INFINITY;
+    for _ in 0..10 {
+        let began = Instant::now();
+        world.all_reduce("latency", ReduceOp::Sum, vec![0i64]).wait()?;
+        best = best.min(began.elapsed().as_secs_f64());
+    }
+    Ok(best)
+}
+
+/// Tries whether matrix products are faster with one thread per core of this rank's fair share.
+fn try_threads(world: &Group, now: f64, product: &dyn Fn() -> Result<f64>) -> Result<Option<(usize, f64)>> {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let fair = (cores / host::ranks_here(world.size()).max(1)).max(1);
+    let used = shardwise_torch::tch::get_num_threads();
+    // Either all ranks try it or none does.
+    let differs = world.all_reduce("threads", ReduceOp::Max, vec![i64::from(used != fair as i32)]).wait()?[0] != 0;
+    if !differs {
+        return Ok(None);
+    }
+    shardwise_torch::tch::set_num_threads(fair as i32);
+    let then = product();
+    shardwise_torch::tch::set_num_threads(used);
+    let gain = then? / now.max(1.);
+    Ok((gain > 1.1).then_some((fair, gain)))
+}

@@ -1,0 +1,65 @@
+//! Setting up a run: groups of ranks, the checkpoint store, and the trainer.
+
+use std::sync::Arc;
+
+use shardwise_checkpoint::Store;
+use shardwise_checkpoint::hugging_face::Weights;
+use shardwise_comm::Group;
+use shardwise_model::Model;
+use shardwise_model::init::splitmix64;
+use shardwise_recipe::{DeviceRecipe, Recipe};
+use shardwise_torch::tch::Device;
+use shardwise_train::init::{from_seed, from_weights};
+use shardwise_train::{Options, Ranks, Trainer};
+
+use crate::agreement::agree;
+use crate::build;
+use crate::error::{Error, Result};
+
+/// Fails if `about` differs between ranks, because their hosts have different files: some would train on other data than the run reports.
+pub(crate) fn check_same_on_all_ranks(world: &Group, about: &str) -> Result<()> {
+    let own = about.bytes().fold(0u64, |hash, byte| splitmix64(hash ^ u64::from(byte))) as i64;
+    let first = world.broadcast("data", 0, vec![own]).wait()?[0];
+    let differs = "its corpora or checkpoints differ from those of rank 0; all hosts need the same files".to_string();
+    agree(world, if own == first { Ok(()) } else { Err(differs) })?.map_err(Error::Options)
+}
+
+/// Opens the checkpoint store. Fails on all ranks if any rank cannot reach it.
+pub(crate) fn open_store(folder: &str, world: &Group) -> Result<Arc<Store>> {
+    let store = Store::create(folder).map(Arc::new).map_err(|error| error.to_string());
+    agree(world, store)?.map_err(Error::Checkpoint)
+}
+
+/// Creates a trainer at step 0, initialized from a seed or from weights as the recipe says.
+pub(crate) fn init_trainer(recipe: &Recipe, model: Model, ranks: Ranks, options: Options) -> Result<Trainer> {
+    let Some(address) = recipe.weights() else {
+        let mut init = from_seed(recipe.init_seed());
+        return Ok(Trainer::new(model, ranks, options, &mut init)?);
+    };
+    let weights = Weights::open(address).map_err(|error| error.to_string());
+    let weights = agree(&ranks.world, weights)?.map_err(Error::Checkpoint)?;
+    Ok(Trainer::new(model, ranks, options, &mut from_weights(&weights))?)
+}
+
+/// Creates the groups of ranks, and the options with this rank's device.
+pub(crate) fn place_ranks(recipe: &Recipe, world: Arc<Group>) -> Result<(Ranks, Options)> {
+    match recipe.run.device {
+        DeviceRecipe::Cpu => {
+            Ok((Ranks::hybrid(world, recipe.parallel.replicate)?, build::options(recipe, Device::Cpu)?))
+        }
+        DeviceRecipe::Cuda => on_gpu(recipe, world),
+    }
+}
+
+#[cfg(feature = "cuda")]
+fn on_gpu(recipe: &Recipe, world: Arc<Group>) -> Result<(Ranks, Options)> {
+    let local = ["OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"];
+    let device = local.iter().find_map(|name| std::env::var(name).ok()?.parse().ok()).unwrap_or(0);
+    let ranks = Ranks::on_gpu(world, recipe.parallel.replicate, device)?;
+    Ok((ranks, build::options(recipe, Device::Cuda(device))?))
+}
+
+#[cfg(not(feature = "cuda"))]
+fn on_gpu(recipe: &Recipe, _: Arc<Group>) -> Result<(Ranks, Options)> {
+    Err(build::missing_cuda(recipe))
+}

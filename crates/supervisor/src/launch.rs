@@ -1,0 +1,122 @@
+//! Starts ranks through an MPI launcher.
+
+use std::ffi::OsString;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode, ExitStatus};
+
+use crate::error::{Error, Result};
+use crate::hosts::Host;
+use crate::launcher_env::{ATTEMPT, LauncherEnv, SECRET, SUPERVISOR, launcher_env};
+
+/// Environment variables that are forwarded to ranks on other hosts.
+const FORWARDED: [&str; 4] = [SUPERVISOR, SECRET, ATTEMPT, "OMP_NUM_THREADS"];
+
+/// Returns a launcher command that starts the program appended to it on `ranks` ranks of this host, and the launcher's version text.
+pub fn find_launcher(ranks: usize) -> std::result::Result<(Command, String), String> {
+    // By default the launcher of the MPI that this program was built with, which scripts/setup found.
+    let built_with = option_env!("MPIRUN").unwrap_or("mpirun");
+    let program = std::env::var_os("MPIRUN").map_or_else(|| PathBuf::from(built_with), PathBuf::from);
+    let version = Command::new(&program).arg("--version").output();
+    let version = version.map_err(|_| format!("cannot run '{}'", program.display()))?;
+    let version = String::from_utf8_lossy(&version.stdout).into_owned();
+    let mut command = Command::new(&program);
+    command.args(["-n", &ranks.to_string()]);
+    // Open MPI's launcher calls itself OpenRTE if its file is not named mpirun.
+    if version.contains("Open MPI") || version.contains("OpenRTE") {
+        // There may be more ranks than cores, and containers normally run as root.
+        command.args(["--oversubscribe", "--bind-to", "none", "--allow-run-as-root"]);
+        // ob1 covers shared memory and TCP. Probing for other networks takes 0.2 s.
+        if std::env::var_os("OMPI_MCA_pml").is_none() {
+            command.args(["--mca", "pml", "ob1"]);
+        }
+        // Authenticate ranks on one host by user id. Trying munge takes 2 s if its daemon does not answer.
+        if std::env::var_os("PMIX_MCA_psec").is_none() {
+            command.env("PMIX_MCA_psec", "native");
+        }
+    }
+    Ok((command, version))
+}
+
+/// A `shardwise-rank` command to run on all ranks.
+pub struct RankCommand<'a> {
+    /// The name of the command.
+    pub subcommand: &'static str,
+    /// The recipe, which is its first argument.
+    pub recipe: &'a Path,
+    /// The value of `-n`.
+    pub ranks: Option<u32>,
+    /// Its other arguments.
+    pub arguments: Vec<OsString>,
+}
+
+impl RankCommand<'_> {
+    /// Starts the ranks on this host and waits for them, or becomes a rank if a launcher started this process.
+    pub fn run(&self) -> Result<ExitCode> {
+        let program = rank_program()?;
+        let asked = self.ranks.map(|ranks| ranks as usize);
+        if let Some(LauncherEnv { world_size, local_size }) = launcher_env() {
+            if let (Some(asked), Some(ranks)) = (asked, world_size.filter(|&ranks| Some(ranks) != asked)) {
+                return Err(Error::WorldSize { asked, started: ranks });
+            }
+            let mut rank = with_rank_environment(Command::new(&program), local_size.or(world_size).unwrap_or(1));
+            self.add_arguments(&mut rank);
+            return Err(Error::failed(program.display(), rank.exec()));
+        }
+        let mut launcher = self.launcher(asked.unwrap_or(1), &[], "")?;
+        let status = launcher.status();
+        let status = status.map_err(|error| Error::failed(launcher.get_program().display(), error))?;
+        Ok(exit_code(status))
+    }
+
+    /// The command that starts the ranks: on these hosts, through `agent`, or on this host if there are none.
+    pub(crate) fn launcher(&self, ranks: usize, hosts: &[Host], agent: &str) -> Result<Command> {
+        let (mut launcher, version) = find_launcher(ranks)
+            .map_err(|problem| Error::failed("there is no MPI launcher; scripts/setup installs one", problem))?;
+        if !hosts.is_empty() {
+            if !version.contains("Open MPI") && !version.contains("OpenRTE") {
+                return Err(Error::NotOpenMpi);
+            }
+            let hosts: Vec<String> = hosts.iter().map(Host::to_string).collect();
+            launcher.args(["--host", &hosts.join(","), "--mca", "plm_rsh_agent", agent]);
+            // Pass only the names: anyone can read the values on a command line.
+            launcher.args(FORWARDED.iter().flat_map(|name| ["-x", name]));
+        }
+        let here = hosts.iter().map(|host| host.ranks).max().unwrap_or(ranks);
+        let mut launcher = with_rank_environment(launcher, here.min(ranks));
+        launcher.arg(rank_program()?);
+        self.add_arguments(&mut launcher);
+        Ok(launcher)
+    }
+
+    fn add_arguments(&self, command: &mut Command) {
+        command.arg(self.subcommand).arg(absolute(self.recipe));
+        command.args(&self.arguments);
+    }
+}
+
+/// Converts the status of a program to the exit code that passes it on.
+pub fn exit_code(status: ExitStatus) -> ExitCode {
+    status.code().and_then(|code| u8::try_from(code).ok()).map_or(ExitCode::FAILURE, ExitCode::from)
+}
+
+/// Sets the environment variables that every rank needs, whoever starts it. `ranks` is the number on one host.
+fn with_rank_environment(mut command: Command, ranks: usize) -> Command {
+    // For Open MPI: waiting ranks yield the core; for the TCP flags see the note on full duplex in shardwise_comm::mpi.
+    command.env("OMPI_MCA_mpi_yield_when_idle", "1").env("OMPI_MCA_btl_tcp_flags", "1");
+    if std::env::var_os("OMP_NUM_THREADS").is_none() {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        command.env("OMP_NUM_THREADS", (cores / ranks).max(1).to_string());
+    }
+    command
+}
+
+/// The path of `shardwise-rank`, in the same folder as this program.
+pub fn rank_program() -> std::io::Result<PathBuf> {
+    Ok(std::env::current_exe()?.with_file_name("shardwise-rank"))
+}
+
+/// The absolute path, which stays valid in another working directory.
+pub fn absolute(path: &Path) -> PathBuf {
+    std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf())
+}

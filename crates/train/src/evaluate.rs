@@ -1,0 +1,78 @@
+//! Evaluation and logits: forward passes without autograd.
+
+use shardwise_comm::ReduceOp;
+use shardwise_model::{Activations, Batch, IGNORED};
+use shardwise_torch::tch::{Tensor, no_grad};
+
+use crate::error::{Error, Result};
+use crate::step::Trainer;
+
+/// The result of an evaluation over all ranks and micro-batches.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct Evaluation {
+    /// The sum of the losses of all targets that are not ignored.
+    pub loss_sum: f64,
+    /// The number of those targets.
+    pub tokens: u64,
+}
+
+impl Trainer {
+    /// The logits for these inputs: sequences by positions by vocabulary, or whatever a custom head's `logits` returns. All
+    /// ranks call it together, each with its own inputs.
+    pub fn logits(&mut self, inputs: &Tensor) -> Result<Tensor> {
+        let inputs = inputs.to_device(self.options.device);
+        let targets = inputs.full_like(IGNORED);
+        let batch = Batch::new(inputs, targets);
+        let head = self.shards.len() - 1;
+        self.forward_no_grad(|trainer, index, input| match input {
+            Some(input) if index == head => trainer.head_logits(input),
+            _ => trainer.compute(index, input, &batch, Activations::All),
+        })
+    }
+
+    /// The loss on micro-batches, without training on them. All ranks call it together, each with the same number of
+    /// micro-batches.
+    pub fn evaluate(&mut self, micro_batches: &[Batch]) -> Result<Evaluation> {
+        let (tokens, _) = self.count_tokens(self.steps, micro_batches, 0)?;
+        let mut loss_sum = 0.;
+        for batch in micro_batches {
+            let batch = batch.to_device(self.options.device);
+            let loss =
+                self.forward_no_grad(|trainer, index, input| trainer.compute(index, input, &batch, Activations::All))?;
+            loss_sum += loss.double_value(&[]);
+        }
+        let loss_sum = self.ranks.world.all_reduce("evaluation", ReduceOp::Sum, vec![loss_sum]).wait()?[0];
+        Ok(Evaluation { loss_sum, tokens })
+    }
+
+    /// A forward pass without autograd, which keeps only the last unit's output. While one unit computes, the parameters of
+    /// the next are all-gathered.
+    pub(crate) fn forward_no_grad(
+        &mut self,
+        mut compute: impl FnMut(&Trainer, usize, Option<&Tensor>) -> Result<Tensor>,
+    ) -> Result<Tensor> {
+        self.unless_broken(|trainer| {
+            let mut x: Option<Tensor> = None;
+            for index in 0..trainer.shards.len() {
+                trainer.gather(index)?;
+                for next in index + 1..=index + trainer.options.prefetch {
+                    trainer.prefetch(next)?;
+                }
+                x = Some(no_grad(|| compute(trainer, index, x.as_ref()))?);
+                trainer.release(index)?;
+            }
+            Ok(x.expect("a model has units"))
+        })
+    }
+
+    fn head_logits(&self, input: &Tensor) -> Result<Tensor> {
+        let index = self.shards.len() - 1;
+        let (unit, tied) = (&self.model.units()[index], self.tied(index));
+        let failed = |error| Error::Model { unit: unit.name().to_string(), error };
+        unit.logits(self.shards[index].parameters(), tied, input).map_err(failed)?.ok_or_else(|| {
+            let problem = "the last unit has none; implement `Layer::logits` for it".to_string();
+            failed(shardwise_model::Error::Config { key: "logits", problem })
+        })
+    }
+}

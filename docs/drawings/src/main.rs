@@ -1,0 +1,167 @@
+//! The guide's drawings of a step at each stage. `cargo drawings` writes them to `docs/src/drawings`.
+//!
+//! Each drawing has two versions, for wide and for narrow windows. They are inlined in the page: lines and letters have the page's
+//! text color, so that they are readable on light and dark backgrounds. Patterns and positions carry the same information as
+//! colors, for print and for color-blind readers.
+
+#![forbid(unsafe_code)]
+
+mod schedule;
+mod sheet;
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+
+use crate::schedule::{MEMORY_KINDS, MemoryKind, Phase, Span, Step, UNITS, Verb};
+use crate::sheet::{Fill, Sheet};
+
+/// Writes all drawings.
+fn main() -> Result<()> {
+    let folder = folder();
+    std::fs::create_dir_all(&folder).with_context(|| folder.display().to_string())?;
+    for (name, text) in drawings() {
+        let path = folder.join(name);
+        std::fs::write(&path, text).with_context(|| path.display().to_string())?;
+        println!("{}", path.display());
+    }
+    Ok(())
+}
+
+/// The folder of the drawings.
+fn folder() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).with_file_name("src").join("drawings")
+}
+
+/// All drawings with their file names.
+fn drawings() -> Vec<(String, String)> {
+    let steps: Vec<Step> = (0..4).map(Step::of).collect();
+    let longest = steps.iter().map(|step| step.end - step.start).fold(0., f64::max);
+    let largest = steps.iter().map(Step::peak).fold(0., f64::max);
+    let draw = |step: &Step, tall: bool| {
+        let name = format!("stage-{}-{}.svg", step.stage, if tall { "narrow" } else { "wide" });
+        (name, drawing(step, Sheet::new(step.stage, tall, longest, largest)))
+    };
+    steps.iter().flat_map(|step| [draw(step, false), draw(step, true)]).collect()
+}
+
+fn drawing(step: &Step, mut sheet: Sheet) -> String {
+    sheet.lanes();
+    for (phase, name) in [(Phase::Forward, "forward"), (Phase::Backward, "backward"), (Phase::Update, "update")] {
+        let mut spans = within(&step.computed, step).filter(|span| span.what == phase);
+        if let Some(first) = spans.next() {
+            let end = spans.last().map_or(first.end, |last| last.end);
+            sheet.phase(name, first.start - step.start, end - step.start);
+        }
+    }
+    let mut reached = 0.;
+    for span in within(&step.computed, step) {
+        let (start, end) = (span.start - step.start, span.end - step.start);
+        sheet.waiting(reached, start);
+        let fill = match span.what {
+            Phase::Forward => Fill::Forward,
+            Phase::Backward => Fill::Backward,
+            Phase::Update => Fill::Of(MemoryKind::Optimizer),
+        };
+        sheet.computed(start, end, fill, if span.what == Phase::Update { "" } else { UNITS[span.unit].sign });
+        reached = end;
+    }
+    sheet.waiting(reached, step.end - step.start);
+    for call in &step.calls {
+        let (start, end) = (call.start.max(step.start) - step.start, call.end.min(step.end) - step.start);
+        if end > start + 0.05 {
+            sheet.call(start, end, fill_of(call.what), UNITS[call.unit].sign);
+        }
+    }
+    memory(step, &mut sheet);
+    sheet.legend(step.stage);
+    sheet.finish(&format!("One step at stage {}", step.stage), &describe(step), &order(step))
+}
+
+fn within<'a, T>(spans: &'a [Span<T>], step: &'a Step) -> impl Iterator<Item = &'a Span<T>> {
+    spans.iter().filter(|span| span.start >= step.start - 1e-9 && span.end <= step.end + 1e-9)
+}
+
+fn fill_of(verb: Verb) -> Fill {
+    match verb {
+        Verb::AllGather => Fill::Of(MemoryKind::Parameters),
+        Verb::ReduceScatter | Verb::AllReduce => Fill::Of(MemoryKind::Gradients),
+    }
+}
+
+/// Draws the memory over time, stacked by kind.
+fn memory(step: &Step, sheet: &mut Sheet) {
+    let times = step.times(step.start, step.end);
+    let mut below = vec![0.; times.len()];
+    for kind in MEMORY_KINDS {
+        let above: Vec<f64> = times.iter().zip(&below).map(|(&time, base)| base + step.held(kind, time)).collect();
+        let places: Vec<f64> = times.iter().map(|time| time - step.start).collect();
+        sheet.area(kind, &places, &below, &above);
+        below = above;
+    }
+    if step.stage > 0 {
+        sheet.whole(Step::of(0).kept());
+    }
+}
+
+/// The calls in order, for the test that compares them with a real step.
+fn order(step: &Step) -> String {
+    let calls: Vec<String> =
+        step.requested().map(|call| format!("{} {}", call.what.name(), UNITS[call.unit].name)).collect();
+    calls.join(", ")
+}
+
+fn describe(step: &Step) -> String {
+    let same = "Time runs along the drawing, with the computation of a rank, the communication that overlaps it, and the \
+                memory that the rank holds.";
+    let own = match step.stage {
+        0 => {
+            "Nothing is sharded. The gradients of each unit are all-reduced while the next unit's are computed. Then every rank \
+              updates all parameters. Memory is constant except for activations."
+        }
+        1 => {
+            "Optimizer state is sharded. Gradients are reduce-scattered, each rank updates its quarter, and updated parameters are \
+              all-gathered while the next step starts."
+        }
+        2 => {
+            "Optimizer state and gradients are sharded. Unsharded gradients exist for two units at a time, until they are \
+              reduce-scattered."
+        }
+        _ => {
+            "Everything is sharded. A unit is all-gathered while the one before it computes, released after its forward pass, \
+              gathered again for its backward pass, and released again; gradients are reduce-scattered while the next unit \
+              computes."
+        }
+    };
+    format!("{own} {same}")
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test may fail")]
+
+    use super::*;
+
+    #[test]
+    fn the_drawings_match_the_schedule() {
+        for (name, text) in drawings() {
+            let path = folder().join(&name);
+            let found = std::fs::read_to_string(&path).unwrap_or_default();
+            assert!(found == text, "{name} does not match the schedule: run cargo drawings and look at it");
+        }
+    }
+
+    #[test]
+    fn temporary_memory_is_freed() {
+        for step in (0..4).map(Step::of) {
+            let held = |time: f64| MEMORY_KINDS.map(|kind| (1e6 * step.held(kind, time)).round());
+            assert_eq!(held(step.start - 1e-6), held(step.end - 1e-6), "stage {}", step.stage);
+        }
+    }
+
+    #[test]
+    fn memory_falls_from_stage_to_stage() {
+        let peaks: Vec<f64> = (0..4).map(|stage| Step::of(stage).peak()).collect();
+        assert!(peaks.windows(2).all(|pair| pair[1] < pair[0]), "{peaks:?}");
+    }
+}
