@@ -64,6 +64,11 @@ impl FlatParameter {
         Ok(FlatParameter { errors, group, pool, dtype, partition, whole, state })
     }
 
+    /// The type of the elements.
+    pub(crate) fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
     /// The partition of the elements among the ranks.
     pub(crate) fn partition(&self) -> Partition {
         self.partition

@@ -227,6 +227,12 @@ impl ShardedUnit {
             let masters = self.shards.iter().filter_map(|shard| Some((shard.master.as_ref()?, shard.owner)));
             targets.extend(masters.map(|(master, owner)| (master.shallow_clone(), flat.partition().range(owner))));
         }
+        if let [(target, target_range)] = &targets[..]
+            && (flat.dtype(), self.layout.pool.device()) == (Dtype::F32, Device::Cpu)
+        {
+            let inside = wanted.start - target_range.start..wanted.end - target_range.start;
+            return self.init_in_place(parameter, target, inside, wanted.start - whole.start, init);
+        }
         let mut elements = Vec::new();
         for from in wanted.clone().step_by(INIT_CHUNK) {
             let range = from..wanted.end.min(from + INIT_CHUNK);
@@ -239,6 +245,26 @@ impl ShardedUnit {
             }
         }
         Ok(())
+    }
+
+    /// Initializes the elements `inside` of `target`, which are those of the parameter from `first` on, without a copy.
+    fn init_in_place(
+        &self,
+        parameter: usize,
+        target: &Tensor,
+        inside: Range<usize>,
+        first: usize,
+        init: &mut InitFn<'_>,
+    ) -> Result<()> {
+        let mut memory = self.errors.torch(storage::take(target, "it is being initialized"))?;
+        let elements = self.errors.torch(memory.as_mut_slice::<f32>())?;
+        let mut initialized = Ok(());
+        for (index, chunk) in elements[inside].chunks_mut(INIT_CHUNK).enumerate() {
+            let from = first + index * INIT_CHUNK;
+            initialized = initialized.and_then(|()| init(parameter, from..from + chunk.len(), chunk));
+        }
+        self.errors.torch(storage::put(target, memory).map_err(|failure| failure.error))?;
+        initialized.map_err(|error| Error::Init { unit: self.name().to_string(), error })
     }
 
     /// The unit's name, which is also the label of its collectives.
