@@ -219,7 +219,7 @@ pub struct EvaluationRecipe {
 pub struct BatchRecipe {
     /// The number of sequences per step, over all ranks. Defaults to micro_batch_size × gradient_accumulation_steps × ranks.
     pub global_batch_size: Option<usize>,
-    /// The number of sequences per micro-batch, on each rank. May be left out if the other two sizes are given.
+    /// The number of sequences per micro-batch, on each rank. May be left out if the other two keys are given.
     pub micro_batch_size: Option<usize>,
     /// The number of micro-batches per step, on each rank. Defaults to 1, or to what follows from global_batch_size.
     pub gradient_accumulation_steps: Option<usize>,

@@ -155,7 +155,7 @@ fn reference(keys: &BTreeMap<String, Key>) -> String {
     }
     for (table, entries) in tables {
         let heading = match (table, table.strip_suffix("[]")) {
-            ("", _) => "Keys without a table".to_string(),
+            ("", _) => "Top-level keys".to_string(),
             (_, Some(list)) => format!("[[{list}]]"),
             _ => format!("[{table}]"),
         };

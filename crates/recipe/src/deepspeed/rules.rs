@@ -19,7 +19,7 @@ const TRANSLATED: &[(&str, &str)] = &[
     ("fp16.min_loss_scale", "`precision.loss_scale_min`"),
     ("bf16.check_grad_overflow", "true: `run.on_nonfinite = \"skip\"`; false is refused"),
     ("data_types.grad_accum_dtype", "`precision.reduce_dtype`"),
-    ("communication_data_type", "`precision.reduce_dtype`, and so the same as `data_types.grad_accum_dtype`"),
+    ("communication_data_type", "`precision.reduce_dtype`; must equal `data_types.grad_accum_dtype` if both are set"),
     (
         "optimizer.type",
         "`optimizer.kind`: Adam and AdamW are `adamw`, Lamb is `lamb`, SGD is `sgd`; any other is refused",
@@ -35,7 +35,7 @@ const TRANSLATED: &[(&str, &str)] = &[
         "scheduler.type",
         "`schedule.kind`: WarmupLR is `constant`, WarmupDecayLR `linear`, WarmupCosineLR `cosine`; any other is refused",
     ),
-    ("scheduler.params.warmup_type", "\"linear\" only, which is not DeepSpeed's default and must be written"),
+    ("scheduler.params.warmup_type", "\"linear\" only; it is not DeepSpeed's default, so set it explicitly"),
     ("scheduler.params.warmup_min_lr", "0 only: the learning rate rises from 0"),
     ("scheduler.params.warmup_min_ratio", "0 only: the learning rate rises from 0"),
     ("scheduler.params.warmup_max_lr", "`optimizer.lr`"),
@@ -120,7 +120,7 @@ pub(super) const ONE_ALLOWED_VALUE: &[(&str, &str, &str)] = &[
     ("dataloader_drop_last", "true", "every step has a full batch here: write true"),
     ("sparse_gradients", "false", "sparse gradients are not supported: write false"),
     ("disable_allgather", "false", "updated parameters are all-gathered here: write false"),
-    ("fp32_allreduce", "false", "all-reduces have no type of their own here; set data_types.grad_accum_dtype instead"),
+    ("fp32_allreduce", "false", "all-reduces have no dtype of their own here; set data_types.grad_accum_dtype instead"),
     ("wall_clock_breakdown", "false", "there is no such breakdown: write false"),
     ("memory_breakdown", "false", "a run prints no such breakdown; use `shardwise train --dry-run`, which prints one"),
     ("dump_state", "false", "`shardwise config` prints the settings instead: write false"),
@@ -128,7 +128,7 @@ pub(super) const ONE_ALLOWED_VALUE: &[(&str, &str, &str)] = &[
     ("fp16.fp16_master_weights_and_grads", "false", "master weights are f32 here: write false"),
     ("bf16.bf16_master_weights_and_grads", "false", "master weights are f32 here: write false"),
     ("bf16.bf16_optimizer_states", "false", "optimizer state is f32 here: write false"),
-    ("optimizer.params.bias_correction", "true", "the bias of moments is corrected here: write true"),
+    ("optimizer.params.bias_correction", "true", "moments are bias-corrected here: write true"),
     ("optimizer.params.amsgrad", "false", "AMSGrad is not supported: write false"),
     ("optimizer.params.nesterov", "false", "Nesterov momentum is not supported: write false"),
     ("optimizer.params.dampening", "0", "momentum is not dampened here: write 0"),
@@ -161,11 +161,11 @@ pub(super) const ONE_ALLOWED_VALUE: &[(&str, &str, &str)] = &[
         "false",
         "hybrid sharding is parallel.replicate in the recipe",
     ),
-    ("zero_optimization.zero_quantized_weights", "false", "weights are sent in their own type here: write false"),
+    ("zero_optimization.zero_quantized_weights", "false", "weights are sent in their own dtype here: write false"),
     (
         "zero_optimization.zero_quantized_nontrainable_weights",
         "false",
-        "weights are sent in their own type here: write false",
+        "weights are sent in their own dtype here: write false",
     ),
     (
         "zero_optimization.zero_quantized_gradients",
@@ -196,7 +196,7 @@ pub(super) const REFUSED_IF_ENABLED: &[(&str, &str)] = &[
     ("eigenvalue", "eigenvalues are not supported"),
     ("progressive_layer_drop", "every layer takes part in every step here"),
     ("amp", "Apex is not supported; use bf16 or fp16"),
-    ("torch_autocast", "types are chosen per run, not per operation; use bf16 or fp16"),
+    ("torch_autocast", "dtypes are chosen per run, not per operation; use bf16 or fp16"),
     ("hybrid_engine", "generation during training is not supported"),
     ("expert_parallel", "mixture of experts is not supported"),
     ("compile", "compilation is not supported"),
@@ -234,11 +234,11 @@ const REFUSED: &[(&str, &str)] = &[
     ("scheduler.params", "this scheduler has no such setting"),
     ("sparse_attention", "attention is dense here; leave the section out"),
     ("compression_training", "models are not compressed here; leave the section out"),
-    ("tensor_parallel", "tensor parallelism is not supported; leave the section out"),
-    ("pipeline", "pipeline parallelism is not supported; leave the section out"),
+    ("tensor_parallel", "tensor parallelism is not supported yet; leave the section out"),
+    ("pipeline", "pipeline parallelism is not supported yet; leave the section out"),
     ("checkpoint", "use [checkpoints] in the recipe"),
     ("zero_optimization.zenflow", "offloading is not supported yet; leave it out"),
-    ("data_types", "the parameters' type is set by bf16.enabled and fp16.enabled; leave it out"),
+    ("data_types", "the parameters' dtype is set by bf16.enabled and fp16.enabled; leave it out"),
 ];
 
 /// Why a leftover key is refused.
@@ -275,7 +275,7 @@ pub(super) fn key_tables() -> [KeyTable; 5] {
     [
         ("Keys that are translated", translated.collect()),
         ("Keys with one allowed value", one_allowed.collect()),
-        ("Keys that are refused under a condition", offload.chain(refused_if_enabled).chain(refused).collect()),
+        ("Keys that are refused under certain conditions", offload.chain(refused_if_enabled).chain(refused).collect()),
         ("Keys that limit DeepSpeed's buffers: ignored, with a note", buffer_limits.collect()),
         ("Keys that tune DeepSpeed itself and have no meaning here", no_effect.collect()),
     ]
