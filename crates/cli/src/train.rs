@@ -29,6 +29,9 @@ pub(crate) struct Options {
     /// Print the memory estimate and exit
     #[arg(long)]
     dry_run: bool,
+    /// Print what a rank does in a step, one instruction per line, and exit
+    #[arg(long, conflicts_with = "dry_run")]
+    show_program: bool,
     /// Start the ranks on these hosts, each with room for the given number of ranks, instead of on this host
     #[arg(long, value_name = "NAME:RANKS", value_delimiter = ',', requires = "listen")]
     hosts: Vec<Host>,
@@ -64,6 +67,8 @@ pub(crate) struct Options {
 pub(crate) struct CheckReport {
     /// The memory estimate, to be printed.
     text: String,
+    /// The program of a step, if it was requested.
+    program: Option<String>,
     #[serde(flatten)]
     settings: Settings,
 }
@@ -98,11 +103,11 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode> {
         arguments: [options.layers.arguments(), options.trace.arguments()].concat(),
     };
     if launcher_env().is_some() {
-        if options.dry_run {
-            bail!(
-                "--dry-run does not work under a launcher; run shardwise train {} -n RANKS --dry-run",
-                options.recipe.display()
-            );
+        for (flag, is_given) in [("--dry-run", options.dry_run), ("--show-program", options.show_program)] {
+            if is_given {
+                let recipe = options.recipe.display();
+                bail!("{flag} does not work under a launcher; run shardwise train {recipe} -n RANKS {flag}");
+            }
         }
         if asked.min < asked.max || !options.hosts.is_empty() || !options.fault.is_empty() || options.metrics.is_some()
         {
@@ -120,13 +125,16 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode> {
     }
     let faults = plan_faults(&options.fault, asked.max)?;
     arguments.extend(faults.iter().map(|fault| OsString::from(format!("--fault={fault}"))));
-    let CheckReport { text, settings } = match check(&options.recipe, asked, &options.layers, &arguments)? {
+    if options.show_program {
+        arguments.push("--show-program".into());
+    }
+    let CheckReport { text, program, settings } = match check(&options.recipe, asked, &options.layers, &arguments)? {
         Ok(report) => report,
         Err(code) => return Ok(code),
     };
     // A closed standard output does not stop the run.
-    drop(writeln!(std::io::stdout(), "{text}"));
-    if options.dry_run {
+    drop(writeln!(std::io::stdout(), "{}", program.as_deref().unwrap_or(&text)));
+    if options.dry_run || options.show_program {
         return Ok(ExitCode::SUCCESS);
     }
     let placement = Placement {

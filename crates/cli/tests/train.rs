@@ -99,6 +99,19 @@ fn mpirun() -> Command {
 }
 
 #[test]
+fn the_program_of_a_step_is_printed_and_can_be_read_back() {
+    let folder = Folder::new("program", RECIPE);
+    let mut command = Command::new(env!("CARGO_BIN_EXE_shardwise"));
+    let output = command.arg("train").arg(folder.recipe()).args(["-n", "2", "--show-program"]).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(text.starts_with("units embedding block.0 block.1 head\ncount-tokens\nstart-gather embedding\n"), "{text}");
+    assert_eq!(text.matches("\nforward block.1 micro-batch=").count(), 2, "{text}");
+    let program: shardwise_plan::program::Program = text.parse().unwrap();
+    assert_eq!(program.to_string(), text);
+}
+
+#[test]
 fn a_run_learns_and_prints_its_metrics() {
     let folder = Folder::new("learns", RECIPE);
     let output = folder.train(&["-n", "3"]);

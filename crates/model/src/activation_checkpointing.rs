@@ -7,6 +7,7 @@
 
 use std::sync::{Mutex, PoisonError};
 
+use shardwise_plan::program::ActivationCheckpointing;
 use shardwise_torch::tch::{Tensor, no_grad};
 use shardwise_torch::{autograd, storage};
 
@@ -19,6 +20,16 @@ pub enum Activations {
     All,
     /// The outputs of linear layers. Norms, attention and activation functions are recomputed.
     Selective,
+}
+
+impl From<ActivationCheckpointing> for Activations {
+    /// What the forward pass keeps of a unit that is not recomputed as a whole.
+    fn from(checkpointing: ActivationCheckpointing) -> Self {
+        match checkpointing {
+            ActivationCheckpointing::None | ActivationCheckpointing::Full => Activations::All,
+            ActivationCheckpointing::Selective => Activations::Selective,
+        }
+    }
 }
 
 /// Frees the memory of `saved` until the backward pass reaches `output`, and returns `output`. Then `recompute` computes the

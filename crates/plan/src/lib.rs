@@ -27,6 +27,7 @@ mod mesh;
 mod model_config;
 mod parameters;
 mod partition;
+pub mod program;
 
 pub use dtype::Dtype;
 pub use mesh::{Axis, Coordinates, Mesh, MeshError, RankSet};

@@ -6,12 +6,16 @@ use std::time::Duration;
 
 use shardwise_comm::mpi;
 use shardwise_model::Model;
+use shardwise_plan::program::Program;
+use shardwise_plan::program::build::train_step;
 use shardwise_recipe::{
     ActivationCheckpointingRecipe, DeviceRecipe, NonFiniteRecipe, Recipe, ResolvedLossScale, ResolvedOptimizer,
     ResolvedSchedule, SupervisionRecipe,
 };
 use shardwise_torch::tch::Device;
-use shardwise_train::{ActivationCheckpointing, DynamicScale, Kind, LossScale, OnNonFinite, Options, Schedule};
+use shardwise_train::{
+    ActivationCheckpointing, DynamicScale, Kind, LossScale, OnNonFinite, Options, Schedule, unit_specs,
+};
 use shardwise_zero::{AdamW, Lamb, Optimizer, Precision, Sgd, Sharding};
 
 use crate::error::{Error, Result};
@@ -27,6 +31,14 @@ pub fn model(recipe: &Recipe) -> Result<Model> {
         .freeze(&recipe.model.frozen)
         .map_err(|error| recipe.sources.error_at("model.frozen", format!("model.{error}")))?;
     Ok(model)
+}
+
+/// The program of a step on this many ranks.
+pub fn program(recipe: &Recipe, ranks: usize) -> Result<Program> {
+    recipe.check_replicas(ranks)?;
+    let micro_batches = recipe.batch(ranks)?.gradient_accumulation_steps;
+    let policy = options(recipe, Device::Cpu)?.policy(micro_batches);
+    Ok(train_step(&unit_specs(&model(recipe)?), &policy))
 }
 
 /// Fails if the recipe needs a GPU and this program was built without cuda.

@@ -89,7 +89,7 @@ impl MemoryEstimate {
             let is_full = options.activation_checkpointing == ActivationCheckpointing::Full;
             let recomputed = is_full && unit.backward_reads_parameters() && !last;
             let Footprint { kept_bytes, output_bytes, temporary_bytes } =
-                unit.footprint(tokens, positions, parameter_bytes, options.activation_checkpointing.activations());
+                unit.footprint(tokens, positions, parameter_bytes, options.activation_checkpointing.into());
             // Recomputed activations exist only during the unit's backward pass.
             let (activations, computed) = if recomputed { (output_bytes, kept_bytes) } else { (kept_bytes, 0) };
             passes.push(Pass {

@@ -219,7 +219,8 @@ impl<'a> Session<'a> {
         if let Some(why) = requests.planned_trace.explain_if_unreachable(first_step, recipe.run.steps) {
             log.print(&why);
         }
-        let expected_traffic = ExpectedTraffic::of(&trainer, recipe.batch(world.size())?.gradient_accumulation_steps);
+        let micro_batches = recipe.batch(world.size())?.gradient_accumulation_steps;
+        let expected_traffic = ExpectedTraffic::of(&mut trainer, micro_batches)?;
         let session = Session {
             recipe,
             position,

@@ -100,6 +100,12 @@ pub enum Error {
     },
 }
 
+impl From<shardwise_zero::StageError> for Error {
+    fn from(error: shardwise_zero::StageError) -> Self {
+        Error::Options(error.to_string())
+    }
+}
+
 impl Error {
     /// Whether every rank returns this same error.
     pub fn is_same_on_all_ranks(&self) -> bool {

@@ -2,6 +2,7 @@
 
 use shardwise_comm::ReduceOp;
 use shardwise_model::{Activations, Batch, IGNORED};
+use shardwise_plan::program::{Instruction, build};
 use shardwise_torch::tch::{Tensor, no_grad};
 
 use crate::error::{Error, Result};
@@ -53,14 +54,16 @@ impl Trainer {
         mut compute: impl FnMut(&Trainer, usize, Option<&Tensor>) -> Result<Tensor>,
     ) -> Result<Tensor> {
         self.unless_broken(|trainer| {
+            let program = build::inference(&trainer.unit_specs, &trainer.options.policy(1));
             let mut x: Option<Tensor> = None;
-            for index in 0..trainer.shards.len() {
-                trainer.gather(index)?;
-                for next in index + 1..=index + trainer.options.prefetch {
-                    trainer.prefetch(next)?;
+            for instruction in program.instructions {
+                match instruction {
+                    Instruction::StartGather(unit) => trainer.shards[unit].start_gather()?,
+                    Instruction::WaitGather(unit) => trainer.wait_gather(unit)?,
+                    Instruction::Forward { unit, .. } => x = Some(no_grad(|| compute(trainer, unit, x.as_ref()))?),
+                    Instruction::Release(unit) => trainer.shards[unit].release()?,
+                    other => unreachable!("inference has no {other:?}"),
                 }
-                x = Some(no_grad(|| compute(trainer, index, x.as_ref()))?);
-                trainer.release(index)?;
             }
             Ok(x.expect("a model has units"))
         })

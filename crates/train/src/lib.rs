@@ -1,7 +1,7 @@
 //! The training step.
 //!
-//! [`Trainer::step`] is the algorithm on two screens: it walks the units of a model forward and backward, gathers and releases
-//! their parameters, reduces their gradients and runs the optimizer. It has two halves, [`Trainer::compute_gradients`] and
+//! [`Trainer::step`] executes a [`Program`](shardwise_plan::program::Program) on two screens: it walks the units of a model forward and
+//! backward, gathers and releases their parameters, reduces their gradients and runs the optimizer. It has two halves, [`Trainer::compute_gradients`] and
 //! [`Trainer::apply_update`]; whoever wants to look at the gradients or to wait before the update does so in between. A
 //! [`Probe`] observes the step from inside. [`Trainer::train`] is the training loop for your own [`Source`].
 //!
@@ -49,10 +49,11 @@ pub use evaluate::Evaluation;
 pub use generate::{Sampling, generate};
 pub use loss_scale::{DynamicScale, LossScale};
 pub use nonfinite::{NonFiniteValue, OnNonFinite};
-pub use options::{ActivationCheckpointing, Options, Ranks};
+pub use options::{Options, Ranks};
 pub use probe::{Probe, StepPhase};
 pub use progress::{Progress, SkippedBatch};
 pub use schedule::{Kind, LrAndMomentum, Schedule};
+pub use shardwise_plan::program::ActivationCheckpointing;
 pub use source::{BatchSize, Source};
 pub use state::{TensorLease, checkpoint_layouts};
-pub use step::{Gradients, Report, Trainer};
+pub use step::{Gradients, Report, Trainer, unit_specs};

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use shardwise_comm::{Group, ReduceOp};
-use shardwise_model::Activations;
+use shardwise_plan::program::{ActivationCheckpointing, Policy};
 use shardwise_plan::{Axis, Dtype, Mesh};
 use shardwise_torch::tch::Device;
 use shardwise_zero::{Groups, Optimizer, Precision, Sharding};
@@ -62,6 +62,17 @@ impl Options {
         }
     }
 
+    /// How a step with this many micro-batches is carried out.
+    pub fn policy(&self, micro_batches: usize) -> Policy {
+        Policy {
+            sharding: self.sharding,
+            prefetch: self.prefetch,
+            activation_checkpointing: self.activation_checkpointing,
+            reduce_each_micro_batch: self.reduce_each_micro_batch,
+            micro_batches,
+        }
+    }
+
     /// Fails if the options are invalid or contradict each other.
     pub fn check(&self) -> Result<()> {
         let refuse = |problem: &str| Err(Error::Options(problem.to_string()));
@@ -95,28 +106,6 @@ impl Options {
     }
 }
 
-/// Which activations a unit's forward pass keeps for its backward pass. All choices give bitwise identical results.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ActivationCheckpointing {
-    /// Keep everything that autograd saves, except what is cheap to recompute.
-    None,
-    /// Keep the outputs of linear layers; recompute norms, attention and activation functions. About 30% less memory for a few
-    /// percent more work.
-    Selective,
-    /// Keep only the unit's input; recompute the rest. The least memory, for about a third more work.
-    Full,
-}
-
-impl ActivationCheckpointing {
-    /// What a unit keeps of its activations.
-    pub fn activations(self) -> Activations {
-        match self {
-            ActivationCheckpointing::None | ActivationCheckpointing::Full => Activations::All,
-            ActivationCheckpointing::Selective => Activations::Selective,
-        }
-    }
-}
-
 /// The ranks that train together.
 #[derive(Clone)]
 pub struct Ranks {
@@ -140,13 +129,17 @@ impl Ranks {
         if replicas == 0 || !world.size().is_multiple_of(replicas) {
             return Err(indivisible(world.size(), replicas));
         }
-        let sizes = [(Axis::Replicate, replicas), (Axis::Shard, world.size() / replicas)];
-        let mesh = Mesh::new(&sizes).map_err(|error| Error::Options(error.to_string()))?;
+        let mesh = mesh(replicas, world.size() / replicas)?;
         let groups = Groups {
             shard: Arc::new(world.split_along(&mesh, &[Axis::Shard])?),
             replicate: Arc::new(world.split_along(&mesh, &[Axis::Replicate])?),
         };
         Ok(Ranks { world, groups })
+    }
+
+    /// The mesh of replicas and shards.
+    pub fn mesh(&self) -> Result<Mesh> {
+        mesh(self.groups.replicate.size(), self.groups.shard.size())
     }
 
     /// The smallest `own` of all ranks, and the first rank that has it. All ranks call it together.
@@ -170,7 +163,12 @@ impl Ranks {
     }
 }
 
-pub(crate) fn indivisible(ranks: usize, replicas: usize) -> Error {
+fn mesh(replicas: usize, shards: usize) -> Result<Mesh> {
+    let sizes = [(Axis::Replicate, replicas), (Axis::Shard, shards)];
+    Mesh::new(&sizes).map_err(|error| Error::Options(error.to_string()))
+}
+
+fn indivisible(ranks: usize, replicas: usize) -> Error {
     Error::Options(format!("parallel.replicate: {ranks} ranks cannot be divided into {replicas} replicas"))
 }
 

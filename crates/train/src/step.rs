@@ -1,21 +1,23 @@
 //! The training step: forward, backward, reduce, clip, update.
 //!
-//! The algorithm is between the first two banners below, and fits on two screens. It names no layer and no ZeRO stage:
-//! `ShardedUnit` decides what gathering, releasing and reducing a unit means.
+//! The order of a step is a value, the [`Program`] that `plan` builds from the options. The step executes it between the first two
+//! banners below, which fits on two screens. It names no layer and no ZeRO stage: `ShardedUnit` decides what gathering, releasing
+//! and reducing a unit means.
 
 use std::sync::Arc;
 
 use shardwise_comm::ReduceOp;
 use shardwise_model::{Activations, Batch, IGNORED, Model, Parameter, Unit};
+use shardwise_plan::program::{Instruction, Keep, Policy, Program, Programs, UnitSpec, build, check};
 use shardwise_torch::autograd::{self, Graph};
-use shardwise_torch::tch::{Kind, Tensor, no_grad};
+use shardwise_torch::tch::{Device, Kind, Tensor, no_grad};
 use shardwise_zero::{Bytes, Layout, Optimizer, ParameterSpec, Pool, ShardedUnit};
 
 use crate::error::{Error, Result};
 use crate::init::ParameterInit;
 use crate::loss_scale::LossScaler;
 use crate::nonfinite::{NonFiniteValue, OnNonFinite};
-use crate::options::{ActivationCheckpointing, Options, Ranks};
+use crate::options::{Options, Ranks};
 use crate::probe::{Probe, StepPhase};
 use crate::progress::SkippedBatch;
 
@@ -77,6 +79,7 @@ pub struct Gradients {
     pub largest_signal: u64,
     /// The first unit on this rank whose output is not finite.
     non_finite_output: Option<usize>,
+    micro_batches: usize,
 }
 
 impl Gradients {
@@ -93,6 +96,10 @@ pub struct Trainer {
     pool: Arc<Pool>,
     pub(crate) ranks: Ranks,
     pub(crate) options: Options,
+    /// What the order of a step depends on, by unit.
+    pub(crate) unit_specs: Vec<UnitSpec>,
+    /// The program of the last step, which the next one probably has too.
+    program: Option<(Policy, Arc<Program>)>,
     /// The first unit with trainable parameters, where the backward pass ends.
     pub(crate) first_trainable: usize,
     pub(crate) loss_scaler: LossScaler,
@@ -112,21 +119,80 @@ pub struct Trainer {
 }
 
 /// What a unit's forward pass keeps for its backward pass. Each unit has its own autograd graph: its input is a leaf.
-pub(crate) struct UnitPass {
-    pub(crate) input: Option<Tensor>,
+struct UnitPass {
+    input: Option<Tensor>,
     /// Without a graph if the unit is recomputed in the backward pass.
-    pub(crate) output: Tensor,
+    output: Tensor,
 }
 
-/// What to do with the gradients of a backward pass.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Grads {
-    /// Add them to those of earlier micro-batches.
-    Accumulate,
-    /// Add them, then all-reduce or reduce-scatter the sum.
-    Reduce,
-    /// Drop them: a spot check only looks at them.
-    Discard,
+/// The values of a step, from one instruction to the next.
+struct StepValues<'a> {
+    micro_batches: &'a [Batch],
+    /// The micro-batch that is computed, on this rank's device.
+    batch: Option<(usize, Batch)>,
+    /// By micro-batch and unit.
+    passes: Vec<Vec<Option<UnitPass>>>,
+    /// By micro-batch: the gradient of the output of the unit whose backward pass is next.
+    output_grads: Vec<Option<Tensor>>,
+    /// The gradients of the last backward pass.
+    grads: Vec<ParameterGradient>,
+    tokens: u64,
+    largest_signal: u64,
+    loss_scale: f64,
+    /// This rank's sum of losses.
+    loss: f64,
+    non_finite_output: Option<usize>,
+    /// The sum of squares of this rank's gradients, by unit.
+    squares: Vec<f64>,
+    totals: Option<Gradients>,
+    /// The optimizer of this step, and the factor of its gradients.
+    update: Option<(Optimizer, f64)>,
+}
+
+impl<'a> StepValues<'a> {
+    fn new(micro_batches: &'a [Batch], units: usize, loss_scale: f64) -> Self {
+        StepValues {
+            micro_batches,
+            batch: None,
+            passes: micro_batches.iter().map(|_| (0..units).map(|_| None).collect()).collect(),
+            output_grads: micro_batches.iter().map(|_| None).collect(),
+            grads: Vec::new(),
+            tokens: 0,
+            largest_signal: 0,
+            loss_scale,
+            loss: 0.,
+            non_finite_output: None,
+            squares: vec![0.; units],
+            totals: None,
+            update: None,
+        }
+    }
+
+    /// A micro-batch on this rank's device.
+    fn batch(&mut self, micro_batch: usize, device: Device) -> &Batch {
+        if self.batch.as_ref().is_none_or(|(known, _)| *known != micro_batch) {
+            self.batch = Some((micro_batch, self.micro_batches[micro_batch].to_device(device)));
+        }
+        &self.batch.as_ref().expect("set above").1
+    }
+}
+
+/// What the order of a step depends on, by unit.
+pub fn unit_specs(model: &Model) -> Vec<UnitSpec> {
+    model.units().iter().map(unit_spec).collect()
+}
+
+fn unit_spec(unit: &Unit) -> UnitSpec {
+    let elements = |trainable: bool| {
+        unit.parameters().iter().filter(|parameter| parameter.trainable == trainable).map(Parameter::elements).sum()
+    };
+    UnitSpec {
+        name: unit.name().to_string(),
+        trainable: elements(true),
+        frozen: elements(false),
+        tied: unit.tied().map(|tied| tied.unit),
+        backward_reads_parameters: unit.backward_reads_parameters(),
+    }
 }
 
 /// A unit's index, a parameter's index in the unit, and the parameter's gradient.
@@ -155,12 +221,15 @@ impl Trainer {
         let shards: Vec<ShardedUnit> = model.units().iter().map(&mut shard).collect::<std::result::Result<_, _>>()?;
         let first_trainable = shards.iter().position(ShardedUnit::is_trainable).ok_or(Error::AllFrozen)?;
         let loss_scaler = LossScaler::new(options.loss_scale);
+        let unit_specs = unit_specs(&model);
         Ok(Trainer {
             model,
             shards,
             pool,
             ranks,
             options,
+            unit_specs,
+            program: None,
             first_trainable,
             loss_scaler,
             steps: 0,
@@ -261,45 +330,44 @@ impl Trainer {
     /// only the [`Probe`] sees them. All ranks call it together.
     pub fn replay(&mut self, micro_batches: &[Batch], step: &Gradients) -> Result<()> {
         self.unless_broken(|trainer| {
-            let weight = trainer.token_weight(step.loss_scale, step.tokens);
-            for batch in micro_batches {
-                let batch = batch.to_device(trainer.options.device);
-                let passes = trainer.forward(&batch)?;
-                trainer.backward(&batch, passes, &weight, Grads::Discard)?;
-            }
-            Ok(())
+            let program = build::replay(&trainer.unit_specs, &trainer.options.policy(micro_batches.len()));
+            let mut values = StepValues::new(micro_batches, trainer.shards.len(), step.loss_scale);
+            values.tokens = step.tokens;
+            trainer.execute(&program.instructions, &mut values)
         })
+    }
+
+    /// The program of a step with this many micro-batches. When it is built, it is checked for all ranks.
+    pub fn program(&mut self, micro_batches: usize) -> Result<Arc<Program>> {
+        let policy = self.options.policy(micro_batches);
+        if let Some((known, program)) = &self.program
+            && *known == policy
+        {
+            return Ok(program.clone());
+        }
+        let program = build::train_step(&self.unit_specs, &policy);
+        let checked = check(&Programs::uniform(program.clone()), &self.unit_specs, &policy, &self.ranks.mesh()?);
+        checked.map_err(|violation| Error::Options(format!("the step's program is invalid: {violation}")))?;
+        let program = Arc::new(program);
+        self.program = Some((policy, program.clone()));
+        Ok(program)
+    }
+
+    /// What the order of a step depends on, by unit.
+    pub fn unit_specs(&self) -> &[UnitSpec] {
+        &self.unit_specs
     }
 
     // ---- the step -----------------------------------------------------------------------------------------------------
 
     fn compute_step(&mut self, micro_batches: &[Batch]) -> Result<Gradients> {
-        let step = self.steps + 1;
-        self.probe.start_step(step);
+        self.probe.start_step(self.steps + 1);
         self.discard_gradients();
-
-        // The loss is the mean over the tokens of all ranks and micro-batches, so that every token has the same weight.
-        let (tokens, largest_signal) = self.count_tokens(step, micro_batches, self.probe.signal())?;
-        if tokens == 0 {
-            return Err(Error::AllTargetsIgnored { step });
-        }
-        let loss_scale = self.loss_scaler.value();
-        let weight = self.token_weight(loss_scale, tokens);
-
-        let (mut loss, mut non_finite_output) = (0., None);
-        for (index, batch) in micro_batches.iter().enumerate() {
-            let batch = batch.to_device(self.options.device);
-            let passes = self.forward(&batch)?;
-            let own_loss = passes.last().map_or(0., |head| head.output.double_value(&[]));
-            non_finite_output = non_finite_output.or_else(|| self.first_non_finite_output(own_loss, &passes));
-            loss += own_loss;
-            // Gradients are reduced in the last micro-batch or in each, every unit's as soon as they are complete.
-            let reduce = index + 1 == micro_batches.len() || self.options.reduce_each_micro_batch;
-            self.backward(&batch, passes, &weight, if reduce { Grads::Reduce } else { Grads::Accumulate })?;
-        }
-        let squares = self.finish_reduce()?;
-        let totals = self.reduce_totals(loss, &squares, tokens)?;
-        Ok(Gradients { largest_signal, non_finite_output, ..totals })
+        // Without micro-batches, counting tokens fails on all ranks.
+        let program = self.program(micro_batches.len().max(1))?;
+        let mut values = StepValues::new(micro_batches, self.shards.len(), self.loss_scaler.value());
+        self.execute(program.gradients(), &mut values)?;
+        Ok(values.totals.expect("a step's program ends with its totals"))
     }
 
     fn update_step(&mut self, gradients: Gradients) -> Result<Report> {
@@ -308,7 +376,11 @@ impl Trainer {
         if gradients.are_finite() {
             let clip = self.options.max_grad_norm.map_or(1., |largest| (largest / gradients.grad_norm).min(1.));
             let optimizer = self.options.optimizer.with_lr(scheduled.lr, scheduled.momentum);
-            self.update(&optimizer, clip / gradients.loss_scale)?;
+            let mut values = StepValues::new(&[], self.shards.len(), gradients.loss_scale);
+            values.update = Some((optimizer, clip / gradients.loss_scale));
+            self.check_no_lease()?;
+            let program = self.program(gradients.micro_batches)?;
+            self.execute(program.update(), &mut values)?;
             self.loss_scaler.record_finite_step();
         } else {
             skipped = Some(self.skip_update(&gradients)?);
@@ -316,67 +388,77 @@ impl Trainer {
         Ok(Report { lr: scheduled.lr, skipped, skipped_so_far: self.skipped, ..Report::of(gradients) })
     }
 
-    /// The forward pass, unit by unit. While one unit computes, the parameters of the next are all-gathered.
-    pub(crate) fn forward(&mut self, batch: &Batch) -> Result<Vec<UnitPass>> {
-        let mut passes: Vec<UnitPass> = Vec::with_capacity(self.shards.len());
-        for index in 0..self.shards.len() {
-            self.gather(index)?;
-            for next in index + 1..=index + self.options.prefetch {
-                self.prefetch(next)?;
-            }
-            let input = passes.last().map(|p| p.output.detach().set_requires_grad(index > self.first_trainable));
-            let output = match self.is_recomputed(index) || index < self.first_trainable {
-                true => no_grad(|| self.compute(index, input.as_ref(), batch, Activations::All))?,
-                false => {
-                    self.compute(index, input.as_ref(), batch, self.options.activation_checkpointing.activations())?
+    /// Executes instructions, in order.
+    fn execute(&mut self, instructions: &[Instruction], step: &mut StepValues<'_>) -> Result<()> {
+        for &instruction in instructions {
+            match instruction {
+                Instruction::CountTokens => self.count_targets(step)?,
+                Instruction::StartGather(unit) => self.shards[unit].start_gather()?,
+                Instruction::WaitGather(unit) => self.wait_gather(unit)?,
+                Instruction::Release(unit) => self.shards[unit].release()?,
+                Instruction::Forward { unit, micro_batch, keep } => self.forward(unit, micro_batch, keep, step)?,
+                Instruction::Recompute { unit, micro_batch } => self.recompute(unit, micro_batch, step)?,
+                Instruction::Backward { unit, micro_batch } => self.backward(unit, micro_batch, step)?,
+                Instruction::Accumulate { .. } => {
+                    for (unit, parameter, grad) in step.grads.drain(..) {
+                        self.shards[unit].add_gradient(parameter, &grad)?;
+                    }
                 }
-            };
-            // The last unit stays gathered if its backward pass, which is next, reads its parameters.
-            if index + 1 < self.shards.len() || !self.model.units()[index].backward_reads_parameters() {
-                self.release(index)?;
+                Instruction::StartReduce(unit) => {
+                    self.probe.enter(StepPhase::Reduce, unit);
+                    self.shards[unit].start_reduce()?;
+                }
+                Instruction::WaitReduceScatter(unit) => {
+                    self.probe.enter(StepPhase::Reduce, unit);
+                    self.shards[unit].finish_reduce_scatter()?;
+                }
+                Instruction::WaitReduce(unit) => {
+                    self.probe.enter(StepPhase::Reduce, unit);
+                    self.shards[unit].finish_reduce()?;
+                }
+                Instruction::Norm(unit) => step.squares[unit] = self.shards[unit].grad_norm_squared()?,
+                Instruction::ReduceTotals => step.totals = Some(self.reduce_totals(step)?),
+                Instruction::Update(unit) => {
+                    self.probe.enter(StepPhase::Optimizer, unit);
+                    let (optimizer, factor) = step.update.as_ref().expect("an update has an optimizer");
+                    self.shards[unit].update(optimizer, *factor)?;
+                }
             }
-            passes.push(UnitPass { input, output });
         }
-        Ok(passes)
+        Ok(())
     }
 
-    /// The backward pass. While one unit computes, parameters of the next are all-gathered and gradients of the previous reduced.
-    pub(crate) fn backward(&mut self, batch: &Batch, passes: Vec<UnitPass>, scale: &Tensor, then: Grads) -> Result<()> {
-        let mut output_grad = scale.shallow_clone();
-        for (index, UnitPass { input, output }) in passes.into_iter().enumerate().skip(self.first_trainable).rev() {
-            let reads = self.model.units()[index].backward_reads_parameters();
-            if reads {
-                self.gather(index)?;
-            }
-            for next in (self.first_trainable..index).rev().take(self.options.prefetch) {
-                if self.model.units()[next].backward_reads_parameters() {
-                    self.prefetch(next)?;
-                }
-            }
-            let output = match self.is_recomputed(index) {
-                true => self.recompute(index, input.as_ref(), batch)?,
-                false => output,
-            };
-            let (grads, input_grad) = self.gradients(index, &output, &output_grad, input.as_ref())?;
-            drop(output);
-            if reads {
-                self.release(index)?;
-            }
-            for (unit, parameter, grad) in grads {
-                self.probe.observe_gradient(index, &grad).map_err(|error| self.backward_error(index, error))?;
-                if then != Grads::Discard {
-                    self.shards[unit].add_gradient(parameter, &grad)?;
-                }
-            }
-            if let Some(input_grad) = input_grad {
-                output_grad = input_grad;
-            }
-            if then == Grads::Reduce {
-                self.start_reduce(index)?;
-            }
+    /// A unit's forward pass.
+    fn forward(&mut self, unit: usize, micro_batch: usize, keep: Keep, step: &mut StepValues<'_>) -> Result<()> {
+        let previous = unit.checked_sub(1).and_then(|previous| step.passes[micro_batch][previous].as_ref());
+        let input = previous.map(|pass| pass.output.detach().set_requires_grad(unit > self.first_trainable));
+        let batch = step.batch(micro_batch, self.options.device);
+        let compute = |activations| self.compute(unit, input.as_ref(), batch, activations);
+        let output = match keep {
+            Keep::All => compute(Activations::All)?,
+            Keep::Selective => compute(Activations::Selective)?,
+            Keep::Input | Keep::Nothing => no_grad(|| compute(Activations::All))?,
+        };
+        step.passes[micro_batch][unit] = Some(UnitPass { input, output });
+        if unit + 1 == self.shards.len() {
+            self.add_loss(micro_batch, step);
         }
-        if then == Grads::Reduce && self.options.reduce_each_micro_batch {
-            self.shards.iter_mut().try_for_each(ShardedUnit::finish_reduce)?;
+        Ok(())
+    }
+
+    /// A unit's backward pass, which frees its activations.
+    fn backward(&mut self, unit: usize, micro_batch: usize, step: &mut StepValues<'_>) -> Result<()> {
+        step.grads.clear();
+        let UnitPass { input, output } = step.passes[micro_batch][unit].take().expect("the forward pass comes first");
+        let output_grad = step.output_grads[micro_batch].take();
+        let output_grad = output_grad.unwrap_or_else(|| self.token_weight(step.loss_scale, step.tokens));
+        let (grads, input_grad) = self.gradients(unit, &output, &output_grad, input.as_ref())?;
+        for (_, _, grad) in &grads {
+            self.probe.observe_gradient(unit, grad).map_err(|error| self.backward_error(unit, error))?;
+        }
+        (step.grads, step.output_grads[micro_batch]) = (grads, input_grad);
+        if unit == self.first_trainable {
+            step.passes[micro_batch].clear();
         }
         Ok(())
     }
@@ -422,9 +504,13 @@ impl Trainer {
     }
 
     /// Recomputes a unit's output in the backward pass, this time with its autograd graph.
-    fn recompute(&self, index: usize, input: Option<&Tensor>, batch: &Batch) -> Result<Tensor> {
+    fn recompute(&self, index: usize, micro_batch: usize, step: &mut StepValues<'_>) -> Result<()> {
         self.probe.enter(StepPhase::Recompute, index);
-        self.output(index, input, batch, Activations::All)
+        let mut pass = step.passes[micro_batch][index].take().expect("the forward pass comes first");
+        pass.output =
+            self.output(index, pass.input.as_ref(), step.batch(micro_batch, self.options.device), Activations::All)?;
+        step.passes[micro_batch][index] = Some(pass);
+        Ok(())
     }
 
     fn output(&self, index: usize, input: Option<&Tensor>, batch: &Batch, activations: Activations) -> Result<Tensor> {
@@ -447,14 +533,6 @@ impl Trainer {
     pub(crate) fn tied(&self, index: usize) -> Option<&Tensor> {
         let tied = self.model.units()[index].tied()?;
         Some(&self.shards[tied.unit].parameters()[tied.parameter])
-    }
-
-    /// Whether full activation checkpointing recomputes a unit in the backward pass. It does not if that would save nothing: for
-    /// the last unit, whose backward pass follows at once, and for units whose graph holds next to nothing.
-    pub(crate) fn is_recomputed(&self, index: usize) -> bool {
-        self.options.activation_checkpointing == ActivationCheckpointing::Full
-            && index + 1 < self.shards.len()
-            && self.model.units()[index].backward_reads_parameters()
     }
 
     /// A unit's backward pass: the gradients of its parameters, and that of its input if it needs one. The latter is zero if the
@@ -493,62 +571,29 @@ impl Trainer {
             .collect()
     }
 
-    /// Starts to all-gather a unit's parameters and the one it is tied to, if a unit with this index exists.
-    pub(crate) fn prefetch(&mut self, index: usize) -> Result<()> {
-        let Some(unit) = self.model.units().get(index) else { return Ok(()) };
-        if let Some(tied) = unit.tied() {
-            self.shards[tied.unit].start_gather()?;
-        }
-        Ok(self.shards[index].start_gather()?)
+    /// Waits until a unit's parameters are gathered.
+    pub(crate) fn wait_gather(&mut self, unit: usize) -> Result<()> {
+        self.probe.enter(StepPhase::Gather, unit);
+        Ok(self.shards[unit].gather()?)
     }
 
-    /// All-gathers a unit's parameters and the one it is tied to.
-    pub(crate) fn gather(&mut self, index: usize) -> Result<()> {
-        self.probe.enter(StepPhase::Gather, index);
-        self.prefetch(index)?;
-        if let Some(tied) = self.model.units()[index].tied() {
-            self.shards[tied.unit].gather()?;
+    /// Adds the loss of a micro-batch, whose last forward pass is done, and looks for its cause if it is not finite.
+    fn add_loss(&self, micro_batch: usize, step: &mut StepValues<'_>) {
+        let passes = &step.passes[micro_batch];
+        let own = passes.last().and_then(Option::as_ref).map_or(0., |head| head.output.double_value(&[]));
+        let is_finite = |pass: &UnitPass| pass.output.isfinite().all().int64_value(&[]) != 0;
+        if !own.is_finite() && step.non_finite_output.is_none() {
+            step.non_finite_output = passes.iter().position(|pass| pass.as_ref().is_some_and(|pass| !is_finite(pass)));
         }
-        Ok(self.shards[index].gather()?)
+        step.loss += own;
     }
 
-    /// Starts to reduce a unit's gradients, and waits for those of an earlier one, so that few unsharded gradients exist at once.
-    fn start_reduce(&mut self, index: usize) -> Result<()> {
-        self.probe.enter(StepPhase::Reduce, index);
-        self.shards[index].start_reduce()?;
-        match self.shards.get_mut(index + self.options.prefetch) {
-            Some(earlier) => Ok(earlier.finish_reduce_scatter()?),
-            None => Ok(()),
-        }
-    }
-
-    /// Waits until all gradients are reduced. Returns the sum of squares of this rank's gradients, by unit.
-    fn finish_reduce(&mut self) -> Result<Vec<f64>> {
-        let mut squares = Vec::with_capacity(self.shards.len());
-        for (index, shard) in self.shards.iter_mut().enumerate() {
-            self.probe.enter(StepPhase::Reduce, index);
-            shard.finish_reduce()?;
-            squares.push(shard.grad_norm_squared()?);
-        }
-        Ok(squares)
-    }
-
-    /// Runs the optimizer on this rank's shards, with gradients multiplied by `factor`.
-    fn update(&mut self, optimizer: &Optimizer, factor: f64) -> Result<()> {
-        self.check_no_lease()?;
-        for (index, shard) in self.shards.iter_mut().enumerate() {
-            self.probe.enter(StepPhase::Optimizer, index);
-            shard.update(optimizer, factor)?;
-        }
-        Ok(())
-    }
-
-    /// Releases a unit's gathered parameters.
-    pub(crate) fn release(&mut self, index: usize) -> Result<()> {
-        if let Some(tied) = self.model.units()[index].tied() {
-            self.shards[tied.unit].release()?;
-        }
-        Ok(self.shards[index].release()?)
+    /// Counts the targets of all ranks that are not ignored, and fails if there are none. The loss is the mean over the tokens of all
+    /// ranks and micro-batches, so that every token has the same weight.
+    fn count_targets(&self, step: &mut StepValues<'_>) -> Result<()> {
+        let number = self.steps + 1;
+        (step.tokens, step.largest_signal) = self.count_tokens(number, step.micro_batches, self.probe.signal())?;
+        if step.tokens == 0 { Err(Error::AllTargetsIgnored { step: number }) } else { Ok(()) }
     }
 
     /// The weight of a target's loss: the derivative with which the backward pass starts.
@@ -573,27 +618,28 @@ impl Trainer {
     }
 
     /// All-reduces the loss and the sums of squares in f64, in rank order, and unscales the norms by the loss scale.
-    fn reduce_totals(&self, loss: f64, squares: &[f64], tokens: u64) -> Result<Gradients> {
+    fn reduce_totals(&self, step: &StepValues<'_>) -> Result<Gradients> {
         let missing: usize = match self.has_stepped {
             true => 0,
             false => self.shards.iter().map(|shard| shard.parameters_without_gradient().count()).sum(),
         };
-        let own: Vec<f64> = [loss, missing as f64].into_iter().chain(squares.iter().copied()).collect();
+        let own: Vec<f64> = [step.loss, missing as f64].into_iter().chain(step.squares.iter().copied()).collect();
         let all = self.ranks.world.all_reduce("loss and norm", ReduceOp::Sum, own).wait()?;
         let (loss_sum, missing, squares) = (all[0], all[1], &all[2..]);
         // Every replica contributed the same gradients.
-        let (replicas, loss_scale) = (self.ranks.groups.replicate.size() as f64, self.loss_scaler.value());
+        let (replicas, loss_scale) = (self.ranks.groups.replicate.size() as f64, step.loss_scale);
         let norm = |squares: f64| (squares / replicas).sqrt() / loss_scale;
         Ok(Gradients {
             step: self.steps + 1,
-            loss: loss_sum / tokens as f64,
+            loss: loss_sum / step.tokens as f64,
             grad_norm: norm(squares.iter().sum()),
             unit_norms: squares.iter().map(|&squares| norm(squares)).collect(),
-            tokens,
+            tokens: step.tokens,
             loss_scale,
             without_gradient: if missing > 0. { self.without_gradient()? } else { Vec::new() },
-            largest_signal: 0,
-            non_finite_output: None,
+            largest_signal: step.largest_signal,
+            non_finite_output: step.non_finite_output,
+            micro_batches: step.micro_batches.len(),
         })
     }
 
@@ -610,12 +656,6 @@ impl Trainer {
     }
 
     // ---- values that are not finite -----------------------------------------------------------------------------------
-
-    /// The first unit on this rank whose output is not finite, if the loss is not.
-    fn first_non_finite_output(&self, loss: f64, passes: &[UnitPass]) -> Option<usize> {
-        let is_finite = |pass: &UnitPass| pass.output.isfinite().all().int64_value(&[]) != 0;
-        if loss.is_finite() { None } else { passes.iter().position(|pass| !is_finite(pass)) }
-    }
 
     /// Discards the gradients of a step. Returns the value that was not finite, or fails if the options say so.
     fn skip_update(&mut self, gradients: &Gradients) -> Result<NonFiniteValue> {

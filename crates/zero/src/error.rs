@@ -47,9 +47,6 @@ pub enum Error {
         /// The gradient's shape.
         found: Vec<i64>,
     },
-    /// An invalid ZeRO stage.
-    #[error("there is no ZeRO stage {0}; stages are 0 to 3")]
-    Stage(u8),
 }
 
 /// An error from an [`InitFn`](crate::InitFn) or [`StateInitFn`](crate::StateInitFn).

@@ -67,6 +67,7 @@ mod unit;
 pub use error::{Error, InitError, Result};
 pub use optimizer::{CustomOptimizer, Elements, Elementwise, Lamb, Optimizer, Sgd};
 pub use pool::Pool;
-pub use sharding::{Groups, Precision, Sharding};
+pub use sharding::{Groups, Precision};
+pub use shardwise_plan::program::{Sharding, StageError};
 pub use shardwise_torch::optim::AdamW;
 pub use unit::{Bytes, CheckpointTensor, InitFn, Layout, ParameterSpec, ShardedUnit, StateInitFn};

@@ -5,29 +5,6 @@ use std::sync::Arc;
 use shardwise_comm::Group;
 use shardwise_plan::Dtype;
 
-use crate::{Error, Result};
-
-/// What is sharded. A rank keeps only its own shard of everything that is selected here. The ZeRO stages are presets.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Sharding {
-    /// The optimizer state. Costs no communication: the owner of a shard needs no other rank's state.
-    pub optimizer: bool,
-    /// The gradients, once they are reduced.
-    pub gradients: bool,
-    /// The parameters. Costs an all-gather before each use.
-    pub parameters: bool,
-}
-
-impl Sharding {
-    /// The preset for ZeRO stage 0 (nothing is sharded), 1 (optimizer state), 2 (plus gradients) or 3 (plus parameters).
-    pub fn stage(stage: u8) -> Result<Self> {
-        match stage {
-            0..=3 => Ok(Sharding { optimizer: stage >= 1, gradients: stage >= 2, parameters: stage >= 3 }),
-            _ => Err(Error::Stage(stage)),
-        }
-    }
-}
-
 /// The groups of hybrid sharding (FSDP2: HSDP with a two-dimensional mesh). Each replica shards its units among its own ranks,
 /// gathers them there, and all-reduces gradients with the other replicas. Plain ZeRO has one replica.
 #[derive(Clone)]

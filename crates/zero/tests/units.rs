@@ -456,7 +456,7 @@ fn misuse_the_rest(ranks: &Ranks) {
         assert_eq!(values(&unit.parameters()[0]), before);
         unit.release().unwrap();
     }
-    assert!(matches!(Sharding::stage(4), Err(Error::Stage(4))));
+    assert!(matches!(Sharding::stage(4), Err(shardwise_zero::StageError(4))));
 }
 
 fn misuse(ranks: &Ranks) {

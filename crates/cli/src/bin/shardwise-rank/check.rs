@@ -7,6 +7,7 @@ use serde_json::json;
 use shardwise_cli::flags::TraceFlags;
 use shardwise_journal::format::format_memory_fixed;
 use shardwise_recipe::Recipe;
+use shardwise_run::build::program;
 use shardwise_run::memory_estimate::{MemoryEstimate, find_settings_that_fit};
 use shardwise_run::memory_limit::{MemoryLimit, memory_limit};
 use shardwise_supervisor::RankCount;
@@ -21,8 +22,9 @@ pub(crate) fn run(
     ranks_here: Option<usize>,
     faults: &[String],
     trace: &TraceFlags,
+    show_program: bool,
 ) -> ExitCode {
-    match parse_trace(trace).and_then(|_| check(arguments, ranks_here, faults)) {
+    match parse_trace(trace).and_then(|_| check(arguments, ranks_here, faults, show_program)) {
         Err(reason) => {
             eprintln!("{reason}");
             ExitCode::from(REFUSED)
@@ -36,7 +38,12 @@ pub(crate) fn run(
 }
 
 /// Checks that a recipe is valid and fits into the memory of this host. Returns JSON for `shardwise`.
-fn check(arguments: &RecipeArguments, ranks_here: Option<usize>, faults: &[String]) -> Result<String, String> {
+fn check(
+    arguments: &RecipeArguments,
+    ranks_here: Option<usize>,
+    faults: &[String],
+    show_program: bool,
+) -> Result<String, String> {
     parse_faults(faults)?;
     let asked = arguments.ranks.unwrap_or(RankCount { min: 1, max: 1 });
     let recipe = arguments.read()?;
@@ -47,7 +54,10 @@ fn check(arguments: &RecipeArguments, ranks_here: Option<usize>, faults: &[Strin
         Some(0) => MemoryEstimate::of(&recipe, ranks).map_err(|error| error.to_string())?,
         here => check_memory(arguments, &recipe, ranks, here.unwrap_or(ranks))?,
     };
+    let program =
+        show_program.then(|| program(&recipe, ranks).map(|program| program.to_string().trim_end().to_string()));
     let report = json!({
+        "program": program.transpose().map_err(|error| error.to_string())?,
         "text": format!("a rank needs about {} of memory:\n{estimate}", format_memory_fixed(estimate.total())),
         "ranks": sizes,
         "folder": recipe.folder(),

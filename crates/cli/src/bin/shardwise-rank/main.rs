@@ -45,6 +45,9 @@ enum Command {
         fault: Vec<String>,
         #[command(flatten)]
         trace: TraceFlags,
+        /// Also print the program of a step
+        #[arg(long)]
+        show_program: bool,
     },
     /// Train as one of the ranks
     Train {
@@ -83,7 +86,9 @@ enum Command {
 fn main() -> Result<ExitCode> {
     match Arguments::parse().command {
         Command::Probe { library } => probe::run(library),
-        Command::Check { recipe, ranks_here, fault, trace } => Ok(check::run(&recipe, ranks_here, &fault, &trace)),
+        Command::Check { recipe, ranks_here, fault, trace, show_program } => {
+            Ok(check::run(&recipe, ranks_here, &fault, &trace, show_program))
+        }
         Command::Train { recipe, fault, trace } => train::run(&recipe, &fault, &trace),
         Command::Profile { recipe, flags, width } => profile::run(&recipe, &flags, width),
         Command::Evaluate { recipe, corpus } => inference::evaluate(&recipe, corpus),

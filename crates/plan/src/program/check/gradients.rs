@@ -1,0 +1,241 @@
+//! [`Rule::Gradients`]: from the backward passes to the update.
+
+use super::{Problem, Purpose, Rule, first_trainable};
+use crate::program::{Instruction, Policy, Program, UnitSpec};
+
+/// How far the reduction of a unit's gradients is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Reduction {
+    None,
+    WithinShards,
+    BetweenReplicas,
+}
+
+/// The gradients of one unit.
+#[derive(Clone)]
+struct UnitGradients {
+    /// How many times gradients were added since the last reduction.
+    added: usize,
+    /// The micro-batch of the gradients that were added last.
+    last_micro_batch: usize,
+    reduction: Reduction,
+    /// The last instruction that changed `reduction`.
+    changed_at: Option<usize>,
+    /// How many reductions were started.
+    reductions: usize,
+    has_norm: bool,
+    is_updated: bool,
+}
+
+struct Gradients<'a> {
+    specs: &'a [UnitSpec],
+    policy: &'a Policy,
+    purpose: Purpose,
+    /// The unit and micro-batch of the last backward pass, if its gradients were not accumulated yet.
+    computed: Option<(usize, usize)>,
+    units: Vec<UnitGradients>,
+    has_totals: bool,
+}
+
+pub(super) fn check(program: &Program, specs: &[UnitSpec], policy: &Policy) -> Result<(), Problem> {
+    let at_start = UnitGradients {
+        added: 0,
+        last_micro_batch: 0,
+        reduction: Reduction::None,
+        changed_at: None,
+        reductions: 0,
+        has_norm: false,
+        is_updated: false,
+    };
+    let units = vec![at_start; specs.len()];
+    let purpose = Purpose::of(program);
+    let mut gradients = Gradients { specs, policy, purpose, computed: None, units, has_totals: false };
+    for (position, instruction) in program.instructions.iter().enumerate() {
+        let applied = gradients.apply(position, instruction);
+        applied.map_err(|problem| Problem::at(position, Rule::Gradients, problem))?;
+    }
+    gradients.check_end(program)
+}
+
+impl Gradients<'_> {
+    fn apply(&mut self, position: usize, instruction: &Instruction) -> Result<(), String> {
+        match *instruction {
+            Instruction::Backward { unit, micro_batch } => self.backward(unit, micro_batch),
+            Instruction::Accumulate { unit, micro_batch } => self.accumulate(unit, micro_batch),
+            Instruction::StartReduce(unit) => self.start_reduce(unit, position),
+            Instruction::WaitReduceScatter(unit) => self.wait_reduce_scatter(unit, position),
+            Instruction::WaitReduce(unit) => self.wait_reduce(unit, position),
+            Instruction::Norm(unit) => self.norm(unit),
+            Instruction::ReduceTotals => self.reduce_totals(),
+            Instruction::Update(unit) => self.update(unit),
+            Instruction::CountTokens
+            | Instruction::StartGather(_)
+            | Instruction::WaitGather(_)
+            | Instruction::Release(_)
+            | Instruction::Forward { .. }
+            | Instruction::Recompute { .. } => Ok(()),
+        }
+    }
+
+    fn backward(&mut self, unit: usize, micro_batch: usize) -> Result<(), String> {
+        if self.purpose == Purpose::Training {
+            self.check_accumulated()?;
+        }
+        self.computed = Some((unit, micro_batch));
+        Ok(())
+    }
+
+    fn accumulate(&mut self, unit: usize, micro_batch: usize) -> Result<(), String> {
+        if self.computed.take() != Some((unit, micro_batch)) {
+            return Err("it must follow the backward pass whose gradients it adds, before the next one".to_string());
+        }
+        for target in self.targets(unit) {
+            let (name, is_sharded) = (&self.specs[target].name, self.policy.sharding.gradients);
+            let gradients = &mut self.units[target];
+            if gradients.reduction != Reduction::None {
+                return Err(format!("the gradients of {name} are being reduced"));
+            }
+            if gradients.reductions > 0 && !is_sharded {
+                return Err(format!("the gradients of {name} were reduced; without shards that works once per step"));
+            }
+            if micro_batch < gradients.last_micro_batch {
+                let last = gradients.last_micro_batch;
+                return Err(format!("{name} has gradients of micro-batch {last}; they are added in ascending order"));
+            }
+            gradients.last_micro_batch = micro_batch;
+            gradients.added += 1;
+        }
+        Ok(())
+    }
+
+    fn start_reduce(&mut self, unit: usize, position: usize) -> Result<(), String> {
+        self.check_trainable(unit)?;
+        let micro_batches = if self.policy.reduce_each_micro_batch { 1 } else { self.policy.micro_batches };
+        let expected = self.contributors(unit) * micro_batches;
+        let gradients = &mut self.units[unit];
+        if gradients.reduction != Reduction::None {
+            return Err("its gradients are already being reduced".to_string());
+        }
+        if gradients.added != expected {
+            return Err(format!("it has {} of {expected} gradients to reduce", gradients.added));
+        }
+        gradients.added = 0;
+        gradients.reductions += 1;
+        gradients.reduction = Reduction::WithinShards;
+        gradients.changed_at = Some(position);
+        Ok(())
+    }
+
+    fn wait_reduce_scatter(&mut self, unit: usize, position: usize) -> Result<(), String> {
+        let gradients = &mut self.units[unit];
+        if gradients.reduction != Reduction::WithinShards {
+            return Err("its gradients are not being reduced within the shard group".to_string());
+        }
+        gradients.reduction = Reduction::BetweenReplicas;
+        gradients.changed_at = Some(position);
+        Ok(())
+    }
+
+    fn wait_reduce(&mut self, unit: usize, position: usize) -> Result<(), String> {
+        let gradients = &mut self.units[unit];
+        if gradients.reduction == Reduction::None {
+            return Err("its gradients are not being reduced".to_string());
+        }
+        gradients.reduction = Reduction::None;
+        gradients.changed_at = Some(position);
+        Ok(())
+    }
+
+    fn norm(&mut self, unit: usize) -> Result<(), String> {
+        self.check_trainable(unit)?;
+        let planned = if self.policy.reduce_each_micro_batch { self.policy.micro_batches } else { 1 };
+        let gradients = &mut self.units[unit];
+        if gradients.reduction != Reduction::None || gradients.reductions != planned {
+            return Err("its gradients are not completely reduced".to_string());
+        }
+        if gradients.has_norm {
+            return Err("it has a norm already".to_string());
+        }
+        gradients.has_norm = true;
+        Ok(())
+    }
+
+    fn reduce_totals(&mut self) -> Result<(), String> {
+        if self.has_totals {
+            return Err("the totals are reduced already".to_string());
+        }
+        let lacks_norm = |&unit: &usize| self.specs[unit].trainable > 0 && !self.units[unit].has_norm;
+        if let Some(unit) = (0..self.units.len()).find(lacks_norm) {
+            return Err(format!("{} has no norm yet", self.specs[unit].name));
+        }
+        self.has_totals = true;
+        Ok(())
+    }
+
+    fn update(&mut self, unit: usize) -> Result<(), String> {
+        self.check_trainable(unit)?;
+        if !self.has_totals {
+            return Err("it is updated before the totals are reduced".to_string());
+        }
+        if self.units[unit].is_updated {
+            return Err("it is updated already".to_string());
+        }
+        self.units[unit].is_updated = true;
+        Ok(())
+    }
+
+    fn check_end(&self, program: &Program) -> Result<(), Problem> {
+        let missing = |problem: String| Err(Problem::missing(Rule::Gradients, problem));
+        if let Some(running) = self.units.iter().position(|unit| unit.reduction != Reduction::None) {
+            let problem = format!("the gradients of {} are still being reduced at the end", self.specs[running].name);
+            return Err(Problem { position: self.units[running].changed_at, rule: Rule::Gradients, problem });
+        }
+        if self.purpose != Purpose::Training {
+            return Ok(());
+        }
+        self.check_accumulated().map_err(|problem| Problem::missing(Rule::Gradients, problem))?;
+        if !self.has_totals {
+            return missing("the totals are never reduced".to_string());
+        }
+        let lacks_update = |&unit: &usize| self.specs[unit].trainable > 0 && !self.units[unit].is_updated;
+        match (0..self.units.len()).find(lacks_update) {
+            Some(unit) if self.units.iter().any(|unit| unit.is_updated) => {
+                missing(format!("{} is never updated, but other units are", self.specs[unit].name))
+            }
+            // A skipped step.
+            Some(_) if program.instructions.last() != Some(&Instruction::ReduceTotals) => {
+                missing("a step without an update ends with the totals".to_string())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn check_accumulated(&self) -> Result<(), String> {
+        match self.computed {
+            Some((unit, micro_batch)) => {
+                let name = &self.specs[unit].name;
+                Err(format!("the gradients of {name} in micro-batch {micro_batch} were not accumulated"))
+            }
+            None => Ok(()),
+        }
+    }
+
+    fn check_trainable(&self, unit: usize) -> Result<(), String> {
+        match self.specs[unit].trainable > 0 {
+            true => Ok(()),
+            false => Err("it has no trainable parameters".to_string()),
+        }
+    }
+
+    /// The units that get gradients from a backward pass of `unit`.
+    fn targets(&self, unit: usize) -> Vec<usize> {
+        let tied = self.specs[unit].tied.filter(|&tied| tied != unit);
+        tied.into_iter().chain([unit]).filter(|&target| self.specs[target].trainable > 0).collect()
+    }
+
+    /// The number of units whose backward passes give gradients to `unit`.
+    fn contributors(&self, unit: usize) -> usize {
+        let gives = |&from: &usize| from == unit || self.specs[from].tied == Some(unit);
+        (first_trainable(self.specs)..self.specs.len()).filter(gives).count()
+    }
+}

@@ -1,0 +1,118 @@
+//! [`Rule::UnitStates`]: where the parameters of each unit are.
+
+use super::{Problem, Rule};
+use crate::program::{Instruction, Policy, Program, UnitSpec};
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Parameters {
+    Sharded,
+    Gathering,
+    Whole,
+}
+
+impl Parameters {
+    fn name(self) -> &'static str {
+        match self {
+            Parameters::Sharded => "sharded",
+            Parameters::Gathering => "being gathered",
+            Parameters::Whole => "whole",
+        }
+    }
+}
+
+struct Unit<'a> {
+    spec: &'a UnitSpec,
+    parameters: Parameters,
+    /// The last instruction that changed `parameters`.
+    changed_at: Option<usize>,
+}
+
+pub(super) fn check(program: &Program, specs: &[UnitSpec], policy: &Policy) -> Result<(), Problem> {
+    let unit_at_start = |spec| Unit { spec, parameters: at_start(spec, policy), changed_at: None };
+    let mut units: Vec<Unit<'_>> = specs.iter().map(unit_at_start).collect();
+    for (position, instruction) in program.instructions.iter().enumerate() {
+        let change = apply(&units, instruction, policy);
+        let change = change.map_err(|problem| Problem::at(position, Rule::UnitStates, problem))?;
+        if let Some((unit, parameters)) = change {
+            units[unit].parameters = parameters;
+            units[unit].changed_at = Some(position);
+        }
+    }
+    let is_left = |unit: &&Unit<'_>| policy.sharding.parameters && unit.parameters != Parameters::Sharded;
+    match units.iter().find(is_left) {
+        Some(unit) => {
+            let problem = format!("the parameters of {} are not released before the end of the step", unit.spec.name);
+            Err(Problem { position: unit.changed_at, rule: Rule::UnitStates, problem })
+        }
+        None => Ok(()),
+    }
+}
+
+fn at_start(unit: &UnitSpec, policy: &Policy) -> Parameters {
+    match policy.sharding.parameters {
+        true => Parameters::Sharded,
+        // The update before this step may still be gathering.
+        false if policy.sharding.optimizer && unit.trainable > 0 => Parameters::Gathering,
+        false => Parameters::Whole,
+    }
+}
+
+/// A unit, and where its parameters are after an instruction.
+type Change = Option<(usize, Parameters)>;
+
+fn apply(units: &[Unit<'_>], instruction: &Instruction, policy: &Policy) -> Result<Change, String> {
+    match *instruction {
+        Instruction::StartGather(unit) => {
+            expect(units, unit, Parameters::Sharded)?;
+            Ok(Some((unit, Parameters::Gathering)))
+        }
+        Instruction::WaitGather(unit) => {
+            expect(units, unit, Parameters::Gathering)?;
+            Ok(Some((unit, Parameters::Whole)))
+        }
+        Instruction::Release(_) if !policy.sharding.parameters => {
+            Err("parameters that are not sharded cannot be released".to_string())
+        }
+        Instruction::Release(unit) => {
+            expect(units, unit, Parameters::Whole)?;
+            Ok(Some((unit, Parameters::Sharded)))
+        }
+        Instruction::Forward { unit, .. } | Instruction::Recompute { unit, .. } => expect_readable(units, unit),
+        Instruction::Backward { unit, .. } if units[unit].spec.backward_reads_parameters => {
+            expect_readable(units, unit)
+        }
+        Instruction::Update(unit) if policy.sharding.parameters => {
+            expect(units, unit, Parameters::Sharded)?;
+            Ok(None)
+        }
+        Instruction::Update(unit) => {
+            expect(units, unit, Parameters::Whole)?;
+            let is_gathered = policy.sharding.optimizer && units[unit].spec.trainable > 0;
+            Ok(is_gathered.then_some((unit, Parameters::Gathering)))
+        }
+        Instruction::CountTokens
+        | Instruction::Backward { .. }
+        | Instruction::Accumulate { .. }
+        | Instruction::StartReduce(_)
+        | Instruction::WaitReduceScatter(_)
+        | Instruction::WaitReduce(_)
+        | Instruction::Norm(_)
+        | Instruction::ReduceTotals => Ok(None),
+    }
+}
+
+/// A pass reads the parameters of its unit and of the one it is tied to.
+fn expect_readable(units: &[Unit<'_>], unit: usize) -> Result<Change, String> {
+    units[unit].spec.tied.into_iter().chain([unit]).try_for_each(|unit| expect(units, unit, Parameters::Whole))?;
+    Ok(None)
+}
+
+fn expect(units: &[Unit<'_>], unit: usize, expected: Parameters) -> Result<(), String> {
+    let Unit { spec, parameters, .. } = &units[unit];
+    match *parameters == expected {
+        true => Ok(()),
+        false => {
+            Err(format!("the parameters of {} are {}, but must be {}", spec.name, parameters.name(), expected.name()))
+        }
+    }
+}

@@ -1,0 +1,203 @@
+//! What computing and sending costs: the times and bytes that a simulation needs besides the program.
+//!
+//! Costs print as text, one line per link and unit, and parse back, so that they can be kept, compared and edited:
+//!
+//! ```text
+//! optimizer element_bytes=8
+//! link world latency_s=0.00002 bytes_per_s=1000000000
+//! link shard latency_s=0.00002 bytes_per_s=1000000000
+//! link replicate latency_s=0.00002 bytes_per_s=1000000000
+//! unit embedding forward_s=0.001 backward_s=0.002 update_s=0.001 norm_s=0.0001 kept_bytes=4096 selective_bytes=4096 …
+//! ```
+
+use std::fmt;
+use std::str::FromStr;
+
+use super::collectives::GroupKind;
+use super::text::ParseError;
+
+/// What a step costs on one rank.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Costs {
+    /// The units, in the model's order.
+    pub units: Vec<UnitCost>,
+    /// The links, in the order of [`GroupKind::ALL`].
+    pub links: [LinkCost; GroupKind::ALL.len()],
+    /// The bytes of f32 masters and optimizer state per trainable element.
+    pub optimizer_element_bytes: usize,
+}
+
+/// What a unit costs per micro-batch, and in the update.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct UnitCost {
+    /// The unit's name.
+    pub name: String,
+    /// The time of a forward pass, and of recomputing it.
+    pub forward_s: f64,
+    /// The time of a backward pass, without recomputation.
+    pub backward_s: f64,
+    /// The time to update what this rank updates.
+    pub update_s: f64,
+    /// The time of the norm of this rank's share of the gradients.
+    pub norm_s: f64,
+    /// The activations that a forward pass keeps, including its output.
+    pub kept_bytes: usize,
+    /// The activations that a forward pass keeps with selective checkpointing, including its output.
+    pub selective_bytes: usize,
+    /// The output alone.
+    pub output_bytes: usize,
+    /// The peak of the temporary memory during a pass, without the gradients of parameters.
+    pub temporary_bytes: usize,
+}
+
+/// What a collective costs in one kind of group. A group of one rank costs nothing.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LinkCost {
+    /// The time of the smallest call.
+    pub latency_s: f64,
+    /// The bytes per second that a rank sends in a large call; may be infinite.
+    pub bytes_per_s: f64,
+}
+
+impl LinkCost {
+    /// A link that takes no time.
+    pub const FREE: LinkCost = LinkCost { latency_s: 0., bytes_per_s: f64::INFINITY };
+
+    /// The time to send this many bytes.
+    pub fn duration_s(&self, bytes: usize) -> f64 {
+        self.latency_s + bytes as f64 / self.bytes_per_s
+    }
+}
+
+impl Costs {
+    /// The link of one kind of group.
+    pub fn link(&self, group: GroupKind) -> &LinkCost {
+        &self.links[group as usize]
+    }
+}
+
+impl fmt::Display for Costs {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "optimizer element_bytes={}", self.optimizer_element_bytes)?;
+        for group in GroupKind::ALL {
+            let LinkCost { latency_s, bytes_per_s } = self.link(group);
+            writeln!(f, "link {} latency_s={latency_s} bytes_per_s={bytes_per_s}", group.name())?;
+        }
+        for unit in &self.units {
+            let UnitCost { name, forward_s, backward_s, update_s, norm_s, .. } = unit;
+            let UnitCost { kept_bytes, selective_bytes, output_bytes, temporary_bytes, .. } = unit;
+            write!(
+                f,
+                "unit {name} forward_s={forward_s} backward_s={backward_s} update_s={update_s} norm_s={norm_s} "
+            )?;
+            writeln!(
+                f,
+                "kept_bytes={kept_bytes} selective_bytes={selective_bytes} output_bytes={output_bytes} \
+                 temporary_bytes={temporary_bytes}"
+            )?;
+        }
+        Ok(())
+    }
+}
+
+impl FromStr for Costs {
+    type Err = ParseError;
+
+    fn from_str(text: &str) -> Result<Self, ParseError> {
+        let mut units = Vec::new();
+        let mut links = [None; GroupKind::ALL.len()];
+        let mut optimizer_element_bytes = None;
+        for (index, line) in text.lines().enumerate() {
+            let fail = |problem: String| ParseError { line: index + 1, problem };
+            let words: Vec<&str> = line.split('#').next().unwrap_or_default().split_whitespace().collect();
+            match words[..] {
+                [] => (),
+                ["optimizer", ref fields @ ..] => {
+                    let mut fields = Fields::parse(fields).map_err(fail)?;
+                    optimizer_element_bytes = Some(fields.bytes("element_bytes").map_err(fail)?);
+                    fields.finish().map_err(fail)?;
+                }
+                ["link", name, ref fields @ ..] => {
+                    let group = GroupKind::ALL.into_iter().find(|group| group.name() == name);
+                    let group = group.ok_or_else(|| fail(format!("there is no group '{name}'")))?;
+                    links[group as usize] = Some(parse_link(fields).map_err(fail)?);
+                }
+                ["unit", name, ref fields @ ..] => units.push(parse_unit(name, fields).map_err(fail)?),
+                [first, ..] => return Err(fail(format!("'{first}' is not optimizer, link or unit"))),
+            }
+        }
+        let end = text.lines().count().max(1);
+        let missing = |what: String| ParseError { line: end, problem: format!("the line '{what} …' is missing") };
+        let optimizer_element_bytes = optimizer_element_bytes.ok_or_else(|| missing("optimizer".to_string()))?;
+        let link = |group: GroupKind| links[group as usize].ok_or_else(|| missing(format!("link {}", group.name())));
+        let links = [link(GroupKind::World)?, link(GroupKind::Shard)?, link(GroupKind::Replicate)?];
+        Ok(Costs { units, links, optimizer_element_bytes })
+    }
+}
+
+fn parse_link(fields: &[&str]) -> Result<LinkCost, String> {
+    let mut fields = Fields::parse(fields)?;
+    let link = LinkCost { latency_s: fields.seconds("latency_s")?, bytes_per_s: fields.number("bytes_per_s")? };
+    if link.bytes_per_s <= 0. {
+        return Err("bytes_per_s must be more than 0".to_string());
+    }
+    fields.finish()?;
+    Ok(link)
+}
+
+fn parse_unit(name: &str, fields: &[&str]) -> Result<UnitCost, String> {
+    let mut fields = Fields::parse(fields)?;
+    let unit = UnitCost {
+        name: name.to_string(),
+        forward_s: fields.seconds("forward_s")?,
+        backward_s: fields.seconds("backward_s")?,
+        update_s: fields.seconds("update_s")?,
+        norm_s: fields.seconds("norm_s")?,
+        kept_bytes: fields.bytes("kept_bytes")?,
+        selective_bytes: fields.bytes("selective_bytes")?,
+        output_bytes: fields.bytes("output_bytes")?,
+        temporary_bytes: fields.bytes("temporary_bytes")?,
+    };
+    fields.finish()?;
+    Ok(unit)
+}
+
+/// The `key=value` words of a line.
+struct Fields<'a>(Vec<(&'a str, &'a str)>);
+
+impl<'a> Fields<'a> {
+    fn parse(words: &[&'a str]) -> Result<Self, String> {
+        let pair = |word: &'a str| word.split_once('=').ok_or_else(|| format!("'{word}' is not key=value"));
+        Ok(Fields(words.iter().copied().map(pair).collect::<Result<_, _>>()?))
+    }
+
+    fn take(&mut self, key: &str) -> Result<&'a str, String> {
+        let index = self.0.iter().position(|(found, _)| *found == key).ok_or_else(|| format!("{key}=… is missing"))?;
+        Ok(self.0.remove(index).1)
+    }
+
+    fn bytes(&mut self, key: &str) -> Result<usize, String> {
+        let value = self.take(key)?;
+        value.parse().map_err(|_| format!("{key}={value} is not a number of bytes"))
+    }
+
+    /// A number that is not NaN or negative.
+    fn number(&mut self, key: &str) -> Result<f64, String> {
+        let value = self.take(key)?;
+        let number = value.parse::<f64>().ok().filter(|&number| number >= 0.);
+        number.ok_or_else(|| format!("{key}={value} is not a number of at least 0"))
+    }
+
+    fn seconds(&mut self, key: &str) -> Result<f64, String> {
+        let seconds = self.number(key)?;
+        if seconds.is_finite() { Ok(seconds) } else { Err(format!("{key} must be finite")) }
+    }
+
+    /// Fails if there are fields that nobody took.
+    fn finish(&self) -> Result<(), String> {
+        match self.0.first() {
+            Some((key, _)) => Err(format!("{key} is unknown, or given twice")),
+            None => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,101 @@
+//! The decisions that a program is built from.
+
+use std::fmt;
+
+/// What is sharded. A rank keeps only its own shard of everything that is selected here. The ZeRO stages are presets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sharding {
+    /// The optimizer state. Costs no communication: the owner of a shard needs no other rank's state.
+    pub optimizer: bool,
+    /// The gradients, once they are reduced.
+    pub gradients: bool,
+    /// The parameters. Costs an all-gather before each use.
+    pub parameters: bool,
+}
+
+impl Sharding {
+    /// The preset for ZeRO stage 0 (nothing is sharded), 1 (optimizer state), 2 (plus gradients) or 3 (plus parameters).
+    pub fn stage(stage: u8) -> Result<Self, StageError> {
+        match stage {
+            0..=3 => Ok(Sharding { optimizer: stage >= 1, gradients: stage >= 2, parameters: stage >= 3 }),
+            _ => Err(StageError(stage)),
+        }
+    }
+}
+
+/// A ZeRO stage that does not exist.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StageError(pub u8);
+
+impl fmt::Display for StageError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "there is no ZeRO stage {}; stages are 0 to 3", self.0)
+    }
+}
+
+impl std::error::Error for StageError {}
+
+/// Which activations a unit's forward pass keeps for its backward pass. All choices give bitwise identical results.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ActivationCheckpointing {
+    /// Keep everything that autograd saves, except what is cheap to recompute.
+    None,
+    /// Keep the outputs of linear layers; recompute norms, attention and activation functions. About 30% less memory for a few
+    /// percent more work.
+    Selective,
+    /// Keep only the unit's input; recompute the rest. The least memory, for about a third more work.
+    Full,
+}
+
+/// How a step is carried out. No choice changes the result.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Policy {
+    /// What is sharded; corresponds to the ZeRO stage.
+    pub sharding: Sharding,
+    /// How many units to gather ahead of the one that computes, and to reduce behind it.
+    pub prefetch: usize,
+    /// Which activations the forward pass keeps for the backward pass.
+    pub activation_checkpointing: ActivationCheckpointing,
+    /// Whether to reduce gradients after each micro-batch instead of once per step.
+    pub reduce_each_micro_batch: bool,
+    /// The number of micro-batches per step.
+    pub micro_batches: usize,
+}
+
+impl Policy {
+    /// A ZeRO stage with one unit of prefetch and no activation checkpointing.
+    ///
+    /// # Panics
+    /// If there is no such stage.
+    pub fn stage(stage: u8, micro_batches: usize) -> Self {
+        Policy {
+            sharding: Sharding::stage(stage).expect("a stage from 0 to 3"),
+            prefetch: 1,
+            activation_checkpointing: ActivationCheckpointing::None,
+            reduce_each_micro_batch: false,
+            micro_batches,
+        }
+    }
+}
+
+/// What the order of a step depends on, of one unit.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct UnitSpec {
+    /// The unit's name.
+    pub name: String,
+    /// The number of trainable elements.
+    pub trainable: usize,
+    /// The number of frozen elements.
+    pub frozen: usize,
+    /// The unit whose parameter this unit also computes with, as a head does with a tied embedding.
+    pub tied: Option<usize>,
+    /// Whether the backward pass reads the parameters.
+    pub backward_reads_parameters: bool,
+}
+
+impl UnitSpec {
+    /// A unit with trainable parameters only, and not tied to another.
+    pub fn new(name: &str, trainable: usize, backward_reads_parameters: bool) -> Self {
+        UnitSpec { name: name.to_string(), trainable, frozen: 0, tied: None, backward_reads_parameters }
+    }
+}

@@ -1,0 +1,379 @@
+//! The memory that a rank holds, instruction by instruction.
+//!
+//! It mirrors what `shardwise-zero` holds for a unit in each of its states, and how its pool reuses buffers.
+
+use std::collections::BTreeMap;
+
+use super::super::costs::Costs;
+use super::super::policy::{Policy, UnitSpec};
+use super::super::traffic::Layout;
+use super::super::{Instruction, Keep, Program};
+
+/// What memory is held for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum MemoryKind {
+    /// Parameters, in the dtype of the computation: this rank's shard, or all.
+    Parameters,
+    /// Gradients, from the backward pass to the update. Unsharded gradients that will be sharded are in the pool.
+    Gradients,
+    /// f32 masters and optimizer state.
+    Optimizer,
+    /// Buffers of the pool in use: unsharded parameters, and gradients until they are reduced.
+    Unsharded,
+    /// Buffers of the pool that are free. The pool keeps them for the next unit.
+    FreeInPool,
+    /// Activations kept for the backward pass.
+    Activations,
+    /// Temporary memory of a pass, with the gradients that it returns.
+    Temporaries,
+}
+
+impl MemoryKind {
+    /// All kinds, in the order of their indices.
+    pub const ALL: [MemoryKind; 7] = [
+        MemoryKind::Parameters,
+        MemoryKind::Gradients,
+        MemoryKind::Optimizer,
+        MemoryKind::Unsharded,
+        MemoryKind::FreeInPool,
+        MemoryKind::Activations,
+        MemoryKind::Temporaries,
+    ];
+
+    /// The name in texts.
+    pub fn name(self) -> &'static str {
+        match self {
+            MemoryKind::Parameters => "parameters",
+            MemoryKind::Gradients => "gradients",
+            MemoryKind::Optimizer => "optimizer",
+            MemoryKind::Unsharded => "unsharded units",
+            MemoryKind::FreeInPool => "free in pool",
+            MemoryKind::Activations => "activations",
+            MemoryKind::Temporaries => "temporaries",
+        }
+    }
+}
+
+/// Bytes by kind.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Memory {
+    bytes: [usize; MemoryKind::ALL.len()],
+}
+
+impl Memory {
+    /// The bytes of one kind.
+    pub fn bytes(&self, kind: MemoryKind) -> usize {
+        self.bytes[kind as usize]
+    }
+
+    /// The sum of all kinds.
+    pub fn total_bytes(&self) -> usize {
+        self.bytes.iter().sum()
+    }
+}
+
+/// The memory of a step.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct MemoryUse {
+    /// The most that is held during each instruction, by position.
+    pub during: Vec<Memory>,
+    /// The position of the first instruction during which the most is held in all.
+    pub peak_position: usize,
+}
+
+impl MemoryUse {
+    /// What is held at the peak; nothing if the program is empty.
+    pub fn peak(&self) -> Memory {
+        self.during.get(self.peak_position).copied().unwrap_or_default()
+    }
+
+    /// The most that is ever held of one kind, and the position of the first instruction during which it is.
+    pub fn kind_peak(&self, kind: MemoryKind) -> (usize, usize) {
+        first_max(self.during.iter().map(|memory| memory.bytes(kind)))
+    }
+}
+
+/// The largest number, and the index of the first one of that size.
+fn first_max(numbers: impl Iterator<Item = usize>) -> (usize, usize) {
+    let larger =
+        |best: (usize, usize), (index, number): (usize, usize)| if number > best.0 { (number, index) } else { best };
+    numbers.enumerate().fold((0, 0), larger)
+}
+
+/// Tracks what a rank holds in a step after the first, when the pool has all buffers.
+pub(super) fn track(
+    program: &Program,
+    units: &[UnitSpec],
+    policy: &Policy,
+    layout: &Layout,
+    costs: &Costs,
+) -> MemoryUse {
+    let mut tracker = Tracker::new(program, units, policy, layout, costs);
+    tracker.run();
+    tracker.start_next_step();
+    let during = tracker.run();
+    let (_, peak_position) = first_max(during.iter().map(Memory::total_bytes));
+    MemoryUse { during, peak_position }
+}
+
+struct Tracker<'a> {
+    program: &'a Program,
+    units: &'a [UnitSpec],
+    policy: &'a Policy,
+    layout: &'a Layout,
+    costs: &'a Costs,
+    /// The unit where the backward pass ends.
+    first_trainable: usize,
+    has_backward: bool,
+    /// The gradients that the last backward pass returned.
+    returned: usize,
+    parameters: usize,
+    optimizer: usize,
+    pool: Pool,
+    held: Vec<Held>,
+    /// The activations of a unit, by micro-batch and unit.
+    activations: BTreeMap<(usize, usize), usize>,
+}
+
+/// What is held for a unit besides its parameters and optimizer state.
+#[derive(Clone, Default)]
+struct Held {
+    /// Unsharded parameters: buffers of the pool.
+    gathered: Vec<Buffer>,
+    /// Unsharded gradients that will be sharded: a buffer of the pool.
+    local_grads: Option<Buffer>,
+    /// A shard of gradients that will be added to those of earlier micro-batches: a buffer of the pool.
+    summand: Option<Buffer>,
+    /// Gradients that stay until the update.
+    gradients: Option<usize>,
+}
+
+impl<'a> Tracker<'a> {
+    fn new(
+        program: &'a Program,
+        units: &'a [UnitSpec],
+        policy: &'a Policy,
+        layout: &'a Layout,
+        costs: &'a Costs,
+    ) -> Self {
+        let sharding = policy.sharding;
+        let parameters = |unit: &UnitSpec| {
+            layout.kept(unit.trainable, sharding.parameters) + layout.kept(unit.frozen, sharding.parameters)
+        };
+        let trained = |unit: &UnitSpec| layout.kept(unit.trainable, sharding.optimizer);
+        Tracker {
+            program,
+            units,
+            policy,
+            layout,
+            costs,
+            first_trainable: units.iter().position(|unit| unit.trainable > 0).unwrap_or(units.len()),
+            returned: 0,
+            has_backward: program.instructions.iter().any(|i| matches!(i, Instruction::Backward { .. })),
+            parameters: units.iter().map(parameters).sum::<usize>() * layout.parameter_bytes,
+            optimizer: units.iter().map(trained).sum::<usize>() * costs.optimizer_element_bytes,
+            pool: Pool::default(),
+            held: vec![Held::default(); units.len()],
+            activations: BTreeMap::new(),
+        }
+    }
+
+    /// Forgets what no step leaves to the next.
+    fn start_next_step(&mut self) {
+        self.activations.clear();
+        self.held.iter_mut().for_each(|held| held.gradients = None);
+    }
+
+    /// Executes the program. Returns what is held during each instruction.
+    fn run(&mut self) -> Vec<Memory> {
+        let program = self.program;
+        program.instructions.iter().map(|instruction| self.execute(instruction)).collect()
+    }
+
+    /// Executes an instruction: first it allocates, then it frees. Returns what is held in between.
+    fn execute(&mut self, instruction: &Instruction) -> Memory {
+        let temporaries = self.allocate(instruction);
+        let memory = self.memory(temporaries);
+        self.free(instruction);
+        memory
+    }
+
+    fn memory(&self, temporaries: usize) -> Memory {
+        let mut memory = Memory::default();
+        for (kind, bytes) in [
+            (MemoryKind::Parameters, self.parameters),
+            (MemoryKind::Gradients, self.held.iter().filter_map(|held| held.gradients).sum()),
+            (MemoryKind::Optimizer, self.optimizer),
+            (MemoryKind::Unsharded, self.pool.bytes - self.pool.free_bytes()),
+            (MemoryKind::FreeInPool, self.pool.free_bytes()),
+            (MemoryKind::Activations, self.activations.values().sum()),
+            (MemoryKind::Temporaries, temporaries),
+        ] {
+            memory.bytes[kind as usize] = bytes;
+        }
+        memory
+    }
+
+    /// Allocates what an instruction needs. Returns the size of its temporaries.
+    fn allocate(&mut self, instruction: &Instruction) -> usize {
+        match *instruction {
+            Instruction::StartGather(unit) => {
+                let UnitSpec { trainable, frozen, .. } = self.units[unit];
+                if self.policy.sharding.parameters && self.held[unit].gathered.is_empty() {
+                    for elements in [trainable, frozen].into_iter().filter(|&elements| elements > 0) {
+                        let buffer = self.pool.allocate(elements * self.layout.parameter_bytes);
+                        self.held[unit].gathered.push(buffer);
+                    }
+                }
+                0
+            }
+            Instruction::Forward { unit, micro_batch, keep } => {
+                let cost = &self.costs.units[unit];
+                let kept = match keep {
+                    Keep::All => cost.kept_bytes,
+                    Keep::Selective => cost.selective_bytes,
+                    Keep::Input | Keep::Nothing => cost.output_bytes,
+                };
+                self.activations.insert((micro_batch, unit), kept);
+                cost.temporary_bytes
+            }
+            Instruction::Recompute { unit, micro_batch } => {
+                let cost = &self.costs.units[unit];
+                *self.activations.entry((micro_batch, unit)).or_default() += cost.kept_bytes;
+                cost.temporary_bytes
+            }
+            Instruction::Backward { unit, .. } => {
+                self.returned = self.units[unit].trainable * self.layout.parameter_bytes;
+                self.costs.units[unit].temporary_bytes + self.returned
+            }
+            // The gradients that the backward pass returned are freed once they are added.
+            Instruction::Accumulate { unit, .. } => {
+                let tied = self.units[unit].tied;
+                tied.into_iter().chain([unit]).for_each(|unit| self.start_accumulating(unit));
+                std::mem::take(&mut self.returned)
+            }
+            Instruction::StartReduce(unit) => {
+                // A unit without gradients contributes zeros.
+                self.start_accumulating(unit);
+                if self.policy.sharding.gradients && self.units[unit].trainable > 0 {
+                    let bytes = self.layout.kept(self.units[unit].trainable, true) * self.layout.gradient_bytes;
+                    match self.held[unit].gradients {
+                        None => self.held[unit].gradients = Some(bytes),
+                        Some(_) => self.held[unit].summand = Some(self.pool.allocate(bytes)),
+                    }
+                }
+                0
+            }
+            Instruction::CountTokens
+            | Instruction::WaitGather(_)
+            | Instruction::Release(_)
+            | Instruction::WaitReduceScatter(_)
+            | Instruction::WaitReduce(_)
+            | Instruction::Norm(_)
+            | Instruction::ReduceTotals
+            | Instruction::Update(_) => 0,
+        }
+    }
+
+    /// Allocates memory for a unit's accumulated gradients, if it has none yet: from the pool if they will be sharded; otherwise it
+    /// will hold the reduced gradients, too.
+    fn start_accumulating(&mut self, unit: usize) {
+        let bytes = self.units[unit].trainable * self.layout.gradient_bytes;
+        let held = &mut self.held[unit];
+        if bytes == 0 {
+            return;
+        }
+        if !self.policy.sharding.gradients {
+            held.gradients = Some(bytes);
+        } else if held.local_grads.is_none() {
+            held.local_grads = Some(self.pool.allocate(bytes));
+        }
+    }
+
+    /// Frees what an instruction is the last to need.
+    fn free(&mut self, instruction: &Instruction) {
+        match *instruction {
+            Instruction::Release(unit) => {
+                let gathered = std::mem::take(&mut self.held[unit].gathered);
+                gathered.into_iter().for_each(|buffer| self.pool.free(buffer));
+            }
+            // Without a backward pass, an output is the next unit's input, and nothing else.
+            Instruction::Forward { unit, micro_batch, .. } if !self.has_backward && unit > 0 => {
+                self.activations.remove(&(micro_batch, unit - 1));
+            }
+            // The new output replaces the old one.
+            Instruction::Recompute { unit, micro_batch } => {
+                self.activations.insert((micro_batch, unit), self.costs.units[unit].kept_bytes);
+            }
+            Instruction::Backward { unit, micro_batch, .. } => {
+                self.activations.remove(&(micro_batch, unit));
+                if unit == self.first_trainable {
+                    // The outputs of the frozen units before it.
+                    self.activations.retain(|&(of, _), _| of != micro_batch);
+                }
+            }
+            Instruction::WaitReduceScatter(unit) => self.free_local_grads(unit),
+            Instruction::WaitReduce(unit) => {
+                self.free_local_grads(unit);
+                if let Some(buffer) = self.held[unit].summand.take() {
+                    self.pool.free(buffer);
+                }
+            }
+            Instruction::Update(unit) => self.held[unit].gradients = None,
+            Instruction::CountTokens
+            | Instruction::StartGather(_)
+            | Instruction::WaitGather(_)
+            | Instruction::Forward { .. }
+            | Instruction::Accumulate { .. }
+            | Instruction::StartReduce(_)
+            | Instruction::Norm(_)
+            | Instruction::ReduceTotals => (),
+        }
+    }
+
+    fn free_local_grads(&mut self, unit: usize) {
+        if let Some(buffer) = self.held[unit].local_grads.take() {
+            self.pool.free(buffer);
+        }
+    }
+}
+
+/// A buffer of the pool. It may be larger than requested.
+#[derive(Clone, Copy)]
+struct Buffer {
+    bytes: usize,
+}
+
+/// The pool of `shardwise-zero`.
+#[derive(Default)]
+struct Pool {
+    free: Vec<Buffer>,
+    /// The size of all buffers, in use or free.
+    bytes: usize,
+}
+
+/// How many times larger than requested a buffer may be, as in `shardwise-zero`.
+const OVERSIZE_MAX: usize = 2;
+
+impl Pool {
+    /// Returns the smallest free buffer that fits, or a new one.
+    fn allocate(&mut self, bytes: usize) -> Buffer {
+        let fits = |&index: &usize| (bytes..=bytes * OVERSIZE_MAX).contains(&self.free[index].bytes);
+        let best = (0..self.free.len()).filter(fits).min_by_key(|&index| self.free[index].bytes);
+        match best {
+            Some(index) => self.free.swap_remove(index),
+            None => {
+                self.bytes += bytes;
+                Buffer { bytes }
+            }
+        }
+    }
+
+    fn free(&mut self, buffer: Buffer) {
+        self.free.push(buffer);
+    }
+
+    fn free_bytes(&self) -> usize {
+        self.free.iter().map(|buffer| buffer.bytes).sum()
+    }
+}
