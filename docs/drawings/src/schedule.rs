@@ -1,7 +1,9 @@
-//! A simulated timeline of a step: the calls of `crates/train/src/step.rs` in order, with made-up durations.
+//! A timeline of a step: the instructions of its program (`crates/plan/src/program.rs`), with durations chosen for legibility.
 //!
 //! A pass computes and waits for calls, which run one at a time in the background. Waits and memory are as in the real step and in
-//! `crates/zero`; `crates/train/tests/drawings.rs` compares the calls with those of a real step. Durations are chosen for legibility.
+//! `crates/zero`; `crates/train/tests/drawings.rs` compares the calls with those of a real step.
+
+use shardwise_plan::program::{Instruction, Policy, Program, UnitSpec, build};
 
 /// A unit of the drawn model.
 pub(crate) struct Unit {
@@ -31,7 +33,6 @@ pub(crate) const UNITS: [Unit; 5] = [
 
 /// The number of ranks among which units are sharded.
 const RANKS: f64 = 4.;
-const PREFETCH: usize = 1;
 /// Bytes per element of parameters, gradients and AdamW's state, all in f32.
 const BYTES: [f64; 3] = [4., 4., 8.];
 const UPDATE: f64 = 0.16;
@@ -95,12 +96,14 @@ pub(crate) struct Step {
 impl Step {
     /// Simulates a step of this stage that is neither the first nor the last of a run.
     pub(crate) fn of(stage: u8) -> Self {
+        let specs = UNITS.map(|unit| UnitSpec::new(unit.name, 1, unit.reads));
+        let program = build::train_step(&specs, &Policy::stage(stage, 1));
         let mut clock = Clock::new(stage);
-        clock.step();
+        clock.step(&program);
         let start = clock.now;
-        clock.step();
+        clock.step(&program);
         let end = clock.now;
-        clock.step();
+        clock.step(&program);
         Step { stage, computed: clock.computed, calls: clock.calls, changes: clock.changes, start, end }
     }
 
@@ -171,43 +174,38 @@ impl Clock {
         }
     }
 
-    fn step(&mut self) {
-        for (index, unit) in UNITS.iter().enumerate() {
-            self.gather(index);
-            for next in index + 1..=index + PREFETCH {
-                self.start_gather(next);
+    fn step(&mut self, program: &Program) {
+        program.instructions.iter().for_each(|instruction| self.execute(instruction));
+    }
+
+    fn execute(&mut self, instruction: &Instruction) {
+        match *instruction {
+            Instruction::StartGather(unit) => self.start_gather(unit),
+            Instruction::WaitGather(unit) => self.now = self.now.max(self.whole[unit].unwrap_or_default()),
+            Instruction::Release(unit) => self.release(unit),
+            Instruction::Forward { unit, .. } => {
+                self.changes.push((self.now, MemoryKind::Activations, UNITS[unit].activations));
+                self.compute(Phase::Forward, unit, UNITS[unit].forward);
             }
-            self.changes.push((self.now, MemoryKind::Activations, unit.activations));
-            self.compute(Phase::Forward, index, unit.forward);
-            if index + 1 < UNITS.len() {
-                self.release(index);
+            Instruction::Recompute { unit, .. } => self.compute(Phase::Forward, unit, UNITS[unit].forward),
+            Instruction::Backward { unit, .. } => {
+                self.allocate_gradients(unit);
+                self.compute(Phase::Backward, unit, UNITS[unit].backward);
+                self.changes.push((self.now, MemoryKind::Activations, -UNITS[unit].activations));
             }
-        }
-        for (index, unit) in UNITS.iter().enumerate().rev() {
-            if unit.reads {
-                self.gather(index);
+            Instruction::StartReduce(unit) => self.start_reduce(unit),
+            Instruction::WaitReduceScatter(unit) | Instruction::WaitReduce(unit) => self.wait_for_reduce(unit),
+            Instruction::Update(unit) => {
+                let share = if self.sharded[2] { 1. } else { RANKS };
+                self.compute(Phase::Update, unit, UPDATE * UNITS[unit].size * share);
+                if self.sharded[2] && !self.sharded[0] {
+                    self.whole[unit] = Some(self.call(Verb::AllGather, unit));
+                }
             }
-            for next in (0..index).rev().take(PREFETCH).filter(|&next| UNITS[next].reads) {
-                self.start_gather(next);
-            }
-            self.allocate_gradients(index);
-            self.compute(Phase::Backward, index, unit.backward);
-            self.changes.push((self.now, MemoryKind::Activations, -unit.activations));
-            if unit.reads {
-                self.release(index);
-            }
-            self.start_reduce(index);
-            if index + PREFETCH < UNITS.len() {
-                self.wait_for_reduce(index + PREFETCH);
-            }
-        }
-        (0..UNITS.len()).for_each(|index| self.wait_for_reduce(index));
-        for (index, unit) in UNITS.iter().enumerate() {
-            let share = if self.sharded[2] { 1. } else { RANKS };
-            self.compute(Phase::Update, index, UPDATE * unit.size * share);
-            if self.sharded[2] && !self.sharded[0] {
-                self.whole[index] = Some(self.call(Verb::AllGather, index));
-            }
+            Instruction::CountTokens
+            | Instruction::Accumulate { .. }
+            | Instruction::Norm(_)
+            | Instruction::ReduceTotals => (),
         }
     }
 
@@ -232,11 +230,6 @@ impl Clock {
         }
         self.changes.push((self.now, MemoryKind::Parameters, UNITS[index].size * BYTES[0]));
         self.whole[index] = Some(self.call(Verb::AllGather, index));
-    }
-
-    fn gather(&mut self, index: usize) {
-        self.start_gather(index);
-        self.now = self.now.max(self.whole[index].unwrap_or_default());
     }
 
     fn release(&mut self, index: usize) {

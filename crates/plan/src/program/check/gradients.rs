@@ -1,6 +1,6 @@
 //! [`Rule::Gradients`]: from the backward passes to the update.
 
-use super::{Problem, Purpose, Rule, first_trainable};
+use super::violation::{Problem, Purpose, Rule, first_trainable};
 use crate::program::{Instruction, Policy, Program, UnitSpec};
 
 /// How far the reduction of a unit's gradients is.

@@ -1,6 +1,6 @@
 //! [`Rule::Passes`]: the way of each micro-batch through the units.
 
-use super::{Problem, Purpose, Rule, first_trainable};
+use super::violation::{Problem, Purpose, Rule, first_trainable};
 use crate::program::{ActivationCheckpointing, Instruction, Keep, Policy, Program, UnitSpec};
 
 /// What is kept for a backward pass.

@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{Problem, Programs, Rule, Violation};
+use super::violation::{Problem, Programs, Rule, Violation};
 use crate::mesh::{Axis, Mesh, RankSet};
 use crate::program::collectives::{Call, CallOp, Collective, GroupKind, calls};
 use crate::program::{Policy, Program, UnitSpec};

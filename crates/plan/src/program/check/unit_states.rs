@@ -1,6 +1,6 @@
 //! [`Rule::UnitStates`]: where the parameters of each unit are.
 
-use super::{Problem, Rule};
+use super::violation::{Problem, Rule};
 use crate::program::{Instruction, Policy, Program, UnitSpec};
 
 #[derive(Clone, Copy, PartialEq, Eq)]

@@ -4,7 +4,7 @@ use super::super::collectives::{Call, CallOp, Collective, GroupKind};
 use super::super::costs::Costs;
 use super::super::traffic::Layout;
 use super::super::{Instruction, Program};
-use super::{CommunicationTime, Lane, Span, WaitingTime};
+use super::spans::{CommunicationTime, Lane, Span, WaitingTime};
 
 /// Executes a program whose calls are `calls`. `unfinished` are calls of the step before, in the order of their lanes.
 pub(super) fn run<'a>(
