@@ -41,7 +41,7 @@ fn numbers(printed: &str, unit: &str) -> Vec<f64> {
 
 #[test]
 fn a_vision_transformer_in_under_150_lines_learns_on_two_ranks() {
-    let source = std::fs::read_to_string(root().join("examples/vision.rs")).unwrap();
+    let source = std::fs::read_to_string(root().join("crates/shardwise/examples/vision.rs")).unwrap();
     assert!(source.lines().count() < 150, "{} lines", source.lines().count());
     for ranks in [1, 2] {
         let printed = run("vision", ranks, &[]);

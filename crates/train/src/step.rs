@@ -450,8 +450,11 @@ impl Trainer {
     fn backward(&mut self, unit: usize, micro_batch: usize, step: &mut StepValues<'_>) -> Result<()> {
         step.grads.clear();
         let UnitPass { input, output } = step.passes[micro_batch][unit].take().expect("the forward pass comes first");
-        let output_grad = step.output_grads[micro_batch].take();
-        let output_grad = output_grad.unwrap_or_else(|| self.token_weight(step.loss_scale, step.tokens));
+        // The gradient of the loss is the weight of a token; every other unit gets its gradient from the unit after it.
+        let output_grad = match unit + 1 == self.shards.len() {
+            true => self.token_weight(step.loss_scale, step.tokens),
+            false => step.output_grads[micro_batch].take().expect("the next unit's backward pass comes first"),
+        };
         let (grads, input_grad) = self.gradients(unit, &output, &output_grad, input.as_ref())?;
         for (_, _, grad) in &grads {
             self.probe.observe_gradient(unit, grad).map_err(|error| self.backward_error(unit, error))?;
