@@ -114,7 +114,10 @@ impl Layer for Embedding {
     }
 
     fn footprint(&self, tokens: usize, _: usize, element_bytes: usize, _: Activations) -> Footprint {
-        Footprint::of_output(tokens * self.0.n_embd * element_bytes)
+        let output_bytes = tokens * self.0.n_embd * element_bytes;
+        // The tokens' part of the sum.
+        let (forward_temporary_bytes, no_grad_temporary_bytes) = (output_bytes, output_bytes);
+        Footprint { forward_temporary_bytes, no_grad_temporary_bytes, ..Footprint::of_output(output_bytes) }
     }
 
     fn backward_reads_parameters(&self) -> bool {
@@ -170,16 +173,21 @@ impl Layer for Block {
 
     fn footprint(&self, tokens: usize, _: usize, element_bytes: usize, activations: Activations) -> Footprint {
         let width = self.0.n_embd;
-        // What autograd saves: the outputs of norms, the residual and the output; the projections and output of attention; the
-        // MLP's hidden layer before and after its activation.
-        let kept = match activations {
-            Activations::All => 4 * width + 4 * width + 8 * width,
-            Activations::Selective => 2 * width + 3 * width + 4 * width,
+        let element = |count: usize| tokens * count * width * element_bytes;
+        // The gradient of `mlp.c_proj`, the first that the backward pass computes.
+        let c_proj = 4 * width * width * element_bytes;
+        let (kept, forward, backward) = match activations {
+            // The outputs of norms, the residual and the output; the projections and output of attention; the MLP's hidden layer
+            // before and after its activation.
+            Activations::All => (4 + 4 + 8, 1, 4),
+            Activations::Selective => (2 + 3 + 4, 6, 9),
         };
         Footprint {
-            kept_bytes: tokens * kept * element_bytes,
-            output_bytes: tokens * width * element_bytes,
-            temporary_bytes: tokens * 18 * width * element_bytes,
+            kept_bytes: element(kept),
+            output_bytes: element(1),
+            forward_temporary_bytes: element(forward),
+            no_grad_temporary_bytes: element(3 + 8),
+            temporary_bytes: element(backward) + c_proj,
         }
     }
 

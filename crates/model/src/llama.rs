@@ -104,20 +104,37 @@ impl Layer for Block {
     fn footprint(&self, tokens: usize, positions: usize, element_bytes: usize, activations: Activations) -> Footprint {
         let LlamaConfig { hidden_size, intermediate_size, head_dim, .. } = self.0;
         let (query, key) = (self.0.num_attention_heads * head_dim, self.0.num_key_value_heads * head_dim);
-        // What autograd saves: the inputs and outputs of norms, the residual and the output; query, key, value and output of
-        // attention; gate, up, and the product of the activated gate and up.
-        let kept = match activations {
-            Activations::All => 6 * hidden_size + 4 * query + 3 * intermediate_size,
-            Activations::Selective => 4 * hidden_size + query + 2 * key + 2 * intermediate_size,
-        };
-        let again = 2 * hidden_size + 4 * query + 2 * intermediate_size;
+        let element = |count: usize| tokens * count * element_bytes;
+        // A norm computes in f32. It keeps its input divided by the root of the mean square and, if that is not in f32, a converted
+        // copy of the input, too.
+        let (is_f32, in_f32) = (element_bytes == 4, tokens * hidden_size * 4);
+        let norm = if is_f32 { in_f32 } else { 2 * in_f32 };
         // A sliding window needs a mask of positions by positions, first of booleans and then of floats.
         let mask =
             if self.0.sliding_window.is_some_and(|window| window < positions) { positions * positions } else { 0 };
+        // The gradient of `mlp.down_proj`, the first that the backward pass computes.
+        let down_proj = hidden_size * intermediate_size * element_bytes;
+        // The input of the second norm is kept in the type in which the norm computes, unless something else needs it.
+        let (kept, forward, backward) = match activations {
+            Activations::All => (
+                // The outputs of norms, the residual and the output; query, key, value and output of attention; gate, up, and their
+                // product.
+                element(if is_f32 { 4 } else { 3 } * hidden_size + 4 * query + 3 * intermediate_size),
+                element(intermediate_size),
+                element(3 * intermediate_size),
+            ),
+            Activations::Selective => (
+                element(2 * hidden_size + query + 2 * key + 2 * intermediate_size),
+                element(hidden_size + 2 * intermediate_size),
+                element(hidden_size + 4 * intermediate_size),
+            ),
+        };
         Footprint {
-            kept_bytes: tokens * kept * element_bytes + mask * (1 + element_bytes),
-            output_bytes: tokens * hidden_size * element_bytes,
-            temporary_bytes: tokens * (again + 3 * intermediate_size) * element_bytes + mask * 4,
+            kept_bytes: kept + 2 * norm + mask * (1 + element_bytes),
+            output_bytes: element(hidden_size),
+            forward_temporary_bytes: forward,
+            no_grad_temporary_bytes: element(3 * hidden_size + 4 * intermediate_size),
+            temporary_bytes: backward + down_proj + mask * 4,
         }
     }
 

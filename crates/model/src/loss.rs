@@ -59,15 +59,17 @@ pub(crate) fn footprint(
     element_bytes: usize,
 ) -> Footprint {
     let f32_bytes = 4;
-    // The logits of a chunk, their softmax and its gradient, and a copy in the dtype of the computation.
-    let logits = chunk_tokens.min(tokens) * vocab_size * (2 * f32_bytes + element_bytes);
-    // The gradient of the weight is accumulated in f32.
-    let gradient_bytes = if element_bytes == f32_bytes { f32_bytes } else { f32_bytes + element_bytes };
-    let matrix = vocab_size * hidden_size * gradient_bytes;
+    // The logits of a chunk and their softmax, both in f32.
+    let logits = chunk_tokens.min(tokens) * vocab_size * 2 * f32_bytes;
+    let weight = vocab_size * hidden_size;
     Footprint {
-        kept_bytes: tokens * 4 * hidden_size * element_bytes,
+        // What the norm keeps, its output, the gradient of that, and the gradient of the weight.
+        kept_bytes: tokens * 3 * hidden_size * element_bytes + weight * f32_bytes,
         output_bytes: 0,
-        temporary_bytes: logits + matrix,
+        forward_temporary_bytes: logits,
+        no_grad_temporary_bytes: logits + tokens * hidden_size * element_bytes,
+        // The gradient of the weight is accumulated in f32, and converted at the end.
+        temporary_bytes: if element_bytes == f32_bytes { 0 } else { weight * element_bytes },
     }
 }
 

@@ -166,14 +166,18 @@ pub struct Footprint {
     pub kept_bytes: usize,
     /// The output alone.
     pub output_bytes: usize,
-    /// The peak of the temporary memory during the computation.
+    /// The peak of the temporary memory of the forward pass.
+    pub forward_temporary_bytes: usize,
+    /// The peak of the temporary memory of a forward pass that keeps nothing but its output.
+    pub no_grad_temporary_bytes: usize,
+    /// The most that the backward pass holds in addition to what was held before it.
     pub temporary_bytes: usize,
 }
 
 impl Footprint {
     /// The footprint of a unit that keeps only its output.
     pub fn of_output(output_bytes: usize) -> Self {
-        Footprint { kept_bytes: output_bytes, output_bytes, temporary_bytes: 0 }
+        Footprint { kept_bytes: output_bytes, output_bytes, ..Footprint::default() }
     }
 }
 

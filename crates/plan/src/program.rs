@@ -27,7 +27,7 @@ pub use check::{Programs, Rule, Violation, check};
 pub use collectives::{Call, CallOp, Collective, CollectiveKind, GroupKind, calls, collectives_of};
 pub use costs::{Costs, LinkCost, UnitCost};
 pub use policy::{ActivationCheckpointing, Policy, Sharding, StageError, UnitSpec};
-pub use simulate::{CommunicationTime, Lane, Memory, MemoryKind, MemoryUse, Simulation, Span, WaitingTime, simulate};
+pub use simulate::{CommunicationTime, Lane, Memory, MemoryKind, MemoryUse, Simulation, Span, WaitingTime, memory_use, simulate};
 pub use text::ParseError;
 pub use traffic::{Layout, Sent, Traffic, traffic};
 

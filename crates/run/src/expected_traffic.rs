@@ -4,8 +4,8 @@
 //! The counts are exact. They do not include token counts, losses and norms.
 
 use shardwise_comm::Verb;
-use shardwise_plan::program::{CollectiveKind, Layout, Sent, traffic};
-use shardwise_train::{Ranks, Trainer};
+use shardwise_plan::program::{CollectiveKind, Sent, traffic};
+use shardwise_train::Trainer;
 
 use crate::error::Result;
 
@@ -26,16 +26,7 @@ impl ExpectedTraffic {
     pub(crate) fn of(trainer: &mut Trainer, micro_batches: usize) -> Result<Self> {
         let program = trainer.program(micro_batches)?;
         let policy = trainer.options().policy(micro_batches);
-        let Ranks { groups, .. } = trainer.ranks();
-        let precision = trainer.options().precision;
-        let layout = Layout {
-            shard: groups.shard.size(),
-            replicate: groups.replicate.size(),
-            shard_rank: groups.shard.rank(),
-            replicate_rank: groups.replicate.rank(),
-            parameter_bytes: precision.param_dtype.bytes(),
-            gradient_bytes: precision.reduce_dtype.bytes(),
-        };
+        let layout = trainer.ranks().layout(trainer.options().precision);
         let sent = traffic(&program, trainer.unit_specs(), &policy, &layout);
         Ok(ExpectedTraffic { step: by_verb(&sent.step), update: by_verb(&sent.update) })
     }

@@ -1,18 +1,17 @@
 //! The memory estimate of a run, before it starts.
 //!
-//! Parameters, gradients and optimizer state are counted exactly. Buffers, activations and temporaries are estimated from the
-//! shapes; `cargo xtask show zero/fits` prints the estimate next to the memory that runs actually use.
+//! The step's program is simulated (`shardwise_plan::program`) with the sizes of the model's units. `cargo xtask show program/memory`
+//! prints the estimate next to the memory that runs actually use.
 
 use std::fmt;
 
 use shardwise_checkpoint::SaveId;
 use shardwise_journal::format::format_memory_fixed;
-use shardwise_model::{Footprint, Model};
-use shardwise_plan::{Dtype, Partition};
+use shardwise_model::Model;
+use shardwise_plan::program::{Layout, Memory, MemoryKind, MemoryUse, Program, build::train_step, memory_use};
 use shardwise_recipe::{ActivationCheckpointingRecipe, FloatRecipe, Recipe};
 use shardwise_torch::tch::Device;
-use shardwise_train::{ActivationCheckpointing, Options, checkpoint_layouts};
-use shardwise_zero::Sharding;
+use shardwise_train::{Options, StepShape, checkpoint_layouts, memory_costs, unit_specs};
 
 use crate::build;
 use crate::error::Result;
@@ -21,23 +20,12 @@ use crate::error::Result;
 const PROCESS_BYTES: usize = 300 << 20;
 
 /// The peak memory of the rank that needs the most, in bytes.
-///
-/// The peak is in some unit's backward pass. By then the activations of later units have been freed, and their gradients exist. So
-/// the peak is late in the backward pass if gradients dominate, and early if activations do.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MemoryEstimate {
-    /// Parameters, in the type in which units compute.
-    pub parameters: usize,
-    /// Reduced gradients of the units whose backward pass has started.
-    pub gradients: usize,
-    /// f32 master weights and optimizer state.
-    pub optimizer: usize,
-    /// Unsharded units: parameters at stage 3, gradients from stage 2 on.
-    pub unsharded: usize,
-    /// Activations kept for the backward pass.
-    pub activations: usize,
-    /// The temporaries of the unit with the most.
-    pub temporaries: usize,
+    /// What a step holds at its peak, by kind.
+    pub step: Memory,
+    /// The instruction of the step's program during which it holds that.
+    pub peak_instruction: String,
     /// Shards received from other ranks to be written to a checkpoint, and copies of this rank's own state.
     pub saving: usize,
     /// The process without a model: libtorch, MPI and the program.
@@ -47,134 +35,68 @@ pub struct MemoryEstimate {
 impl MemoryEstimate {
     /// The estimate for a recipe on this many ranks.
     pub fn of(recipe: &Recipe, ranks: usize) -> Result<Self> {
-        let options = build::options(recipe, Device::Cpu)?;
-        recipe.check_replicas(ranks)?;
-        let batch = recipe.batch(ranks)?;
+        let (options, model) = (build::options(recipe, Device::Cpu)?, build::model(recipe)?);
+        let (program, memory) = simulate_memory(recipe, &model, &options, ranks)?;
+        let peak_instruction = program.instructions.get(memory.peak_position);
         let shard = ranks / recipe.parallel.replicate;
-        let positions = recipe.batch.seq_len;
-        let batch = [batch.micro_batch_size * positions, positions, batch.gradient_accumulation_steps];
-        let model = build::model(recipe)?;
-        let mut estimate = MemoryEstimate::of_model(&model, &options, shard, batch);
-        if let Some(checkpoints) = &recipe.checkpoints {
-            // A blocking save needs no buffer.
-            let buffer = if checkpoints.background { checkpoints.buffer_bytes } else { 0 };
-            estimate.saving = saving(&model, &options, shard, recipe.parallel.replicate, buffer);
-        }
-        Ok(estimate)
+        Ok(MemoryEstimate {
+            step: memory.peak(),
+            peak_instruction: peak_instruction.map(|peak| program.describe(peak)).unwrap_or_default(),
+            saving: recipe.checkpoints.as_ref().map_or(0, |checkpoints| {
+                // A blocking save needs no buffer.
+                let buffer = if checkpoints.background { checkpoints.buffer_bytes } else { 0 };
+                saving(&model, &options, shard, recipe.parallel.replicate, buffer)
+            }),
+            process: PROCESS_BYTES,
+        })
     }
 
-    /// The estimate for a model sharded among `shard` ranks. `batch` is the tokens of a micro-batch, the sequence length and the
-    /// number of micro-batches.
-    fn of_model(model: &Model, options: &Options, shard: usize, batch: [usize; 3]) -> Self {
-        let [tokens, positions, micro_batches] = batch;
-        let Sharding { optimizer, gradients, parameters } = options.sharding;
-        let (parameter_bytes, gradient_bytes) =
-            (options.precision.param_dtype.bytes(), options.precision.reduce_dtype.bytes());
-        let masters = usize::from(options.precision.param_dtype != Dtype::F32);
-        let state_bytes = (masters + options.optimizer.states()) * Dtype::F32.bytes();
-        let kept = |elements: usize, sharded: bool| {
-            if sharded { Partition::new(elements, shard).part_len(0) } else { elements }
-        };
-        let mut estimate = MemoryEstimate { process: PROCESS_BYTES, ..MemoryEstimate::default() };
-        let units = model.units();
-        let mut unsharded_units = Vec::new();
-        let mut passes = Vec::new();
-        for (index, unit) in units.iter().enumerate() {
-            let trainable = unit.parameters().iter().filter(|p| p.trainable).map(|p| p.elements()).sum::<usize>();
-            estimate.parameters += kept(unit.elements(), parameters) * parameter_bytes;
-            estimate.optimizer += kept(trainable, optimizer) * state_bytes;
-            let tied = unit.tied().map_or(0, |tied| units[tied.unit].elements());
-            unsharded_units.push((unit.elements() + tied, trainable));
-            let last = index + 1 == units.len();
-            let is_full = options.activation_checkpointing == ActivationCheckpointing::Full;
-            let recomputed = is_full && unit.backward_reads_parameters() && !last;
-            let Footprint { kept_bytes, output_bytes, temporary_bytes } =
-                unit.footprint(tokens, positions, parameter_bytes, options.activation_checkpointing.into());
-            // Recomputed activations exist only during the unit's backward pass.
-            let (activations, computed) = if recomputed { (output_bytes, kept_bytes) } else { (kept_bytes, 0) };
-            passes.push(Pass {
-                activations,
-                temporaries: temporary_bytes + computed + trainable * parameter_bytes,
-                gradients: kept(trainable, gradients) * gradient_bytes,
-            });
-        }
-        // A tied parameter's gradient exists from the backward pass of the unit that uses it. If sharded, it counts as unsharded
-        // until it is reduced.
-        for (index, unit) in units.iter().enumerate().filter(|_| !gradients) {
-            if let Some(tied) = unit.tied() {
-                let bytes = std::mem::take(&mut passes[tied.unit].gradients);
-                passes[index].gradients += bytes;
-            }
-        }
-        let accumulates = micro_batches > 1;
-        let most_demanding = most_demanding(&passes, accumulates);
-        (estimate.activations, estimate.temporaries, estimate.gradients) =
-            (most_demanding.activations, most_demanding.temporaries, most_demanding.gradients);
-        // Inner units share buffers of the largest one's size; the first and the last unit share one more.
-        let buffers = |size: &dyn Fn(&(usize, usize)) -> usize| {
-            let ends = unsharded_units.first().into_iter().chain(unsharded_units.last()).map(size).max().unwrap_or(0);
-            let inner_units = units.len().saturating_sub(2);
-            let inner = unsharded_units.iter().skip(1).take(inner_units).map(size).max().unwrap_or(0);
-            ends + inner * (1 + options.prefetch).min(inner_units)
-        };
-        if parameters {
-            estimate.unsharded += buffers(&|&(all, _)| all) * parameter_bytes;
-        }
-        if gradients {
-            let whole = accumulates && !options.reduce_each_micro_batch;
-            let trainable: usize = unsharded_units.iter().map(|&(_, trainable)| trainable).sum();
-            estimate.unsharded +=
-                if whole { trainable } else { buffers(&|&(_, trainable)| trainable) } * gradient_bytes;
-        }
-        estimate
+    /// The tensors of a step and of a save.
+    pub fn tensors(&self) -> usize {
+        self.step.total_bytes() + self.saving
     }
 
     /// The sum of all parts.
     pub fn total(&self) -> usize {
-        let MemoryEstimate { parameters, gradients, optimizer, unsharded, activations, temporaries, saving, process } =
-            *self;
-        parameters + gradients + optimizer + unsharded + activations + temporaries + saving + process
+        self.tensors() + self.process
     }
 }
 
 impl fmt::Display for MemoryEstimate {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (what, bytes) in [
-            ("parameters", self.parameters),
-            ("gradients", self.gradients),
-            ("optimizer", self.optimizer),
-            ("unsharded units", self.unsharded),
-            ("activations", self.activations),
-            ("temporaries", self.temporaries),
-            ("saving", self.saving),
-            ("process", self.process),
-        ] {
+        let of_step = MemoryKind::ALL.map(|kind| (kind.name(), self.step.bytes(kind)));
+        for (what, bytes) in of_step.into_iter().chain([("saving", self.saving), ("process", self.process)]) {
             writeln!(f, "  {what:16} {:>10}", format_memory_fixed(bytes))?;
         }
-        write!(f, "  {:16} {:>10}", "total", format_memory_fixed(self.total()))
+        writeln!(f, "  {:16} {:>10}", "total", format_memory_fixed(self.total()))?;
+        write!(f, "  at the peak, in: {}", self.peak_instruction)
     }
 }
 
-/// The memory of a unit's backward pass.
-#[derive(Clone, Copy, Default)]
-struct Pass {
-    /// Kept by the unit's forward pass, and freed at the end of this pass.
-    activations: usize,
-    /// Allocated only during this pass.
-    temporaries: usize,
-    /// Kept until the update.
-    gradients: usize,
-}
-
-/// The backward pass that needs the most memory. With gradient accumulation all gradients exist from the start.
-fn most_demanding(passes: &[Pass], accumulates: bool) -> Pass {
-    let at = |index: usize| Pass {
-        activations: passes[..=index].iter().map(|pass| pass.activations).sum(),
-        temporaries: passes[index].temporaries,
-        gradients: passes[if accumulates { 0 } else { index }..].iter().map(|pass| pass.gradients).sum(),
+/// The program of a step of a recipe, and the memory that it holds on the rank that holds the most.
+pub(crate) fn simulate_memory(
+    recipe: &Recipe,
+    model: &Model,
+    options: &Options,
+    ranks: usize,
+) -> Result<(Program, MemoryUse)> {
+    recipe.check_replicas(ranks)?;
+    let (batch, positions) = (recipe.batch(ranks)?, recipe.batch.seq_len);
+    let micro_batches = batch.gradient_accumulation_steps;
+    let shape = StepShape { tokens: batch.micro_batch_size * positions, positions, micro_batches };
+    let layout = Layout {
+        shard: ranks / recipe.parallel.replicate,
+        replicate: recipe.parallel.replicate,
+        // The first rank has the largest part.
+        shard_rank: 0,
+        replicate_rank: 0,
+        parameter_bytes: options.precision.param_dtype.bytes(),
+        gradient_bytes: options.precision.reduce_dtype.bytes(),
     };
-    let total = |pass: &Pass| pass.activations + pass.temporaries + pass.gradients;
-    (0..passes.len()).map(at).max_by_key(total).unwrap_or_default()
+    let (units, policy) = (unit_specs(model), options.policy(micro_batches));
+    let program = train_step(&units, &policy);
+    let memory = memory_use(&program, &units, &policy, &layout, &memory_costs(model, options, shape));
+    Ok((program, memory))
 }
 
 /// The memory of a save on the rank that needs the most: the shards of others that it writes, and a copy of its own shards up to
@@ -239,22 +161,4 @@ pub fn find_settings_that_fit(
         let estimate = MemoryEstimate::of(&changed, ranks).ok()?;
         (estimate.total() <= limit).then_some((keys, estimate))
     })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_most_demanding_backward_pass_is_counted() {
-        let pass = |activations, temporaries, gradients| Pass { activations, temporaries, gradients };
-        let found = |passes: &[Pass], accumulates| {
-            let Pass { activations, temporaries, gradients } = most_demanding(passes, accumulates);
-            (activations, temporaries, gradients)
-        };
-        // With many activations it is the last unit's; with many gradients it is the first unit's, when all gradients exist.
-        assert_eq!(found(&[pass(10, 1, 3), pass(10, 1, 3), pass(5, 7, 3)], false), (25, 7, 3));
-        assert_eq!(found(&[pass(1, 1, 30), pass(1, 2, 30), pass(1, 7, 30)], false), (1, 1, 90));
-        assert_eq!(found(&[pass(1, 1, 30), pass(1, 2, 30), pass(1, 7, 30)], true), (3, 7, 90));
-    }
 }

@@ -37,11 +37,10 @@ pub(crate) fn explain_out_of_memory(recipe: &Recipe, trainer: &Trainer, phase: P
     let asked = out.asked_bytes.unwrap_or(0);
     let remedy = limit.and_then(|limit| {
         // The process's own memory is now known and need not be estimated.
-        let of_tensors = |estimate: MemoryEstimate| estimate.total() - estimate.process;
         let left = limit.bytes.saturating_sub(in_use.process);
-        let (room, low) = remaining_room(left, of_tensors(estimate), in_use.total() - in_use.process + asked, asked);
+        let (room, low) = remaining_room(left, estimate.tensors(), in_use.total() - in_use.process + asked, asked);
         let (keys, fitting) = find_settings_that_fit(recipe, ranks, room + estimate.process)?;
-        Some((keys, of_tensors(fitting) + low + in_use.process))
+        Some((keys, fitting.tensors() + low + in_use.process))
     });
     Error::OutOfMemory(Box::new(OutOfMemoryReport {
         location: error.location(phase),

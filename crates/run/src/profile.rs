@@ -21,7 +21,9 @@ use crate::build;
 use crate::data::Data;
 use crate::error::{Error, Result};
 use crate::host;
+use crate::memory_estimate::{MemoryEstimate, simulate_memory};
 use crate::memory_limit::memory_limit;
+use crate::memory_probe::{MemoryProbe, PhaseMemory, compare_memory};
 use crate::meter::resident_bytes;
 use crate::peak_flops::measure_peak_flops;
 use crate::phase::Phase;
@@ -88,6 +90,10 @@ pub struct ProfileReport {
     pub latency_s: f64,
     /// The peak memory of any rank.
     pub memory_peak_bytes: usize,
+    /// The estimate of the peak memory, made before the run.
+    pub memory_estimate_bytes: usize,
+    /// The memory of rank 0's tensors, phase by phase.
+    pub memory: Vec<PhaseMemory>,
     /// The memory limit of a rank, if known.
     pub memory_limit_bytes: Option<usize>,
     /// The trace file.
@@ -115,6 +121,7 @@ pub fn profile(
     let room = -world.all_reduce("room", ReduceOp::Max, vec![-room]).wait()?[0] as usize;
     let changes = candidates(&recipe, world.size(), hosts, room)?;
     let peak = world.all_reduce("memory", ReduceOp::Max, vec![resident_bytes("VmHWM:") as i64]).wait()?[0] as usize;
+    let estimate = MemoryEstimate::of(&recipe, world.size())?;
     let tokens = recipe.batch(world.size())?.global_batch_size * recipe.batch.seq_len;
     let mut report = baseline.map(|baseline| ProfileReport {
         ranks: world.size(),
@@ -131,6 +138,8 @@ pub fn profile(
         peak_bytes_per_s: machine.bytes_per_s,
         latency_s: machine.latency_s,
         memory_peak_bytes: peak,
+        memory_estimate_bytes: estimate.total(),
+        memory: baseline.memory,
         memory_limit_bytes: (room < i64::MAX as usize).then_some(room),
         trace: baseline.trace,
         changes: Vec::new(),
@@ -195,6 +204,7 @@ struct Baseline {
     step_s: f64,
     least_step_s: f64,
     trace: PathBuf,
+    memory: Vec<PhaseMemory>,
     parameters: usize,
     flops_per_token: f64,
 }
@@ -207,6 +217,7 @@ fn trace_steps(
     options: &ProfileOptions,
 ) -> Result<Option<Baseline>> {
     let (data, mut trainer) = set_up(recipe, world, position)?;
+    let memory_probe = observe_memory(&mut trainer, position);
     let planned =
         PlannedTrace { steps: Some(StepRange(WARM_UP + 1..=WARM_UP + options.steps)), ..PlannedTrace::default() };
     let requests = Requests { planned_trace: planned, ..Requests::default() };
@@ -221,12 +232,15 @@ fn trace_steps(
         }
         trace = tracer.after_step(step, trainer.ranks(), false)?.or(trace);
     }
+    let peaks = memory_probe.take_peaks();
     let path = trace.map_or(Err("no step was traced".to_string()), |trace| trace.path).map_err(Error::Options)?;
     if world.rank() != 0 {
         return Ok(None);
     }
     let read = Trace::read(&path).map_err(|error| Error::Options(error.to_string()))?;
+    let (program, simulated) = simulate_memory(recipe, trainer.model(), trainer.options(), world.size())?;
     Ok(Some(Baseline {
+        memory: compare_memory(&program, &simulated, &peaks),
         profile: Profile::from_trace(&read),
         step_s: times.iter().sum::<f64>() / times.len().max(1) as f64,
         least_step_s: minimum(&times),
@@ -242,6 +256,13 @@ fn set_up(recipe: &Recipe, world: &Arc<Group>, position: &Arc<PositionTracker>) 
     let mut trainer = init_trainer(recipe, build::model(recipe)?, ranks, options)?;
     Arc::new(RunProbe::new(position.clone(), Arc::default())).attach(&mut trainer);
     Ok((data, trainer))
+}
+
+/// Also measures memory from now on.
+fn observe_memory(trainer: &mut Trainer, position: &Arc<PositionTracker>) -> Arc<MemoryProbe> {
+    let probe = Arc::new(MemoryProbe::new(Arc::new(RunProbe::new(position.clone(), Arc::default()))));
+    trainer.set_probe(probe.clone());
+    probe
 }
 
 fn run_step(data: &Data, trainer: &mut Trainer, world: &Group, position: &PositionTracker) -> Result<()> {

@@ -123,6 +123,24 @@ struct RustFunction : torch::autograd::Function<RustFunction> {
   }
 };
 
+// Makes a block the memory of a storage of `bytes` bytes, and deletes the block.
+void put(c10::StorageImpl &storage, Block *block, size_t bytes) {
+  TORCH_CHECK(block->bytes >= bytes, "the storage needs ", bytes, " bytes, but the block has ", block->bytes);
+  TORCH_CHECK(block->data.device() == storage.device(), "the storage is on ", storage.device().str(),
+              ", but the block is on ", block->data.device().str());
+  storage.clear_data_ptr_access_error_msg_();
+  storage.set_nbytes(bytes);
+  if (block->bytes > bytes) {
+    void *data = block->data.get();
+    auto *longer = new Longer{std::move(block->data), block->bytes};
+    storage.set_data_ptr_noswap(c10::DataPtr(data, longer, &delete_longer, storage.device()));
+  } else {
+    storage.set_data_ptr_noswap(std::move(block->data));
+  }
+  storage.set_allocator(block->allocator);
+  delete block;
+}
+
 } // namespace
 
 // Defined in memory.cpp.
@@ -185,20 +203,16 @@ Message sw_storage_put(at::Tensor *tensor, Block *block) {
   return guarded([&] {
     c10::StorageImpl &storage = storage_of(*tensor);
     TORCH_CHECK(is_taken(storage) || storage.nbytes() == 0, "the storage has memory; take it before putting other memory in");
-    TORCH_CHECK(block->bytes >= storage.nbytes(), "the storage needs ", storage.nbytes(), " bytes, but the block has ",
-                block->bytes);
-    TORCH_CHECK(block->data.device() == storage.device(), "the storage is on ", storage.device().str(),
-                ", but the block is on ", block->data.device().str());
-    storage.clear_data_ptr_access_error_msg_();
-    if (block->bytes > storage.nbytes()) {
-      void *data = block->data.get();
-      auto *longer = new Longer{std::move(block->data), block->bytes};
-      storage.set_data_ptr_noswap(c10::DataPtr(data, longer, &delete_longer, storage.device()));
-    } else {
-      storage.set_data_ptr_noswap(std::move(block->data));
-    }
-    storage.set_allocator(block->allocator);
-    delete block;
+    put(storage, block, storage.nbytes());
+  });
+}
+
+Message sw_block_into_tensor(at::Tensor *tensor, Block *block, int64_t len) {
+  return guarded([&] {
+    c10::StorageImpl &storage = storage_of(*tensor);
+    TORCH_CHECK(storage.nbytes() == 0, "the tensor has memory already");
+    put(storage, block, len * tensor->element_size());
+    tensor->unsafeGetTensorImpl()->set_sizes_contiguous({len});
   });
 }
 

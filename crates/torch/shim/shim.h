@@ -32,6 +32,8 @@ int8_t sw_block_device_index(const Block *block);
 
 Message sw_storage_take(at::Tensor *tensor, const char *reason, Block **out);
 Message sw_storage_put(at::Tensor *tensor, Block *block); // takes the block, unless it fails
+// Gives a block's memory to a tensor without elements, which then has `len` of them. Takes the block, unless it fails.
+Message sw_block_into_tensor(at::Tensor *tensor, Block *block, int64_t len);
 Message sw_storage_is_taken(const at::Tensor *tensor, bool *out);
 Message sw_storage_bytes(const at::Tensor *tensor, size_t *out);
 

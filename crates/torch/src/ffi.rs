@@ -50,6 +50,7 @@ unsafe extern "C" {
 
     pub(crate) fn sw_storage_take(tensor: *mut Tensor, reason: *const c_char, out: *mut *mut Block) -> Message;
     pub(crate) fn sw_storage_put(tensor: *mut Tensor, block: *mut Block) -> Message;
+    pub(crate) fn sw_block_into_tensor(tensor: *mut Tensor, block: *mut Block, len: i64) -> Message;
     pub(crate) fn sw_storage_is_taken(tensor: *const Tensor, out: *mut bool) -> Message;
     pub(crate) fn sw_storage_bytes(tensor: *const Tensor, out: *mut usize) -> Message;
     pub(crate) fn sw_tensor_access(tensor: *mut Tensor, out: *mut Access) -> Message;

@@ -56,9 +56,10 @@ pub fn put(tensor: &Tensor, block: Block) -> std::result::Result<(), PutError> {
 impl Block {
     /// Converts the block into a one-dimensional tensor that owns the memory.
     pub fn into_tensor(self) -> Result<Tensor> {
-        let tensor = Tensor::f_empty([self.len() as i64], (kind_of(self.dtype()), self.device()))?;
-        drop(take(&tensor, "the tensor is being created")?);
-        put(&tensor, self).map_err(|refused| refused.error)?;
+        let tensor = Tensor::f_empty([0], (kind_of(self.dtype()), self.device()))?;
+        // SAFETY: a live tensor and a live block; if the call succeeds, the tensor owns the block.
+        check(unsafe { ffi::sw_block_into_tensor(tensor.as_ptr().cast_mut(), self.raw(), self.len() as i64) })?;
+        self.forget();
         Ok(tensor)
     }
 }

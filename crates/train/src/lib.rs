@@ -30,6 +30,7 @@
 
 #![forbid(unsafe_code)]
 
+mod costs;
 mod error;
 mod evaluate;
 mod generate;
@@ -44,6 +45,7 @@ mod source;
 mod state;
 mod step;
 
+pub use costs::{StepShape, memory_costs};
 pub use error::{Error, Result, SourceError};
 pub use evaluate::Evaluation;
 pub use generate::{Sampling, generate};

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use shardwise_comm::{Group, ReduceOp};
-use shardwise_plan::program::{ActivationCheckpointing, Policy};
+use shardwise_plan::program::{ActivationCheckpointing, Layout, Policy};
 use shardwise_plan::{Axis, Dtype, Mesh};
 use shardwise_torch::tch::Device;
 use shardwise_zero::{Groups, Optimizer, Precision, Sharding};
@@ -140,6 +140,19 @@ impl Ranks {
     /// The mesh of replicas and shards.
     pub fn mesh(&self) -> Result<Mesh> {
         mesh(self.groups.replicate.size(), self.groups.shard.size())
+    }
+
+    /// Where this rank is among the others, and the size of the elements that they send.
+    pub fn layout(&self, precision: Precision) -> Layout {
+        let Groups { shard, replicate } = &self.groups;
+        Layout {
+            shard: shard.size(),
+            replicate: replicate.size(),
+            shard_rank: shard.rank(),
+            replicate_rank: replicate.rank(),
+            parameter_bytes: precision.param_dtype.bytes(),
+            gradient_bytes: precision.reduce_dtype.bytes(),
+        }
     }
 
     /// The smallest `own` of all ranks, and the first rank that has it. All ranks call it together.

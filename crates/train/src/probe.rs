@@ -1,5 +1,6 @@
 //! The seam between the step and those who watch it.
 
+use shardwise_plan::program::Instruction;
 use shardwise_torch::tch::Tensor;
 
 /// A phase of a step. Each works on one unit.
@@ -17,6 +18,23 @@ pub enum StepPhase {
     Reduce,
     /// Updating the unit's parameters.
     Optimizer,
+}
+
+impl StepPhase {
+    /// The phase that the trainer enters when it executes an instruction. All others belong to the phase before them.
+    pub fn of(instruction: &Instruction) -> Option<Self> {
+        match instruction {
+            Instruction::WaitGather(_) => Some(StepPhase::Gather),
+            Instruction::Forward { .. } => Some(StepPhase::Forward),
+            Instruction::Recompute { .. } => Some(StepPhase::Recompute),
+            Instruction::Backward { .. } => Some(StepPhase::Backward),
+            Instruction::StartReduce(_) | Instruction::WaitReduceScatter(_) | Instruction::WaitReduce(_) => {
+                Some(StepPhase::Reduce)
+            }
+            Instruction::Update(_) => Some(StepPhase::Optimizer),
+            _ => None,
+        }
+    }
 }
 
 /// Observes a trainer from inside its step. Progress reports, traces, fault injection and spot checks live behind it. Every method

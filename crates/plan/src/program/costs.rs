@@ -46,8 +46,18 @@ pub struct UnitCost {
     pub selective_bytes: usize,
     /// The output alone.
     pub output_bytes: usize,
-    /// The peak of the temporary memory during a pass, without the gradients of parameters.
+    /// The peak of the temporary memory of a forward pass that keeps all activations.
+    pub forward_temporary_bytes: usize,
+    /// The same with selective checkpointing.
+    pub selective_forward_temporary_bytes: usize,
+    /// The same if the forward pass keeps nothing but its output.
+    pub no_grad_temporary_bytes: usize,
+    /// The most that a backward pass holds in addition to what was held before it.
     pub temporary_bytes: usize,
+    /// The same with selective checkpointing, whose backward pass also recomputes.
+    pub selective_temporary_bytes: usize,
+    /// The gradient that a backward pass returns for the parameter of another unit, which this unit is tied to.
+    pub tied_gradient_bytes: usize,
 }
 
 /// What a collective costs in one kind of group. A group of one rank costs nothing.
@@ -85,16 +95,12 @@ impl fmt::Display for Costs {
         }
         for unit in &self.units {
             let UnitCost { name, forward_s, backward_s, update_s, norm_s, .. } = unit;
-            let UnitCost { kept_bytes, selective_bytes, output_bytes, temporary_bytes, .. } = unit;
             write!(
                 f,
                 "unit {name} forward_s={forward_s} backward_s={backward_s} update_s={update_s} norm_s={norm_s} "
             )?;
-            writeln!(
-                f,
-                "kept_bytes={kept_bytes} selective_bytes={selective_bytes} output_bytes={output_bytes} \
-                 temporary_bytes={temporary_bytes}"
-            )?;
+            let bytes: Vec<String> = BYTES.iter().map(|(key, of)| format!("{key}={}", of(&mut unit.clone()))).collect();
+            writeln!(f, "{}", bytes.join(" "))?;
         }
         Ok(())
     }
@@ -135,6 +141,19 @@ impl FromStr for Costs {
     }
 }
 
+/// The bytes of a unit, by key.
+const BYTES: [(&str, fn(&mut UnitCost) -> &mut usize); 9] = [
+    ("kept_bytes", |unit| &mut unit.kept_bytes),
+    ("selective_bytes", |unit| &mut unit.selective_bytes),
+    ("output_bytes", |unit| &mut unit.output_bytes),
+    ("forward_temporary_bytes", |unit| &mut unit.forward_temporary_bytes),
+    ("selective_forward_temporary_bytes", |unit| &mut unit.selective_forward_temporary_bytes),
+    ("no_grad_temporary_bytes", |unit| &mut unit.no_grad_temporary_bytes),
+    ("temporary_bytes", |unit| &mut unit.temporary_bytes),
+    ("selective_temporary_bytes", |unit| &mut unit.selective_temporary_bytes),
+    ("tied_gradient_bytes", |unit| &mut unit.tied_gradient_bytes),
+];
+
 fn parse_link(fields: &[&str]) -> Result<LinkCost, String> {
     let mut fields = Fields::parse(fields)?;
     let link = LinkCost { latency_s: fields.seconds("latency_s")?, bytes_per_s: fields.number("bytes_per_s")? };
@@ -147,17 +166,17 @@ fn parse_link(fields: &[&str]) -> Result<LinkCost, String> {
 
 fn parse_unit(name: &str, fields: &[&str]) -> Result<UnitCost, String> {
     let mut fields = Fields::parse(fields)?;
-    let unit = UnitCost {
+    let mut unit = UnitCost {
         name: name.to_string(),
         forward_s: fields.seconds("forward_s")?,
         backward_s: fields.seconds("backward_s")?,
         update_s: fields.seconds("update_s")?,
         norm_s: fields.seconds("norm_s")?,
-        kept_bytes: fields.bytes("kept_bytes")?,
-        selective_bytes: fields.bytes("selective_bytes")?,
-        output_bytes: fields.bytes("output_bytes")?,
-        temporary_bytes: fields.bytes("temporary_bytes")?,
+        ..UnitCost::default()
     };
+    for (key, of) in BYTES {
+        *of(&mut unit) = fields.bytes(key)?;
+    }
     fields.finish()?;
     Ok(unit)
 }

@@ -17,7 +17,7 @@ use super::costs::Costs;
 use super::policy::{Policy, UnitSpec};
 use super::traffic::{Layout, Traffic, traffic};
 
-pub use memory::{Memory, MemoryKind, MemoryUse};
+pub use memory::{Memory, MemoryKind, MemoryUse, memory_use};
 pub use spans::{CommunicationTime, Lane, Span, WaitingTime};
 
 /// The result of a simulation. Times are seconds since the start of the step.
@@ -55,6 +55,6 @@ pub fn simulate(program: &Program, units: &[UnitSpec], policy: &Policy, layout: 
         waiting: step.waiting(),
         traffic: traffic(program, units, policy, layout),
         timeline: step.timeline(),
-        memory: memory::track(program, units, policy, layout, costs),
+        memory: memory_use(program, units, policy, layout, costs),
     }
 }

@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 
 use super::super::costs::Costs;
-use super::super::policy::{Policy, UnitSpec};
+use super::super::policy::{ActivationCheckpointing, Policy, UnitSpec};
 use super::super::traffic::Layout;
 use super::super::{Instruction, Keep, Program};
 
@@ -47,7 +47,7 @@ impl MemoryKind {
             MemoryKind::Gradients => "gradients",
             MemoryKind::Optimizer => "optimizer",
             MemoryKind::Unsharded => "unsharded units",
-            MemoryKind::FreeInPool => "free in pool",
+            MemoryKind::FreeInPool => "free buffers",
             MemoryKind::Activations => "activations",
             MemoryKind::Temporaries => "temporaries",
         }
@@ -100,8 +100,8 @@ fn first_max(numbers: impl Iterator<Item = usize>) -> (usize, usize) {
     numbers.enumerate().fold((0, 0), larger)
 }
 
-/// Tracks what a rank holds in a step after the first, when the pool has all buffers.
-pub(super) fn track(
+/// What a rank holds in a step after the first, when the pool has all buffers.
+pub fn memory_use(
     program: &Program,
     units: &[UnitSpec],
     policy: &Policy,
@@ -131,6 +131,8 @@ struct Tracker<'a> {
     optimizer: usize,
     pool: Pool,
     held: Vec<Held>,
+    /// The gradient of the input of the last backward pass.
+    input_grad: usize,
     /// The activations of a unit, by micro-batch and unit.
     activations: BTreeMap<(usize, usize), usize>,
 }
@@ -174,6 +176,7 @@ impl<'a> Tracker<'a> {
             optimizer: units.iter().map(trained).sum::<usize>() * costs.optimizer_element_bytes,
             pool: Pool::default(),
             held: vec![Held::default(); units.len()],
+            input_grad: 0,
             activations: BTreeMap::new(),
         }
     }
@@ -206,7 +209,7 @@ impl<'a> Tracker<'a> {
             (MemoryKind::Optimizer, self.optimizer),
             (MemoryKind::Unsharded, self.pool.bytes - self.pool.free_bytes()),
             (MemoryKind::FreeInPool, self.pool.free_bytes()),
-            (MemoryKind::Activations, self.activations.values().sum()),
+            (MemoryKind::Activations, self.activations.values().sum::<usize>() + self.input_grad),
             (MemoryKind::Temporaries, temporaries),
         ] {
             memory.bytes[kind as usize] = bytes;
@@ -229,22 +232,26 @@ impl<'a> Tracker<'a> {
             }
             Instruction::Forward { unit, micro_batch, keep } => {
                 let cost = &self.costs.units[unit];
-                let kept = match keep {
-                    Keep::All => cost.kept_bytes,
-                    Keep::Selective => cost.selective_bytes,
-                    Keep::Input | Keep::Nothing => cost.output_bytes,
+                let (kept, temporaries) = match keep {
+                    Keep::All => (cost.kept_bytes, cost.forward_temporary_bytes),
+                    Keep::Selective => (cost.selective_bytes, cost.selective_forward_temporary_bytes),
+                    Keep::Input | Keep::Nothing => (cost.output_bytes, cost.no_grad_temporary_bytes),
                 };
                 self.activations.insert((micro_batch, unit), kept);
-                cost.temporary_bytes
+                temporaries
             }
             Instruction::Recompute { unit, micro_batch } => {
                 let cost = &self.costs.units[unit];
                 *self.activations.entry((micro_batch, unit)).or_default() += cost.kept_bytes;
-                cost.temporary_bytes
+                cost.forward_temporary_bytes
             }
             Instruction::Backward { unit, .. } => {
-                self.returned = self.units[unit].trainable * self.layout.parameter_bytes;
-                self.costs.units[unit].temporary_bytes + self.returned
+                let cost = &self.costs.units[unit];
+                self.returned = self.units[unit].trainable * self.layout.parameter_bytes + cost.tied_gradient_bytes;
+                match self.policy.activation_checkpointing {
+                    ActivationCheckpointing::Selective => cost.selective_temporary_bytes,
+                    ActivationCheckpointing::None | ActivationCheckpointing::Full => cost.temporary_bytes,
+                }
             }
             // The gradients that the backward pass returned are freed once they are added.
             Instruction::Accumulate { unit, .. } => {
@@ -307,6 +314,9 @@ impl<'a> Tracker<'a> {
             }
             Instruction::Backward { unit, micro_batch, .. } => {
                 self.activations.remove(&(micro_batch, unit));
+                // The gradient of its input has the size of the input: the output of the unit before it.
+                let input_bytes = unit.checked_sub(1).map_or(0, |previous| self.costs.units[previous].output_bytes);
+                self.input_grad = if unit == self.first_trainable { 0 } else { input_bytes };
                 if unit == self.first_trainable {
                     // The outputs of the frozen units before it.
                     self.activations.retain(|&(of, _), _| of != micro_batch);

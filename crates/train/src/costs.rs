@@ -1,0 +1,48 @@
+//! What the units of a model cost in bytes, from their shapes.
+
+use shardwise_model::{Activations, Model, Unit};
+use shardwise_plan::Dtype;
+use shardwise_plan::program::{Costs, GroupKind, LinkCost, UnitCost};
+
+use crate::options::Options;
+
+/// The micro-batches of a step on one rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StepShape {
+    /// The tokens of a micro-batch.
+    pub tokens: usize,
+    /// The length of a sequence.
+    pub positions: usize,
+    /// The number of micro-batches.
+    pub micro_batches: usize,
+}
+
+/// The costs of a step in bytes, from the shapes of the model. Nothing takes any time.
+pub fn memory_costs(model: &Model, options: &Options, shape: StepShape) -> Costs {
+    let masters = usize::from(options.precision.param_dtype != Dtype::F32);
+    Costs {
+        units: model.units().iter().map(|unit| unit_cost(model, unit, options, shape)).collect(),
+        links: [LinkCost::FREE; GroupKind::ALL.len()],
+        optimizer_element_bytes: (masters + options.optimizer.states()) * Dtype::F32.bytes(),
+    }
+}
+
+fn unit_cost(model: &Model, unit: &Unit, options: &Options, shape: StepShape) -> UnitCost {
+    let element_bytes = options.precision.param_dtype.bytes();
+    let footprint = |activations| unit.footprint(shape.tokens, shape.positions, element_bytes, activations);
+    let (all, selective) = (footprint(Activations::All), footprint(Activations::Selective));
+    let tied = unit.tied().map(|tied| &model.units()[tied.unit].parameters()[tied.parameter]);
+    UnitCost {
+        name: unit.name().to_string(),
+        kept_bytes: all.kept_bytes,
+        selective_bytes: selective.kept_bytes,
+        output_bytes: all.output_bytes,
+        forward_temporary_bytes: all.forward_temporary_bytes,
+        selective_forward_temporary_bytes: selective.forward_temporary_bytes,
+        no_grad_temporary_bytes: all.no_grad_temporary_bytes,
+        temporary_bytes: all.temporary_bytes,
+        selective_temporary_bytes: selective.temporary_bytes,
+        tied_gradient_bytes: tied.filter(|tied| tied.trainable).map_or(0, |tied| tied.elements() * element_bytes),
+        ..UnitCost::default()
+    }
+}

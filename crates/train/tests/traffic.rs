@@ -1,0 +1,125 @@
+//! The bytes that a program sends, by collective and group, are exactly those that its execution sends.
+
+#![allow(clippy::unwrap_used, reason = "a test may fail")]
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use shardwise_comm::{Group, Verb, mpi};
+use shardwise_harness::{Launch, ranks};
+use shardwise_model::{Batch, Gpt2Config, LlamaConfig, Model};
+use shardwise_plan::Dtype;
+use shardwise_plan::program::{CollectiveKind, GroupKind, Sent, traffic};
+use shardwise_torch::tch::{Device, Kind, Tensor};
+use shardwise_train::{Options, Ranks, Schedule, Trainer, init};
+use shardwise_zero::{AdamW, Optimizer, Precision, Sharding};
+
+/// A model with sizes that hardly divide evenly.
+fn model(is_tied: bool, frozen: &[&str]) -> Model {
+    let llama = LlamaConfig {
+        num_key_value_heads: 1,
+        tie_word_embeddings: is_tied,
+        ..LlamaConfig::new(61, 12, 3, 3, 17)
+    };
+    let mut model = Model::from_config(llama).unwrap();
+    model.freeze(frozen).unwrap();
+    model
+}
+
+fn batches(count: usize) -> Vec<Batch> {
+    let tokens = Tensor::arange(8, (Kind::Int64, Device::Cpu)).view([1, 8]);
+    (0..count).map(|_| Batch::new(tokens.shallow_clone(), tokens.shallow_clone())).collect()
+}
+
+/// Compares one step of a model: what its program says that this rank sends, and what it has sent.
+fn compare(model: Model, ranks: &Ranks, options: Options, micro_batches: usize, setting: &str) {
+    let mut trainer = Trainer::new(model, ranks.clone(), options, &mut init::from_seed(1)).unwrap();
+    // The all-gathers of an update may still be running after the step.
+    let settle = |trainer: &mut Trainer| trainer.shards_mut().iter_mut().for_each(|unit| unit.gather().unwrap());
+    let policy = trainer.options().policy(micro_batches);
+    let layout = ranks.layout(trainer.options().precision);
+    let program = trainer.program(micro_batches).unwrap();
+    let expected = traffic(&program, trainer.unit_specs(), &policy, &layout);
+    ranks.world.meter().reset();
+    trainer.step(&batches(micro_batches)).unwrap();
+    if !policy.sharding.parameters {
+        settle(&mut trainer);
+    }
+    let metered = ranks.world.meter().read();
+    for (kind, group) in [(GroupKind::Shard, &ranks.groups.shard), (GroupKind::Replicate, &ranks.groups.replicate)] {
+        for (collective, verb) in [
+            (CollectiveKind::AllGather, Verb::AllGather),
+            (CollectiveKind::ReduceScatter, Verb::ReduceScatter),
+            (CollectiveKind::AllReduce, Verb::AllReduce),
+        ] {
+            let of = |sent: &Sent| sent.bytes(kind, collective);
+            let simulated = of(&expected.step) + of(&expected.update);
+            let name = group.name();
+            let sent = metered.iter().filter(|(key, _)| key.verb == verb && &*key.group == name);
+            let sent: u64 = sent.map(|(_, count)| count.bytes).sum();
+            assert_eq!(sent, simulated, "{} {}, {setting}", kind.name(), collective.name());
+        }
+    }
+}
+
+fn world() -> Arc<Group> {
+    Arc::new(mpi::world(mpi::Options { timeout: Duration::from_secs(60), ..mpi::Options::default() }).unwrap())
+}
+
+/// Stages 0 to 3 × hybrid × accumulation × frozen parts × tied or untied.
+fn compare_all(size: usize) {
+    let world = world();
+    let some: &[&str] = &["model.embed_tokens", "model.layers.0.", "model.layers.1.self_attn"];
+    let last: &[&str] = &["model.layers.1.", "model.norm"];
+    for replicas in [1, 2, size].into_iter().filter(|replicas| size.is_multiple_of(*replicas)) {
+        let ranks = Ranks::hybrid(world.clone(), replicas).unwrap();
+        for stage in 0..4 {
+            for (micro_batches, each) in [(1, false), (3, false), (2, true)] {
+                for (is_tied, frozen) in [(false, &[][..]), (true, &[]), (false, some), (true, last)] {
+                    for (param_dtype, reduce_dtype) in [(Dtype::F32, Dtype::F32), (Dtype::Bf16, Dtype::F32)] {
+                        let sharding = Sharding::stage(stage).unwrap();
+                        let optimizer = Optimizer::AdamW(AdamW::default());
+                        let options = Options {
+                            reduce_each_micro_batch: each && sharding.gradients,
+                            precision: Precision { param_dtype, reduce_dtype },
+                            prefetch: micro_batches - 1,
+                            ..Options::new(sharding, optimizer, Schedule::constant(1e-3))
+                        };
+                        let setting = format!(
+                            "stage {stage}, {replicas} replicas, {micro_batches} micro-batches, tied {is_tied}, frozen \
+                             {frozen:?}, {param_dtype}",
+                        );
+                        compare(model(is_tied, frozen), &ranks, options, micro_batches, &setting);
+                    }
+                }
+            }
+            let gpt2 = Model::from_config(Gpt2Config::new(61, 8, 12, 2, 3)).unwrap();
+            let options = Options::new(
+                Sharding::stage(stage).unwrap(),
+                Optimizer::AdamW(AdamW::default()),
+                Schedule::constant(1e-3),
+            );
+            compare(gpt2, &ranks, options, 2, &format!("GPT-2, stage {stage}, {replicas} replicas"));
+        }
+    }
+}
+
+#[test]
+fn simulated_bytes_equal_metered_bytes_on_2_ranks() {
+    ranks!(2, || compare_all(2));
+}
+
+#[test]
+fn simulated_bytes_equal_metered_bytes_on_3_ranks() {
+    ranks!(3, || compare_all(3));
+}
+
+#[test]
+fn simulated_bytes_equal_metered_bytes_on_4_ranks() {
+    ranks!(4, || compare_all(4));
+}
+
+#[test]
+fn simulated_bytes_equal_metered_bytes_on_8_ranks() {
+    ranks!(Launch::ranks(8).timeout(Duration::from_secs(300)), || compare_all(8));
+}
