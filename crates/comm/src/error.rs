@@ -122,7 +122,8 @@ pub struct CallVariant {
 /// The most variants that a message lists in addition to the last one.
 const VARIANTS_MAX: usize = 3;
 
-/// Contrasts the other calls with the majority's or, where there is no majority, lists them all.
+/// Lists the calls that the ranks made, with the most common one last. If more than half of the ranks made that one, the text
+/// contrasts the others with it: `rank 3 called … while ranks 0-2 called …`.
 fn describe_variants(variants: &[CallVariant]) -> String {
     let Some((most, others)) = variants.split_last() else {
         return "ranks made different calls".to_string();

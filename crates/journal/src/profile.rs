@@ -107,7 +107,7 @@ pub struct Communication {
 }
 
 impl Communication {
-    /// Returns the fraction that is hidden behind computation; 1 if there is no communication.
+    /// Returns the fraction of the communication time that overlaps with computation, or 1 if there is no communication.
     pub fn hidden_share(&self) -> f64 {
         if self.total_s > 0. { self.hidden_s / self.total_s } else { 1. }
     }

@@ -1,9 +1,9 @@
-//! The device mesh, its groups, partitions of buffers, dtypes, and the configurations of models.
+//! The device mesh, its groups, partitions of buffers, dtypes, learning rate schedules, and the configurations of models.
 //!
-//! This crate is integer arithmetic: the coordinates of a rank on the mesh, the ranks of a group, the part of a buffer that
-//! belongs to a rank, the names and shapes of a model's parameters. It holds no tensors, does not communicate, and builds without
-//! libtorch or MPI, so the layout of a cluster of ten thousand ranks can be computed on a laptop. Nothing in it grows with the
-//! world size: a group is an index expression, not a list.
+//! This crate is arithmetic: the coordinates of a rank on the mesh, the ranks of a group, the part of a buffer that belongs to a
+//! rank, the names and shapes of a model's parameters, the learning rate of a step. It holds no tensors, does not communicate, and
+//! builds without libtorch or MPI, so the layout of a cluster of ten thousand ranks can be computed on a laptop. Nothing in it
+//! grows with the world size: a group is an index expression, not a list.
 //!
 //! ```
 //! use shardwise_plan::{Axis, Mesh, Partition};
@@ -23,13 +23,16 @@
 
 mod dtype;
 mod hugging_face;
+mod loss_scale;
 mod mesh;
 mod model_config;
 mod parameters;
 mod partition;
 pub mod program;
+pub mod schedule;
 
 pub use dtype::Dtype;
+pub use loss_scale::DynamicScale;
 pub use mesh::{Axis, Coordinates, Mesh, MeshError, RankSet};
 pub use model_config::{ConfigError, Gpt2Config, Llama3Rope, LlamaConfig, ModelConfig};
 pub use parameters::{ParameterShape, check_frozen_prefixes};

@@ -31,7 +31,7 @@ use shardwise_plan::Dtype;
 
 pub use deepspeed::{KeyTable, deepspeed_keys};
 pub use error::{Error, Result};
-pub use resolve::{Batch, ResolvedLossScale, ResolvedOptimizer, ResolvedSchedule};
+pub use resolve::{Batch, ResolvedOptimizer};
 pub use schema::schema;
 pub use source::{Source, Sources};
 

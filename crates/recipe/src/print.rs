@@ -1,8 +1,9 @@
 //! The resolved recipe: every value, defaults included, with its source. It is itself a valid recipe.
 
 use shardwise_plan::ModelConfig;
+use shardwise_plan::schedule::Kind;
 
-use super::resolve::{ResolvedOptimizer, ResolvedSchedule, number};
+use super::resolve::{ResolvedOptimizer, number};
 use super::{Error, Recipe, Result, Source};
 
 /// The column at which comments start.
@@ -95,30 +96,30 @@ fn fill_defaults(recipe: &Recipe, ranks: Option<usize>) -> Result<Recipe> {
     if recipe.weights().is_none() {
         full.init.seed = Some(recipe.init_seed());
     }
-    let resolved_schedule = recipe.resolve_schedule();
+    let schedule_kind = recipe.resolve_schedule().kind;
     match recipe.resolve_optimizer() {
         ResolvedOptimizer::AdamW { betas, eps } | ResolvedOptimizer::Lamb { betas, eps } => {
             full.optimizer.betas = Some(betas);
             full.optimizer.eps = Some(eps);
         }
         // One-cycle sets the momentum, and has its own key for it.
-        ResolvedOptimizer::Sgd { .. } if matches!(resolved_schedule, ResolvedSchedule::OneCycle { .. }) => {}
+        ResolvedOptimizer::Sgd { .. } if matches!(schedule_kind, Kind::OneCycle { .. }) => {}
         ResolvedOptimizer::Sgd { momentum } => full.optimizer.momentum = Some(momentum),
     }
     let schedule = &mut full.schedule;
-    match resolved_schedule {
-        ResolvedSchedule::Constant => {}
-        ResolvedSchedule::Linear { min_lr_ratio } | ResolvedSchedule::Cosine { min_lr_ratio } => {
+    match schedule_kind {
+        Kind::Constant => {}
+        Kind::Linear { min_lr_ratio } | Kind::Cosine { min_lr_ratio } => {
             schedule.min_lr_ratio = Some(min_lr_ratio);
         }
-        ResolvedSchedule::Wsd { decay_steps, min_lr_ratio } => {
+        Kind::Wsd { decay_steps, min_lr_ratio } => {
             (schedule.decay_steps, schedule.min_lr_ratio) = (Some(decay_steps), Some(min_lr_ratio));
         }
-        ResolvedSchedule::OneCycle { pct_start, start_lr_ratio, min_lr_ratio, momentum } => {
+        Kind::OneCycle { pct_start, start_lr_ratio, min_lr_ratio, momentum } => {
             (schedule.pct_start, schedule.start_lr_ratio) = (Some(pct_start), Some(start_lr_ratio));
             (schedule.min_lr_ratio, schedule.momentum) = (Some(min_lr_ratio), Some(momentum));
         }
-        ResolvedSchedule::LrRangeTest { start_lr } => schedule.start_lr = Some(start_lr),
+        Kind::LrRangeTest { start_lr } => schedule.start_lr = Some(start_lr),
     }
     if let Some(scale) = recipe.resolve_loss_scale() {
         let precision = &mut full.precision;

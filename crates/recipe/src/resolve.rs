@@ -7,7 +7,8 @@ use std::result::Result as Either;
 
 use serde::Serialize;
 use serde_json::Value;
-use shardwise_plan::{Gpt2Config, LlamaConfig, ModelConfig};
+use shardwise_plan::schedule::{Kind, Schedule};
+use shardwise_plan::{DynamicScale, Gpt2Config, LlamaConfig, ModelConfig};
 
 use super::source::Invalid;
 use super::{FloatRecipe, NonFiniteRecipe, OptimizerKind, Recipe, Result, ScheduleKind};
@@ -51,73 +52,6 @@ pub enum ResolvedOptimizer {
         /// The momentum; 0 for none.
         momentum: f64,
     },
-}
-
-/// The shape of the learning rate schedule, with its defaults filled in. `optimizer.lr`, `schedule.warmup_steps` and `run.steps`
-/// apply to every kind.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum ResolvedSchedule {
-    /// Stay at the peak.
-    Constant,
-    /// Fall linearly.
-    Linear {
-        /// The last learning rate divided by the peak.
-        min_lr_ratio: f64,
-    },
-    /// Fall along half a cosine.
-    Cosine {
-        /// The last learning rate divided by the peak.
-        min_lr_ratio: f64,
-    },
-    /// Warmup-stable-decay.
-    Wsd {
-        /// The number of steps over which the learning rate falls.
-        decay_steps: u64,
-        /// The last learning rate divided by the peak.
-        min_lr_ratio: f64,
-    },
-    /// Rise and fall along half cosines, while the momentum falls and rises.
-    OneCycle {
-        /// The fraction of all steps over which the learning rate rises.
-        pct_start: f64,
-        /// The first learning rate divided by the peak.
-        start_lr_ratio: f64,
-        /// The last learning rate divided by the peak.
-        min_lr_ratio: f64,
-        /// The momentum at the lowest and at the highest learning rate.
-        momentum: [f64; 2],
-    },
-    /// Rise exponentially to the peak.
-    LrRangeTest {
-        /// The first learning rate.
-        start_lr: f64,
-    },
-}
-
-/// The dynamic loss scale of f16, with its defaults filled in.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct ResolvedLossScale {
-    /// The initial loss scale.
-    pub initial: f64,
-    /// Double the loss scale after this many consecutive steps without an overflow.
-    pub window: u32,
-    /// Halve the loss scale at the Nth overflow, and at each further one until it is doubled again.
-    pub hysteresis: u32,
-    /// Restart the hysteresis count after each step without an overflow.
-    pub consecutive_hysteresis: bool,
-    /// The smallest loss scale.
-    pub min: f64,
-}
-
-impl ResolvedLossScale {
-    /// The defaults of PyTorch's `GradScaler`, plus a minimum.
-    pub const DEFAULT: ResolvedLossScale = ResolvedLossScale {
-        initial: 65536.,
-        window: 2000,
-        hysteresis: 1,
-        consecutive_hysteresis: false,
-        min: 1. / 1024.,
-    };
 }
 
 impl Recipe {
@@ -269,33 +203,34 @@ impl Recipe {
         }
     }
 
-    /// The shape of the learning rate schedule, with its defaults filled in.
-    pub fn resolve_schedule(&self) -> ResolvedSchedule {
+    /// The learning rate schedule, with its defaults filled in.
+    pub fn resolve_schedule(&self) -> Schedule {
         let given = &self.schedule;
-        match given.kind {
-            ScheduleKind::Constant => ResolvedSchedule::Constant,
-            ScheduleKind::Linear => ResolvedSchedule::Linear { min_lr_ratio: given.min_lr_ratio.unwrap_or(0.) },
-            ScheduleKind::Cosine => ResolvedSchedule::Cosine { min_lr_ratio: given.min_lr_ratio.unwrap_or(0.1) },
-            ScheduleKind::Wsd => ResolvedSchedule::Wsd {
+        let kind = match given.kind {
+            ScheduleKind::Constant => Kind::Constant,
+            ScheduleKind::Linear => Kind::Linear { min_lr_ratio: given.min_lr_ratio.unwrap_or(0.) },
+            ScheduleKind::Cosine => Kind::Cosine { min_lr_ratio: given.min_lr_ratio.unwrap_or(0.1) },
+            ScheduleKind::Wsd => Kind::Wsd {
                 decay_steps: given.decay_steps.unwrap_or(self.run.steps / 10),
                 min_lr_ratio: given.min_lr_ratio.unwrap_or(0.),
             },
-            ScheduleKind::OneCycle => ResolvedSchedule::OneCycle {
+            ScheduleKind::OneCycle => Kind::OneCycle {
                 pct_start: given.pct_start.unwrap_or(0.3),
                 start_lr_ratio: given.start_lr_ratio.unwrap_or(0.04),
                 min_lr_ratio: given.min_lr_ratio.unwrap_or(4e-6),
                 momentum: given.momentum.unwrap_or([0.95, 0.85]),
             },
             ScheduleKind::LrRangeTest => {
-                ResolvedSchedule::LrRangeTest { start_lr: given.start_lr.unwrap_or(self.optimizer.lr * 1e-6) }
+                Kind::LrRangeTest { start_lr: given.start_lr.unwrap_or(self.optimizer.lr * 1e-6) }
             }
-        }
+        };
+        Schedule { lr: self.optimizer.lr, warmup_steps: given.warmup_steps, steps: self.run.steps, kind }
     }
 
     /// The dynamic loss scale, with its defaults filled in; `None` if parameters are not f16.
-    pub fn resolve_loss_scale(&self) -> Option<ResolvedLossScale> {
-        let (given, default) = (&self.precision, ResolvedLossScale::DEFAULT);
-        (given.param_dtype == FloatRecipe::F16).then(|| ResolvedLossScale {
+    pub fn resolve_loss_scale(&self) -> Option<DynamicScale> {
+        let (given, default) = (&self.precision, DynamicScale::DEFAULT);
+        (given.param_dtype == FloatRecipe::F16).then(|| DynamicScale {
             initial: given.loss_scale_initial.unwrap_or(default.initial),
             window: given.loss_scale_window.unwrap_or(default.window),
             hysteresis: given.loss_scale_hysteresis.unwrap_or(default.hysteresis),

@@ -9,13 +9,10 @@ use shardwise_model::Model;
 use shardwise_plan::program::Program;
 use shardwise_plan::program::build::train_step;
 use shardwise_recipe::{
-    ActivationCheckpointingRecipe, DeviceRecipe, NonFiniteRecipe, Recipe, ResolvedLossScale, ResolvedOptimizer,
-    ResolvedSchedule, SupervisionRecipe,
+    ActivationCheckpointingRecipe, DeviceRecipe, NonFiniteRecipe, Recipe, ResolvedOptimizer, SupervisionRecipe,
 };
 use shardwise_torch::tch::Device;
-use shardwise_train::{
-    ActivationCheckpointing, DynamicScale, Kind, LossScale, OnNonFinite, Options, Schedule, unit_specs,
-};
+use shardwise_train::{ActivationCheckpointing, LossScale, OnNonFinite, Options, unit_specs};
 use shardwise_zero::{AdamW, Lamb, Optimizer, Precision, Sgd, Sharding};
 
 use crate::error::{Error, Result};
@@ -72,11 +69,9 @@ pub fn options(recipe: &Recipe, device: Device) -> Result<Options> {
         reduce_each_micro_batch: recipe.zero.reduce_each_micro_batch,
         prefetch: recipe.zero.prefetch,
         optimizer: optimizer(recipe),
-        schedule: schedule(recipe),
+        schedule: recipe.resolve_schedule(),
         max_grad_norm: recipe.optimizer.max_grad_norm,
-        loss_scale: recipe
-            .resolve_loss_scale()
-            .map_or(LossScale::Fixed(1.), |scale| LossScale::Dynamic(dynamic_scale(scale))),
+        loss_scale: recipe.resolve_loss_scale().map_or(LossScale::Fixed(1.), LossScale::Dynamic),
         on_nonfinite: match recipe.resolve_on_nonfinite() {
             NonFiniteRecipe::Stop => OnNonFinite::Stop,
             NonFiniteRecipe::Skip => OnNonFinite::Skip,
@@ -105,25 +100,6 @@ fn optimizer(recipe: &Recipe) -> Optimizer {
         }
         ResolvedOptimizer::Sgd { momentum } => Optimizer::Sgd(Sgd { lr, momentum, weight_decay }),
     }
-}
-
-fn schedule(recipe: &Recipe) -> Schedule {
-    let kind = match recipe.resolve_schedule() {
-        ResolvedSchedule::Constant => Kind::Constant,
-        ResolvedSchedule::Linear { min_lr_ratio } => Kind::Linear { min_lr_ratio },
-        ResolvedSchedule::Cosine { min_lr_ratio } => Kind::Cosine { min_lr_ratio },
-        ResolvedSchedule::Wsd { decay_steps, min_lr_ratio } => Kind::Wsd { decay_steps, min_lr_ratio },
-        ResolvedSchedule::OneCycle { pct_start, start_lr_ratio, min_lr_ratio, momentum } => {
-            Kind::OneCycle { pct_start, start_lr_ratio, min_lr_ratio, momentum }
-        }
-        ResolvedSchedule::LrRangeTest { start_lr } => Kind::LrRangeTest { start_lr },
-    };
-    Schedule { lr: recipe.optimizer.lr, warmup_steps: recipe.schedule.warmup_steps, steps: recipe.run.steps, kind }
-}
-
-fn dynamic_scale(scale: ResolvedLossScale) -> DynamicScale {
-    let ResolvedLossScale { initial, window, hysteresis, consecutive_hysteresis, min } = scale;
-    DynamicScale { initial, window, hysteresis, consecutive_hysteresis, min }
 }
 
 #[cfg(test)]
@@ -166,7 +142,6 @@ mod tests {
 
     #[test]
     fn f16_has_the_loss_scale_of_the_library_and_skips_overflows() {
-        assert_eq!(dynamic_scale(ResolvedLossScale::DEFAULT), DynamicScale::DEFAULT);
         let options = options(&recipe("[precision]\nparam_dtype = \"f16\"\n"), Device::Cpu).unwrap();
         assert_eq!(options.loss_scale, LossScale::DYNAMIC);
         assert_eq!(options.on_nonfinite, OnNonFinite::Skip);

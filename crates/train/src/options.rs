@@ -4,14 +4,14 @@ use std::sync::Arc;
 
 use shardwise_comm::{Group, ReduceOp};
 use shardwise_plan::program::{ActivationCheckpointing, Layout, Policy};
-use shardwise_plan::{Axis, Dtype, Mesh};
+use shardwise_plan::schedule::Schedule;
+use shardwise_plan::{Axis, Dtype, DynamicScale, Mesh};
 use shardwise_torch::tch::Device;
 use shardwise_zero::{Groups, Optimizer, Precision, Sharding};
 
 use crate::error::{Error, Result};
-use crate::loss_scale::{self, DynamicScale, LossScale};
+use crate::loss_scale::{self, LossScale};
 use crate::nonfinite::OnNonFinite;
-use crate::schedule::Schedule;
 
 /// The options of a trainer.
 #[derive(Clone, Debug)]

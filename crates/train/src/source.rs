@@ -7,7 +7,8 @@
 use shardwise_model::Batch;
 
 use crate::error::{Error, Result, SourceError};
-use crate::step::{Report, Trainer};
+use crate::report::Report;
+use crate::step::Trainer;
 
 /// A map-style dataset: returns samples by index. Closures implement it.
 pub trait Source {

@@ -10,84 +10,17 @@ use shardwise_comm::ReduceOp;
 use shardwise_model::{Activations, Batch, IGNORED, Model, Parameter, Unit};
 use shardwise_plan::program::{Instruction, Keep, Policy, Program, Programs, UnitSpec, build, check};
 use shardwise_torch::autograd::{self, Graph};
-use shardwise_torch::tch::{Device, Kind, Tensor, no_grad};
-use shardwise_zero::{Bytes, Layout, Optimizer, ParameterSpec, Pool, ShardedUnit};
+use shardwise_torch::tch::{Kind, Tensor, no_grad};
+use shardwise_zero::{Bytes, Layout, ParameterSpec, Pool, ShardedUnit};
 
 use crate::error::{Error, Result};
 use crate::init::ParameterInit;
 use crate::loss_scale::LossScaler;
-use crate::nonfinite::{NonFiniteValue, OnNonFinite};
 use crate::options::{Options, Ranks};
 use crate::probe::{Probe, StepPhase};
 use crate::progress::SkippedBatch;
-
-/// The result of a training step, the same on all ranks.
-#[derive(Clone, Debug, PartialEq)]
-#[non_exhaustive]
-pub struct Report {
-    /// The step, counted from 1.
-    pub step: u64,
-    /// The mean loss per target, over all ranks and micro-batches.
-    pub loss: f64,
-    /// The global gradient norm, before clipping.
-    pub grad_norm: f64,
-    /// The gradient norm of each unit, before clipping.
-    pub unit_norms: Vec<f64>,
-    /// The learning rate.
-    pub lr: f64,
-    /// The number of targets that are not ignored; for a language model, tokens.
-    pub tokens: u64,
-    /// The loss scale of the backward pass.
-    pub loss_scale: f64,
-    /// Why the update was skipped, if it was.
-    pub skipped: Option<NonFiniteValue>,
-    /// The number of skipped steps so far, including this one.
-    pub skipped_so_far: u64,
-    /// Trainable parameters that no rank's backward pass reached. Only a trainer's first step looks for them.
-    pub without_gradient: Vec<String>,
-}
-
-impl Report {
-    /// The report of a step, before its update.
-    fn of(gradients: Gradients) -> Self {
-        let Gradients { step, loss, grad_norm, unit_norms, tokens, loss_scale, without_gradient, .. } = gradients;
-        let (lr, skipped, skipped_so_far) = (0., None, 0);
-        Report { step, loss, grad_norm, unit_norms, lr, tokens, loss_scale, skipped, skipped_so_far, without_gradient }
-    }
-}
-
-/// The first half of a step: its loss and gradient norms, the same on all ranks. The gradients themselves stay in the trainer until
-/// [`Trainer::apply_update`].
-#[derive(Debug, PartialEq)]
-#[non_exhaustive]
-pub struct Gradients {
-    /// The step, counted from 1.
-    pub step: u64,
-    /// The mean loss per target, over all ranks and micro-batches.
-    pub loss: f64,
-    /// The global gradient norm, before clipping.
-    pub grad_norm: f64,
-    /// The gradient norm of each unit, before clipping.
-    pub unit_norms: Vec<f64>,
-    /// The number of targets that are not ignored; for a language model, tokens.
-    pub tokens: u64,
-    /// The loss scale of the backward pass.
-    pub loss_scale: f64,
-    /// Trainable parameters that no rank's backward pass reached. Only a trainer's first step looks for them.
-    pub without_gradient: Vec<String>,
-    /// The largest [`Probe::signal`] of any rank.
-    pub largest_signal: u64,
-    /// The first unit on this rank whose output is not finite.
-    non_finite_output: Option<usize>,
-    micro_batches: usize,
-}
-
-impl Gradients {
-    /// Whether the loss and all gradients are finite.
-    pub fn are_finite(&self) -> bool {
-        self.loss.is_finite() && self.grad_norm.is_finite()
-    }
-}
+use crate::report::{Gradients, Report};
+use crate::step_values::{ParameterGradient, StepValues, UnitPass};
 
 /// One rank's part of a model in training.
 pub struct Trainer {
@@ -118,65 +51,6 @@ pub struct Trainer {
     broken_by: Option<String>,
 }
 
-/// What a unit's forward pass keeps for its backward pass. Each unit has its own autograd graph: its input is a leaf.
-struct UnitPass {
-    input: Option<Tensor>,
-    /// Without a graph if the unit is recomputed in the backward pass.
-    output: Tensor,
-}
-
-/// The values of a step, from one instruction to the next.
-struct StepValues<'a> {
-    micro_batches: &'a [Batch],
-    /// The micro-batch that is computed, on this rank's device.
-    batch: Option<(usize, Batch)>,
-    /// By micro-batch and unit.
-    passes: Vec<Vec<Option<UnitPass>>>,
-    /// By micro-batch: the gradient of the output of the unit whose backward pass is next.
-    output_grads: Vec<Option<Tensor>>,
-    /// The gradients of the last backward pass.
-    grads: Vec<ParameterGradient>,
-    tokens: u64,
-    largest_signal: u64,
-    loss_scale: f64,
-    /// This rank's sum of losses.
-    loss: f64,
-    non_finite_output: Option<usize>,
-    /// The sum of squares of this rank's gradients, by unit.
-    squares: Vec<f64>,
-    totals: Option<Gradients>,
-    /// The optimizer of this step, and the factor of its gradients.
-    update: Option<(Optimizer, f64)>,
-}
-
-impl<'a> StepValues<'a> {
-    fn new(micro_batches: &'a [Batch], units: usize, loss_scale: f64) -> Self {
-        StepValues {
-            micro_batches,
-            batch: None,
-            passes: micro_batches.iter().map(|_| (0..units).map(|_| None).collect()).collect(),
-            output_grads: micro_batches.iter().map(|_| None).collect(),
-            grads: Vec::new(),
-            tokens: 0,
-            largest_signal: 0,
-            loss_scale,
-            loss: 0.,
-            non_finite_output: None,
-            squares: vec![0.; units],
-            totals: None,
-            update: None,
-        }
-    }
-
-    /// A micro-batch on this rank's device.
-    fn batch(&mut self, micro_batch: usize, device: Device) -> &Batch {
-        if self.batch.as_ref().is_none_or(|(known, _)| *known != micro_batch) {
-            self.batch = Some((micro_batch, self.micro_batches[micro_batch].to_device(device)));
-        }
-        &self.batch.as_ref().expect("set above").1
-    }
-}
-
 /// What the order of a step depends on, by unit.
 pub fn unit_specs(model: &Model) -> Vec<UnitSpec> {
     model.units().iter().map(unit_spec).collect()
@@ -194,9 +68,6 @@ fn unit_spec(unit: &Unit) -> UnitSpec {
         backward_reads_parameters: unit.backward_reads_parameters(),
     }
 }
-
-/// A unit's index, a parameter's index in the unit, and the parameter's gradient.
-type ParameterGradient = (usize, usize, Tensor);
 
 impl Trainer {
     /// Shards a model. `init` is called only for the elements that this rank keeps.
@@ -658,63 +529,7 @@ impl Trainer {
         Ok(missing.map(|(parameter, _)| parameter.name.clone()).collect())
     }
 
-    // ---- values that are not finite -----------------------------------------------------------------------------------
-
-    /// Discards the gradients of a step. Returns the value that was not finite, or fails if the options say so.
-    fn skip_update(&mut self, gradients: &Gradients) -> Result<NonFiniteValue> {
-        let fault = self.first_non_finite(gradients.non_finite_output)?;
-        self.discard_gradients();
-        let step = gradients.step;
-        if self.options.on_nonfinite == OnNonFinite::Stop {
-            return Err(Error::NonFinite { step, fault });
-        }
-        self.skipped += 1;
-        let scale = self.loss_scaler.value();
-        match self.loss_scaler.record_overflow() {
-            true => Ok(fault),
-            false => Err(Error::ScaleTooSmall { step, scale, fault }),
-        }
-    }
-
-    /// The first value on any rank that is not finite, in the order of the computation: outputs forward, gradients backward.
-    fn first_non_finite(&self, own_output: Option<usize>) -> Result<NonFiniteValue> {
-        if let Some((unit, rank)) = self.ranks.first_on_any_rank(own_output)? {
-            let parameter = self.ranks.first_on_any_rank(self.shards[unit].first_nonfinite_parameter()?)?;
-            let parameter = match (parameter, self.model.units()[unit].tied()) {
-                (Some((parameter, _)), _) => Some(self.parameter_name(unit, parameter)),
-                // The unit may also compute with a tied parameter.
-                (None, Some(tied)) => {
-                    let is_finite = self.shards[tied.unit].is_parameter_finite(tied.parameter)?;
-                    let at_fault = self.ranks.first_on_any_rank((!is_finite).then_some(tied.parameter))?;
-                    at_fault.map(|(parameter, _)| self.parameter_name(tied.unit, parameter))
-                }
-                (None, None) => None,
-            };
-            return Ok(NonFiniteValue::Output { unit: self.shards[unit].name().to_string(), rank, parameter });
-        }
-        let mut own = None;
-        for (from_last, shard) in self.shards.iter().rev().enumerate() {
-            if shard.first_nonfinite_gradient()?.is_some() {
-                own = Some(from_last);
-                break;
-            }
-        }
-        let (from_last, _) =
-            self.ranks.first_on_any_rank(own)?.expect("the norm is not finite, so some gradient is not");
-        let unit = self.shards.len() - 1 - from_last;
-        let parameter = self.ranks.first_on_any_rank(self.shards[unit].first_nonfinite_gradient()?)?;
-        let (parameter, _) = parameter.expect("the unit has a gradient that is not finite");
-        Ok(NonFiniteValue::Gradient {
-            unit: self.shards[unit].name().to_string(),
-            parameter: self.parameter_name(unit, parameter),
-        })
-    }
-
     fn backward_error(&self, index: usize, error: shardwise_torch::Error) -> Error {
         Error::Backward { unit: self.shards[index].name().to_string(), error }
-    }
-
-    fn parameter_name(&self, unit: usize, parameter: usize) -> String {
-        self.model.units()[unit].parameters()[parameter].name.clone()
     }
 }

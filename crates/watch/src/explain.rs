@@ -1,7 +1,8 @@
 //! Explains a failure to people, in one paragraph.
 //!
-//! When a rank hangs, other ranks notice it first: they wait for it and time out. So the reported error is seldom the cause. This module
-//! compares the last status of all ranks: which ranks have entered which call of which group, and what the others are doing instead.
+//! When a rank hangs, other ranks notice it first: they wait for it and time out. So the reported error is seldom the cause. The
+//! explanation compares the last status of all ranks: which ranks have entered which call of which group (`situation.rs`), whether
+//! it is the same call on all of them (`mismatch.rs`), and what the others are doing instead.
 //!
 //! These are pure functions of the known status and of the time; they send nothing and decide nothing. The result is as old as the last
 //! heartbeats. The work per rank is constant, whatever the world size.
@@ -12,11 +13,12 @@ use std::time::{Duration, Instant};
 use shardwise_journal::format::{format_elapsed, join_list};
 
 use crate::ranks::name_ranks;
+use crate::situation::{ContainsSorted, Situation, Stall, is_open, millis, own_call, sorted};
 use crate::wording::{
     DESCRIBED_MAX, at_step, capitalize, describe_call, has_or_have, in_phase, is_or_are, last_heard, list_names,
     lost_hosts, quote,
 };
-use crate::{CallState, CallStatus, FailureKind, Presence, RankInfo, RankStatus, Ranks};
+use crate::{CallStatus, FailureKind, Presence, RankInfo, RankStatus};
 
 /// How late heartbeats may be on a busy host. A longer silence is mentioned.
 const LATE: Duration = Duration::from_secs(5);
@@ -82,46 +84,7 @@ pub(crate) fn waits(ranks: &[RankInfo], now: Instant) -> Vec<(String, String, St
     stalls.into_iter().map(describe).collect()
 }
 
-/// The status of all ranks, with their collective calls by group.
-struct Situation<'a> {
-    ranks: &'a [RankInfo],
-    now: Instant,
-    groups: Vec<Group<'a>>,
-}
-
-/// The latest collective calls of one group, by rank.
-struct Group<'a> {
-    members: &'a Ranks,
-    calls: Vec<(usize, &'a CallStatus)>,
-}
-
-/// A call that some ranks of its group have entered and others have not.
-struct Stall<'a> {
-    call: &'a CallStatus,
-    waiting: Vec<usize>,
-    missing: Vec<usize>,
-    /// How long the first of them has been waiting.
-    age: Duration,
-}
-
-impl<'a> Situation<'a> {
-    fn new(ranks: &'a [RankInfo], now: Instant) -> Self {
-        let mut groups: Vec<Group<'a>> = Vec::new();
-        let mut indices: HashMap<&str, usize> = HashMap::new();
-        for (rank, info) in ranks.iter().enumerate() {
-            // A send and a receive are two calls, and their numbers need not agree.
-            let is_collective = |call: &&CallStatus| call.verb != "send" && call.verb != "receive";
-            for call in info.status.calls.iter().filter(is_collective) {
-                let index = *indices.entry(&call.group).or_insert(groups.len());
-                if index == groups.len() {
-                    groups.push(Group { members: &call.ranks, calls: Vec::new() });
-                }
-                groups[index].calls.push((rank, call));
-            }
-        }
-        Situation { ranks, now, groups }
-    }
-
+impl Situation<'_> {
     fn explain_death(&self, rank: usize, how: Option<&str>) -> Vec<String> {
         let Some(info) = self.ranks.get(rank) else { return vec![format!("rank {rank} died.")] };
         let dead: Vec<usize> = (0..self.ranks.len())
@@ -317,127 +280,6 @@ impl<'a> Situation<'a> {
         own_call(&self.ranks[*rank].status).map(|call| format!("it was in {}.", describe_call(call)))
     }
 
-    /// The longest stall that one of these ranks causes.
-    fn stall_for(&self, ranks: &[usize]) -> Option<Stall<'a>> {
-        let is_caused = |stall: &Stall<'_>| stall.missing.iter().any(|rank| ranks.contains_sorted(rank));
-        let without = |mut stall: Stall<'a>| {
-            stall.waiting.retain(|rank| !ranks.contains_sorted(rank));
-            stall
-        };
-        let stalls = self.stalls().into_iter().filter(is_caused).map(without).filter(|stall| !stall.waiting.is_empty());
-        stalls.max_by_key(|stall| stall.age)
-    }
-
-    /// The stall that caused the others: one whose missing ranks include a rank that is not itself waiting. If all ranks wait for
-    /// each other, the longest stall.
-    fn root_stall(&self) -> Option<Stall<'a>> {
-        let stalls = self.stalls();
-        let mut is_waiting = vec![false; self.ranks.len()];
-        stalls.iter().flat_map(|stall| &stall.waiting).for_each(|&rank| is_waiting[rank] = true);
-        let is_root = |stall: &Stall<'_>| stall.missing.iter().any(|&rank| !is_waiting[rank]);
-        stalls.into_iter().max_by_key(|stall| (is_root(stall), stall.age))
-    }
-
-    fn stalls(&self) -> Vec<Stall<'a>> {
-        self.groups.iter().filter_map(|group| self.stall(group)).collect()
-    }
-
-    /// The first call of a group that some rank has entered and another has not.
-    fn stall(&self, group: &Group<'a>) -> Option<Stall<'a>> {
-        let mut entered: HashMap<usize, u64> = HashMap::new();
-        for &(rank, call) in &group.calls {
-            let newest = entered.entry(rank).or_default();
-            *newest = call.number.max(*newest);
-        }
-        let members = sorted(group.members.iter(self.ranks.len()));
-        let entered = |rank: &usize| entered.get(rank).copied().unwrap_or(0);
-        let least = members.iter().map(entered).min()?;
-        let open = group.calls.iter().filter(|(_, call)| is_open(call));
-        let &(_, call) = open.clone().filter(|(_, call)| call.number > least).min_by_key(|(_, call)| call.number)?;
-        let waiting = open.filter(|(_, other)| other.number >= call.number);
-        let age = waiting.clone().map(|&(rank, other)| millis(other.in_state_ms) + self.since_heard(rank)).max()?;
-        let waiting = sorted(waiting.map(|&(rank, _)| rank));
-        let missing: Vec<usize> = members.into_iter().filter(|rank| entered(rank) < call.number).collect();
-        Some(Stall { call, waiting, missing, age })
-    }
-
-    /// Describes ranks whose calls have the same number in a group, but are not the same call.
-    fn find_mismatch(&self) -> Option<String> {
-        self.groups.iter().find_map(|group| {
-            let mut numbers: HashMap<u64, Vec<(usize, &CallStatus)>> = HashMap::new();
-            for &(rank, call) in &group.calls {
-                numbers.entry(call.number).or_default().push((rank, call));
-            }
-            let odd = numbers.into_iter().filter(|(_, calls)| calls.iter().any(|(_, call)| differ(call, calls[0].1)));
-            let (_, calls) = odd.min_by_key(|&(number, _)| number)?;
-            let sides = sides(&calls, |call| (&call.verb, &call.label));
-            if let [(most, common), (few, odd), ..] = &sides[..] {
-                let verdict = match (most.len() == few.len(), few.len()) {
-                    (true, _) => "one side has",
-                    (false, 1) => "it has",
-                    (false, _) => "they have",
-                };
-                let short = |call: &CallStatus| format!("{} #{} of '{}'", call.verb, call.number, call.label);
-                return Some(format!(
-                    "{} {} in {}, but {} {} in {} ({}): {verdict} skipped or repeated a call.",
-                    name_ranks(few),
-                    is_or_are(few),
-                    short(odd),
-                    name_ranks(most),
-                    is_or_are(most),
-                    short(common),
-                    common.group
-                ));
-            }
-            let sides = self::sides(&calls, size);
-            let [(most, common), (few, odd), ..] = &sides[..] else { return None };
-            let passes = |ranks: &[usize]| if ranks.len() == 1 { "passes" } else { "pass" };
-            // With three sizes, the other ranks do not agree among themselves.
-            let (others, pass) = match (sides.len(), most.len() > 1) {
-                (2, true) => ("the others".to_string(), "pass"),
-                _ => (name_ranks(most), passes(most)),
-            };
-            Some(format!(
-                "{} {} {} × {} to {} #{} of '{}' ({}), but {others} {pass} {} × {}.",
-                name_ranks(few),
-                passes(few),
-                odd.elements,
-                odd.dtype,
-                odd.verb,
-                odd.number,
-                odd.label,
-                odd.group,
-                common.elements,
-                common.dtype
-            ))
-        })
-    }
-
-    /// Splits ranks into those on lost hosts and the others. Returns the lost hosts, their ranks, and the other ranks. A host is lost
-    /// if all of its ranks are among `ranks`, it has more than one, and there are other hosts.
-    fn split_lost_hosts(&self, ranks: &[usize]) -> (Vec<&'a str>, Vec<usize>, Vec<usize>) {
-        let mut counts: HashMap<&str, (usize, usize)> = HashMap::new();
-        for info in self.ranks {
-            counts.entry(&info.host).or_default().0 += 1;
-        }
-        for &rank in ranks {
-            counts.entry(&self.ranks[rank].host).or_default().1 += 1;
-        }
-        let is_lost = |rank: &usize| {
-            let host = self.ranks[*rank].host.as_str();
-            let (all, among) = counts[host];
-            !host.is_empty() && all > 1 && all == among && counts.len() > 1
-        };
-        let (on_hosts, others): (Vec<usize>, Vec<usize>) = ranks.iter().copied().partition(is_lost);
-        (self.hosts(&on_hosts), on_hosts, others)
-    }
-
-    /// The hosts of these ranks, in the order of the first rank on each.
-    fn hosts(&self, ranks: &[usize]) -> Vec<&'a str> {
-        let mut known = std::collections::HashSet::new();
-        ranks.iter().map(|&rank| self.ranks[rank].host.as_str()).filter(|host| known.insert(*host)).collect()
-    }
-
     fn name_hosts(&self, ranks: &[usize]) -> String {
         let hosts = self.hosts(ranks);
         format!("{} {}", if hosts.len() == 1 { "host" } else { "hosts" }, list_names(&hosts))
@@ -465,69 +307,6 @@ impl<'a> Situation<'a> {
             (short, long) => format!("for {short} to {long}"),
         }
     }
-
-    fn since_heard(&self, rank: usize) -> Duration {
-        self.ranks[rank].last_heard.map_or(Duration::ZERO, |heard| self.now.saturating_duration_since(heard))
-    }
-}
-
-/// Binary search in a sorted list of ranks, of which there may be ten thousand.
-trait ContainsSorted {
-    fn contains_sorted(&self, rank: &usize) -> bool;
-}
-
-impl ContainsSorted for [usize] {
-    fn contains_sorted(&self, rank: &usize) -> bool {
-        self.binary_search(rank).is_ok()
-    }
-}
-
-/// The call that a rank is in: the oldest one in progress.
-fn own_call(status: &RankStatus) -> Option<&CallStatus> {
-    let in_progress = status.calls.iter().filter(|call| call.state == CallState::InProgress);
-    in_progress.max_by_key(|call| call.in_state_ms)
-}
-
-fn is_open(call: &CallStatus) -> bool {
-    call.state != CallState::Done
-}
-
-/// Whether two calls with the same number are different calls.
-fn differ(one: &CallStatus, other: &CallStatus) -> bool {
-    (&one.verb, &one.label) != (&other.verb, &other.label) || size(one) != size(other)
-}
-
-/// The size and dtype that ranks must agree on; in an all-to-all, sizes may differ.
-fn size(call: &CallStatus) -> (Option<u64>, &str) {
-    ((call.verb != "all-to-all").then_some(call.elements), &call.dtype)
-}
-
-type Side<'a> = (Vec<usize>, &'a CallStatus);
-
-/// Groups ranks by a property of their call, the largest group first.
-fn sides<'a, K: Eq + std::hash::Hash>(
-    calls: &[(usize, &'a CallStatus)],
-    key: impl Fn(&'a CallStatus) -> K,
-) -> Vec<Side<'a>> {
-    let mut sides: HashMap<K, Side<'a>> = HashMap::new();
-    for &(rank, call) in calls {
-        sides.entry(key(call)).or_insert_with(|| (Vec::new(), call)).0.push(rank);
-    }
-    let mut sides: Vec<Side<'a>> = sides.into_values().collect();
-    // Of two groups of the same size, the one with the higher ranks comes first.
-    sides.sort_by_key(|(ranks, _)| (usize::MAX - ranks.len(), usize::MAX - ranks[0]));
-    sides
-}
-
-fn millis(count: u64) -> Duration {
-    Duration::from_millis(count)
-}
-
-fn sorted(ranks: impl Iterator<Item = usize>) -> Vec<usize> {
-    let mut ranks: Vec<usize> = ranks.collect();
-    ranks.sort_unstable();
-    ranks.dedup();
-    ranks
 }
 
 /// Sorts ranks, and drops those beyond the world size.
@@ -540,6 +319,7 @@ mod tests {
     #![allow(clippy::unwrap_used, reason = "a test may fail")]
     use super::*;
     use crate::status::tests::call;
+    use crate::{CallState, Ranks};
 
     /// Two ranks per host, all in call #412, with a recent heartbeat.
     fn situation(count: usize) -> (Vec<RankInfo>, Instant) {

@@ -1,0 +1,62 @@
+//! A step whose loss or gradients are not finite: finding the value at fault, and skipping the update.
+
+use crate::error::{Error, Result};
+use crate::nonfinite::{NonFiniteValue, OnNonFinite};
+use crate::report::Gradients;
+use crate::step::Trainer;
+
+impl Trainer {
+    /// Discards the gradients of a step. Returns the value that was not finite, or fails if the options say so.
+    pub(crate) fn skip_update(&mut self, gradients: &Gradients) -> Result<NonFiniteValue> {
+        let fault = self.first_non_finite(gradients.non_finite_output)?;
+        self.discard_gradients();
+        let step = gradients.step;
+        if self.options.on_nonfinite == OnNonFinite::Stop {
+            return Err(Error::NonFinite { step, fault });
+        }
+        self.skipped += 1;
+        let scale = self.loss_scaler.value();
+        match self.loss_scaler.record_overflow() {
+            true => Ok(fault),
+            false => Err(Error::ScaleTooSmall { step, scale, fault }),
+        }
+    }
+
+    /// The first value on any rank that is not finite, in the order of the computation: outputs forward, gradients backward.
+    fn first_non_finite(&self, own_output: Option<usize>) -> Result<NonFiniteValue> {
+        if let Some((unit, rank)) = self.ranks.first_on_any_rank(own_output)? {
+            let parameter = self.ranks.first_on_any_rank(self.shards[unit].first_nonfinite_parameter()?)?;
+            let parameter = match (parameter, self.model.units()[unit].tied()) {
+                (Some((parameter, _)), _) => Some(self.parameter_name(unit, parameter)),
+                // The unit may also compute with a tied parameter.
+                (None, Some(tied)) => {
+                    let is_finite = self.shards[tied.unit].is_parameter_finite(tied.parameter)?;
+                    let at_fault = self.ranks.first_on_any_rank((!is_finite).then_some(tied.parameter))?;
+                    at_fault.map(|(parameter, _)| self.parameter_name(tied.unit, parameter))
+                }
+                (None, None) => None,
+            };
+            return Ok(NonFiniteValue::Output { unit: self.shards[unit].name().to_string(), rank, parameter });
+        }
+        let mut own = None;
+        for (from_last, shard) in self.shards.iter().rev().enumerate() {
+            if shard.first_nonfinite_gradient()?.is_some() {
+                own = Some(from_last);
+                break;
+            }
+        }
+        let (from_last, _) =
+            self.ranks.first_on_any_rank(own)?.expect("the norm is not finite, so some gradient is not");
+        let unit = self.shards.len() - 1 - from_last;
+        let parameter = self.ranks.first_on_any_rank(self.shards[unit].first_nonfinite_gradient()?)?;
+        let (parameter, _) = parameter.expect("the unit has a gradient that is not finite");
+        Ok(NonFiniteValue::Gradient {
+            unit: self.shards[unit].name().to_string(),
+            parameter: self.parameter_name(unit, parameter),
+        })
+    }
+
+    fn parameter_name(&self, unit: usize, parameter: usize) -> String {
+        self.model.units()[unit].parameters()[parameter].name.clone()
+    }
+}
