@@ -4,7 +4,7 @@
 //! The counts are exact. They do not include token counts, losses and norms.
 
 use shardwise_comm::Verb;
-use shardwise_plan::program::{CollectiveKind, Layout, Sent, traffic};
+use shardwise_plan::program::{CollectiveKind, Layout, ModelParallel, Sent, traffic};
 use shardwise_train::{Ranks, Trainer};
 
 use crate::error::Result;
@@ -35,6 +35,7 @@ impl ExpectedTraffic {
             replicate_rank: groups.replicate.rank(),
             parameter_bytes: precision.param_dtype.bytes(),
             gradient_bytes: precision.reduce_dtype.bytes(),
+            model_parallel: ModelParallel::default(),
         };
         let sent = traffic(&program, trainer.unit_specs(), &policy, &layout);
         Ok(ExpectedTraffic { step: by_verb(&sent.step), update: by_verb(&sent.update) })
@@ -46,5 +47,7 @@ fn by_verb(sent: &Sent) -> ByVerb {
     bytes[Verb::AllGather as usize] = sent.kind_bytes(CollectiveKind::AllGather);
     bytes[Verb::ReduceScatter as usize] = sent.kind_bytes(CollectiveKind::ReduceScatter);
     bytes[Verb::AllReduce as usize] = sent.kind_bytes(CollectiveKind::AllReduce);
+    bytes[Verb::AllToAll as usize] = sent.kind_bytes(CollectiveKind::AllToAll);
+    bytes[Verb::Send as usize] = sent.message_bytes();
     bytes
 }
