@@ -6,7 +6,7 @@
 //! while pipeline stages exchange one activation per micro-batch and may be far apart. The order is fixed, because checkpoints
 //! and logs contain coordinates.
 //!
-//! A group of ranks is a start and at most five (size, stride) pairs. No list of ranks is ever built: in a world of 10,000
+//! A group of ranks is a start and at most six (size, stride) pairs. No list of ranks is ever built: in a world of 10,000
 //! ranks, a group takes about a hundred bytes.
 
 use std::fmt;
@@ -20,6 +20,8 @@ pub enum Axis {
     Replicate,
     /// Data parallelism with sharded parameters, gradients and optimizer state.
     Shard,
+    /// Expert parallelism: the experts of a layer on different ranks.
+    Expert,
     /// Context parallelism: parts of a sequence on different ranks.
     Context,
     /// Tensor parallelism: parts of a layer's matrices on different ranks.
@@ -28,7 +30,8 @@ pub enum Axis {
 
 impl Axis {
     /// All axes, slowest first.
-    pub const ALL: [Axis; 5] = [Axis::Pipeline, Axis::Replicate, Axis::Shard, Axis::Context, Axis::Tensor];
+    pub const ALL: [Axis; 6] =
+        [Axis::Pipeline, Axis::Replicate, Axis::Shard, Axis::Expert, Axis::Context, Axis::Tensor];
 }
 
 impl fmt::Display for Axis {
@@ -37,6 +40,7 @@ impl fmt::Display for Axis {
             Axis::Pipeline => "pipeline",
             Axis::Replicate => "replicate",
             Axis::Shard => "shard",
+            Axis::Expert => "expert",
             Axis::Context => "context",
             Axis::Tensor => "tensor",
         })

@@ -2,35 +2,19 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
-use std::collections::{BTreeMap, BTreeSet};
+mod support;
+
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use shardwise_plan::program::{
-    ActivationCheckpointing, CallOp, Collective, GroupKind, Instruction, Keep, Policy, Program, Programs, Rule,
-    Sharding, UnitSpec, build, calls, check,
+    ActivationCheckpointing, Instruction, Keep, Policy, Program, Programs, Rule, Sharding, UnitSpec, build, check,
 };
 use shardwise_plan::{Axis, Mesh};
-
-/// SplitMix64.
-struct Random(u64);
-
-impl Random {
-    fn bits(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^ (mixed >> 31)
-    }
-
-    /// A number less than `bound`.
-    fn below(&mut self, bound: usize) -> usize {
-        (self.bits() % bound as u64) as usize
-    }
-
-    fn percent(&mut self, chance: usize) -> bool {
-        self.below(100) < chance
-    }
-}
+use support::{
+    Mutation, Random, drops_a_wait_that_the_next_one_includes, issues, mutate, random_mutation, share_a_group,
+    touch_different_state, without_positions,
+};
 
 /// One to twelve units, some of them frozen, at least one trainable, and the last one perhaps tied to the first.
 fn random_units(random: &mut Random) -> Vec<UnitSpec> {
@@ -79,7 +63,7 @@ const BUILDS: [Build; 3] = [build::train_step, build::replay, build::inference];
 
 /// The common program, and another one on one rank.
 fn with_exception(common: &Program, rank: usize, program: &Program) -> Programs {
-    Programs { common: common.clone(), exceptions: BTreeMap::from([(rank, program.clone())]) }
+    Programs { stages: vec![common.clone()], exceptions: BTreeMap::from([(rank, program.clone())]) }
 }
 
 #[test]
@@ -100,127 +84,6 @@ fn every_program_that_is_built_is_accepted() {
 }
 
 // ---- mutants --------------------------------------------------------------------------------------------------------
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Mutation {
-    /// Swaps the instructions at two positions.
-    Swap(usize, usize),
-    Drop(usize),
-    Double(usize),
-}
-
-/// A mutation that changes the program.
-fn random_mutation(random: &mut Random, program: &Program) -> Mutation {
-    let instructions = &program.instructions;
-    loop {
-        let first = random.below(instructions.len());
-        let second = if random.percent(50) { first + 1 } else { first + random.below(instructions.len()) };
-        match random.below(4) {
-            0 => return Mutation::Drop(first),
-            1 => return Mutation::Double(first),
-            _ if second < instructions.len() && instructions[first] != instructions[second] => {
-                return Mutation::Swap(first, second);
-            }
-            _ => (),
-        }
-    }
-}
-
-fn mutate(program: &Program, mutation: Mutation) -> Program {
-    let mut mutant = program.clone();
-    match mutation {
-        Mutation::Swap(first, second) => mutant.instructions.swap(first, second),
-        Mutation::Drop(position) => {
-            mutant.instructions.remove(position);
-        }
-        Mutation::Double(position) => mutant.instructions.insert(position, program.instructions[position]),
-    }
-    mutant
-}
-
-/// What an instruction reads or changes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Resource {
-    Parameters(usize),
-    Gradients(usize),
-    /// Of a unit and a micro-batch.
-    Activations(usize, usize),
-    Totals,
-}
-
-/// What an instruction reads and what it changes.
-fn resources(instruction: &Instruction, units: &[UnitSpec]) -> (BTreeSet<Resource>, BTreeSet<Resource>) {
-    let with_tied = |unit: usize, resource: fn(usize) -> Resource| -> Vec<Resource> {
-        units[unit].tied.into_iter().chain([unit]).map(resource).collect()
-    };
-    let (reads, changes) = match *instruction {
-        Instruction::CountTokens | Instruction::ReduceTotals => (vec![], vec![Resource::Totals]),
-        Instruction::StartGather(unit) | Instruction::WaitGather(unit) | Instruction::Release(unit) => {
-            (vec![], vec![Resource::Parameters(unit)])
-        }
-        Instruction::Forward { unit, micro_batch, .. } | Instruction::Recompute { unit, micro_batch } => {
-            (with_tied(unit, Resource::Parameters), vec![Resource::Activations(unit, micro_batch)])
-        }
-        Instruction::Backward { unit, micro_batch } => {
-            let reads = match units[unit].backward_reads_parameters {
-                true => with_tied(unit, Resource::Parameters),
-                false => vec![],
-            };
-            let mut changes = with_tied(unit, Resource::Gradients);
-            changes.push(Resource::Activations(unit, micro_batch));
-            (reads, changes)
-        }
-        Instruction::Accumulate { unit, .. } => (vec![], with_tied(unit, Resource::Gradients)),
-        Instruction::StartReduce(unit) | Instruction::WaitReduceScatter(unit) | Instruction::WaitReduce(unit) => {
-            (vec![], vec![Resource::Gradients(unit)])
-        }
-        Instruction::Norm(unit) => (vec![Resource::Gradients(unit), Resource::Totals], vec![]),
-        Instruction::Update(unit) => {
-            (vec![Resource::Totals], vec![Resource::Parameters(unit), Resource::Gradients(unit)])
-        }
-    };
-    (reads.into_iter().collect(), changes.into_iter().collect())
-}
-
-/// Whether no instruction changes what the other reads or changes.
-fn touch_different_state(one: &Instruction, other: &Instruction, units: &[UnitSpec]) -> bool {
-    let (one_reads, one_changes) = resources(one, units);
-    let (other_reads, other_changes) = resources(other, units);
-    one_changes.is_disjoint(&other_changes)
-        && one_changes.is_disjoint(&other_reads)
-        && one_reads.is_disjoint(&other_changes)
-}
-
-/// The collectives that a program issues in groups of at least two ranks, with the positions of their instructions.
-fn issues(program: &Program, units: &[UnitSpec], policy: &Policy, mesh: &Mesh) -> Vec<(usize, Collective)> {
-    let is_shared = |group: GroupKind| match group {
-        GroupKind::World => mesh.ranks() > 1,
-        GroupKind::Shard => mesh.size(Axis::Shard) > 1,
-        GroupKind::Replicate => mesh.size(Axis::Replicate) > 1,
-    };
-    let issued = calls(program, units, policy).into_iter().filter(|(_, call)| call.op == CallOp::Issue);
-    issued.map(|(position, call)| (position, call.collective)).filter(|(_, call)| is_shared(call.group)).collect()
-}
-
-/// Whether two instructions call collectives in one group.
-fn share_a_group(issues: &[(usize, Collective)], first: usize, second: usize) -> bool {
-    let groups = |position: usize| -> BTreeSet<GroupKind> {
-        issues.iter().filter(|(at, _)| *at == position).map(|(_, collective)| collective.group).collect()
-    };
-    !groups(first).is_disjoint(&groups(second))
-}
-
-fn without_positions(issues: &[(usize, Collective)]) -> Vec<Collective> {
-    issues.iter().map(|(_, collective)| *collective).collect()
-}
-
-/// A wait-reduce without a wait-reduce-scatter before it does the work of both.
-fn drops_a_wait_that_the_next_one_includes(program: &Program, mutation: Mutation) -> bool {
-    match mutation {
-        Mutation::Drop(position) => matches!(program.instructions[position], Instruction::WaitReduceScatter(_)),
-        _ => false,
-    }
-}
 
 #[test]
 fn mutants_of_one_rank_are_rejected_or_equivalent() {
@@ -307,7 +170,7 @@ fn sequences(program: &Program, units: usize) -> Vec<[Vec<Instruction>; 2]> {
             Instruction::Forward { micro_batch, .. } => {
                 sequences[unit][0].push(Instruction::Forward { unit, micro_batch, keep: Keep::Nothing });
             }
-            Instruction::StartGather(_)
+            Instruction::StartGather { .. }
             | Instruction::WaitGather(_)
             | Instruction::Release(_)
             | Instruction::Backward { .. } => sequences[unit][0].push(instruction),

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use shardwise_plan::Partition;
 use shardwise_plan::program::{
-    ActivationCheckpointing, CallOp, CollectiveKind, Costs, GroupKind, Lane, Layout, LinkCost, MemoryKind, Policy,
-    Sent, Sharding, Simulation, UnitCost, UnitSpec, build, calls, simulate, traffic,
+    ActivationCheckpointing, CallOp, CollectiveKind, Costs, GroupKind, Lane, Layout, LinkCost, MemoryKind,
+    ModelParallel, Place, Policy, Sent, Sharding, Simulation, UnitCost, UnitSpec, build, calls, simulate_rank, traffic,
 };
 
 /// SplitMix64.
@@ -73,6 +73,7 @@ fn random_layout(random: &mut Random) -> Layout {
         replicate_rank: random.below(replicate),
         parameter_bytes: 2 << random.below(2),
         gradient_bytes: 2 << random.below(2),
+        model_parallel: ModelParallel::default(),
     }
 }
 
@@ -168,6 +169,7 @@ fn blocks(count: usize) -> (Vec<UnitSpec>, Vec<UnitCost>) {
         selective_bytes: 300,
         output_bytes: 100,
         temporary_bytes: 50,
+        ..UnitCost::default()
     };
     let costs = units.iter().map(cost).collect();
     (units, costs)
@@ -175,21 +177,39 @@ fn blocks(count: usize) -> (Vec<UnitSpec>, Vec<UnitCost>) {
 
 /// Costs with free links, except that of the shard group.
 fn costs_with(units: Vec<UnitCost>, shard: LinkCost) -> Costs {
-    Costs { units, links: [LinkCost::FREE, shard, LinkCost::FREE], optimizer_element_bytes: 8 }
+    Costs {
+        units,
+        links: Costs::free_links_except(&[(GroupKind::Shard, shard)]),
+        tiers: [LinkCost::FREE; 2],
+        optimizer_element_bytes: 8,
+    }
 }
 
 /// Four ranks, one replica, f32.
-const FOUR: Layout =
-    Layout { shard: 4, replicate: 1, shard_rank: 0, replicate_rank: 0, parameter_bytes: 4, gradient_bytes: 4 };
+const FOUR: Layout = Layout {
+    shard: 4,
+    replicate: 1,
+    shard_rank: 0,
+    replicate_rank: 0,
+    parameter_bytes: 4,
+    gradient_bytes: 4,
+    model_parallel: UNDIVIDED,
+};
+
+/// A model that is not divided.
+const UNDIVIDED: ModelParallel = {
+    let alone = Place { size: 1, index: 0 };
+    ModelParallel { pipeline: alone, expert: alone, context: alone, tensor: alone }
+};
 
 /// A link on which four ranks gather or reduce-scatter a block of 1000 f32 elements in this time: each sends 3000 bytes.
 fn link_for(block_s: f64) -> LinkCost {
-    LinkCost { latency_s: 0., bytes_per_s: 3000. / block_s }
+    LinkCost::new(0., 3000. / block_s)
 }
 
 fn simulate_blocks(count: usize, policy: &Policy, shard: LinkCost) -> Simulation {
     let (units, costs) = blocks(count);
-    simulate(&build::train_step(&units, policy), &units, policy, &FOUR, &costs_with(costs, shard))
+    simulate_rank(&build::train_step(&units, policy), &units, policy, &FOUR, &costs_with(costs, shard))
 }
 
 #[track_caller]
@@ -281,9 +301,10 @@ fn the_critical_path_is_contiguous_and_as_long_as_the_step() {
             ..UnitCost::default()
         };
         let costs = units.iter().map(cost).collect();
-        let link = LinkCost { latency_s: 1., bytes_per_s: 10. };
-        let costs = Costs { units: costs, links: [link; 3], optimizer_element_bytes: 8 };
-        let simulation = simulate(&build::train_step(&units, &policy), &units, &policy, &layout, &costs);
+        let link = LinkCost::new(1., 10.);
+        let (links, tiers) = ([link; GroupKind::ALL.len()], [LinkCost::FREE; 2]);
+        let costs = Costs { units: costs, links, tiers, optimizer_element_bytes: 8 };
+        let simulation = simulate_rank(&build::train_step(&units, &policy), &units, &policy, &layout, &costs);
         let mut now_s = 0.;
         for span in &simulation.critical_path {
             assert!((span.start_s - now_s).abs() < 1e-6, "{span:?} does not start at {now_s}");
@@ -335,7 +356,7 @@ fn the_peak_moves_with_what_dominates() {
         let policy = Policy::stage(0, 1);
         let program = build::train_step(&units, &policy);
         let costs = costs_with(costs, LinkCost::FREE);
-        let simulation = simulate(&program, &units, &policy, &FOUR, &costs);
+        let simulation = simulate_rank(&program, &units, &policy, &FOUR, &costs);
         program.describe(&program.instructions[simulation.memory.peak_position])
     };
     // A block's gradients have 4000 bytes.
@@ -352,8 +373,8 @@ fn checkpointing_and_accumulation_change_memory() {
     };
     assert_eq!(activations(ActivationCheckpointing::None), 8 * 600);
     assert_eq!(activations(ActivationCheckpointing::Selective), 8 * 300);
-    // The outputs of seven blocks, and what the last keeps; then the outputs, and what one of them keeps again.
-    assert_eq!(activations(ActivationCheckpointing::Full), 7 * 100 + 600);
+    // The outputs of seven blocks, what one of them keeps when it is recomputed, and the gradient of its output.
+    assert_eq!(activations(ActivationCheckpointing::Full), 7 * 100 + 600 + 100);
     // Gradients that are reduced once per step stay unsharded until then.
     let unsharded = |reduce_each_micro_batch| {
         let policy = Policy { reduce_each_micro_batch, ..Policy::stage(2, 2) };
@@ -381,7 +402,7 @@ fn a_tied_gradient_exists_from_the_heads_backward_pass() {
     units[2].tied = Some(0);
     let policy = Policy::stage(0, 1);
     let program = build::train_step(&units, &policy);
-    let simulation = simulate(&program, &units, &policy, &FOUR, &costs_with(costs, LinkCost::FREE));
+    let simulation = simulate_rank(&program, &units, &policy, &FOUR, &costs_with(costs, LinkCost::FREE));
     let during = |text: &str| {
         let position = program.instructions.iter().position(|instruction| program.describe(instruction) == text);
         simulation.memory.during[position.unwrap()].bytes(MemoryKind::Gradients)
@@ -394,7 +415,7 @@ fn a_tied_gradient_exists_from_the_heads_backward_pass() {
 #[test]
 fn costs_are_read_as_they_were_printed() {
     let (_, units) = blocks(2);
-    let costs = costs_with(units, LinkCost { latency_s: 1.5e-5, bytes_per_s: 1.1e9 / 3. });
+    let costs = costs_with(units, LinkCost::new(1.5e-5, 1.1e9 / 3.));
     let text = costs.to_string();
     assert_eq!(text.parse(), Ok(costs));
     assert_eq!(text.lines().count(), 1 + 3 + 2);
@@ -438,15 +459,17 @@ fn a_405b_step_on_16384_ranks_simulates_in_under_a_second() {
         selective_bytes: 8192 * 16_384 * 20,
         output_bytes: 8192 * 16_384 * 2,
         temporary_bytes: 8192 * 16_384 * 20,
+        ..UnitCost::default()
     };
-    let link = LinkCost { latency_s: 1e-4, bytes_per_s: 4e10 };
-    let costs = Costs { units: units.iter().map(cost).collect(), links: [link; 3], optimizer_element_bytes: 12 };
+    let link = LinkCost::new(1e-4, 4e10);
+    let (links, tiers) = ([link; GroupKind::ALL.len()], [LinkCost::FREE; 2]);
+    let costs = Costs { units: units.iter().map(cost).collect(), links, tiers, optimizer_element_bytes: 12 };
     let policy = Policy { activation_checkpointing: ActivationCheckpointing::Full, ..Policy::stage(3, 4) };
     let program = build::train_step(&units, &policy);
     for (shard, replicate) in [(16_384, 1), (512, 32)] {
-        let layout =
-            Layout { shard, replicate, shard_rank: 0, replicate_rank: 0, parameter_bytes: 2, gradient_bytes: 4 };
-        let simulation = simulate(&program, &units, &policy, &layout, &costs);
+        let (parameter_bytes, gradient_bytes) = (2, 4);
+        let layout = Layout { shard, replicate, parameter_bytes, gradient_bytes, ..FOUR };
+        let simulation = simulate_rank(&program, &units, &policy, &layout, &costs);
         assert!(simulation.step_s > 1. && simulation.communication.hidden_share() > 0.5, "{}", simulation.step_s);
         assert!(simulation.memory.peak().bytes(MemoryKind::Parameters) <= 2 * elements / shard + 2 * units.len());
     }

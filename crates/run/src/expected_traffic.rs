@@ -37,5 +37,7 @@ fn by_verb(sent: &Sent) -> ByVerb {
     bytes[Verb::AllGather as usize] = sent.kind_bytes(CollectiveKind::AllGather);
     bytes[Verb::ReduceScatter as usize] = sent.kind_bytes(CollectiveKind::ReduceScatter);
     bytes[Verb::AllReduce as usize] = sent.kind_bytes(CollectiveKind::AllReduce);
+    bytes[Verb::AllToAll as usize] = sent.kind_bytes(CollectiveKind::AllToAll);
+    bytes[Verb::Send as usize] = sent.message_bytes();
     bytes
 }

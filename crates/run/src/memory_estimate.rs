@@ -8,7 +8,7 @@ use std::fmt;
 use shardwise_checkpoint::SaveId;
 use shardwise_journal::format::format_memory_fixed;
 use shardwise_model::Model;
-use shardwise_plan::program::{Layout, Memory, MemoryKind, MemoryUse, Program, build::train_step, memory_use};
+use shardwise_plan::program::{Layout, Memory, MemoryKind, MemoryUse, ModelParallel, Program, build::train_step, memory_use};
 use shardwise_recipe::{ActivationCheckpointingRecipe, FloatRecipe, Recipe};
 use shardwise_torch::tch::Device;
 use shardwise_train::{Options, StepShape, checkpoint_layouts, memory_costs, unit_specs};
@@ -92,6 +92,7 @@ pub(crate) fn simulate_memory(
         replicate_rank: 0,
         parameter_bytes: options.precision.param_dtype.bytes(),
         gradient_bytes: options.precision.reduce_dtype.bytes(),
+        model_parallel: ModelParallel::default(),
     };
     let (units, policy) = (unit_specs(model), options.policy(micro_batches));
     let program = train_step(&units, &policy);

@@ -2,7 +2,7 @@
 
 use shardwise_model::{Activations, Model, Unit};
 use shardwise_plan::Dtype;
-use shardwise_plan::program::{Costs, GroupKind, LinkCost, UnitCost};
+use shardwise_plan::program::{Costs, GroupKind, LinkCost, Tier, UnitCost};
 
 use crate::options::Options;
 
@@ -23,6 +23,7 @@ pub fn memory_costs(model: &Model, options: &Options, shape: StepShape) -> Costs
     Costs {
         units: model.units().iter().map(|unit| unit_cost(model, unit, options, shape)).collect(),
         links: [LinkCost::FREE; GroupKind::ALL.len()],
+        tiers: [LinkCost::FREE; Tier::ALL.len()],
         optimizer_element_bytes: (masters + options.optimizer.states()) * Dtype::F32.bytes(),
     }
 }

@@ -58,7 +58,7 @@ impl Trainer {
             let mut x: Option<Tensor> = None;
             for instruction in program.instructions {
                 match instruction {
-                    Instruction::StartGather(unit) => trainer.shards[unit].start_gather()?,
+                    Instruction::StartGather { unit, .. } => trainer.shards[unit].start_gather()?,
                     Instruction::WaitGather(unit) => trainer.wait_gather(unit)?,
                     Instruction::Forward { unit, .. } => x = Some(no_grad(|| compute(trainer, unit, x.as_ref()))?),
                     Instruction::Release(unit) => trainer.shards[unit].release()?,

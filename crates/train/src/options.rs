@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use shardwise_comm::{Group, ReduceOp};
-use shardwise_plan::program::{ActivationCheckpointing, Layout, Policy};
+use shardwise_plan::program::{ActivationCheckpointing, Layout, ModelParallel, Policy};
 use shardwise_plan::schedule::Schedule;
 use shardwise_plan::{Axis, Dtype, DynamicScale, Mesh};
 use shardwise_torch::tch::Device;
@@ -152,6 +152,7 @@ impl Ranks {
             replicate_rank: replicate.rank(),
             parameter_bytes: precision.param_dtype.bytes(),
             gradient_bytes: precision.reduce_dtype.bytes(),
+            model_parallel: ModelParallel::default(),
         }
     }
 

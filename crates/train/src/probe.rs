@@ -28,7 +28,7 @@ impl StepPhase {
             Instruction::Forward { .. } => Some(StepPhase::Forward),
             Instruction::Recompute { .. } => Some(StepPhase::Recompute),
             Instruction::Backward { .. } => Some(StepPhase::Backward),
-            Instruction::StartReduce(_) | Instruction::WaitReduceScatter(_) | Instruction::WaitReduce(_) => {
+            Instruction::StartReduce { .. } | Instruction::WaitReduceScatter(_) | Instruction::WaitReduce(_) => {
                 Some(StepPhase::Reduce)
             }
             Instruction::Update(_) => Some(StepPhase::Optimizer),

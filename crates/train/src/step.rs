@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use shardwise_comm::ReduceOp;
 use shardwise_model::{Activations, Batch, IGNORED, Model, Parameter, Unit};
-use shardwise_plan::program::{Instruction, Keep, Policy, Program, Programs, UnitSpec, build, check};
+use shardwise_plan::program::{Codec, Instruction, Keep, Policy, Program, Programs, UnitSpec, build, check};
 use shardwise_torch::autograd::{self, Graph};
 use shardwise_torch::tch::{Kind, Tensor, no_grad};
 use shardwise_zero::{Bytes, Layout, ParameterSpec, Pool, ShardedUnit};
@@ -61,11 +61,33 @@ fn unit_spec(unit: &Unit) -> UnitSpec {
         unit.parameters().iter().filter(|parameter| parameter.trainable == trainable).map(Parameter::elements).sum()
     };
     UnitSpec {
-        name: unit.name().to_string(),
-        trainable: elements(true),
         frozen: elements(false),
         tied: unit.tied().map(|tied| tied.unit),
-        backward_reads_parameters: unit.backward_reads_parameters(),
+        ..UnitSpec::new(unit.name(), elements(true), unit.backward_reads_parameters())
+    }
+}
+
+/// Fails if a program has instructions that training cannot execute yet: messages, halves of backward passes, offload, codecs.
+fn check_executable(program: &Program) -> Result<()> {
+    let is_unsupported = |instruction: &&Instruction| match instruction {
+        Instruction::Send(_)
+        | Instruction::StartReceive(_)
+        | Instruction::WaitReceive(_)
+        | Instruction::BackwardInput { .. }
+        | Instruction::BackwardWeight { .. }
+        | Instruction::StartFetch(_)
+        | Instruction::WaitFetch(_)
+        | Instruction::StartStore(_)
+        | Instruction::WaitStore(_) => true,
+        Instruction::StartGather { codec, .. } | Instruction::StartReduce { codec, .. } => *codec != Codec::None,
+        _ => false,
+    };
+    match program.instructions.iter().find(is_unsupported) {
+        Some(instruction) => {
+            let text = program.describe(instruction);
+            Err(Error::Options(format!("training cannot execute the instruction '{text}' yet")))
+        }
+        None => Ok(()),
     }
 }
 
@@ -219,6 +241,7 @@ impl Trainer {
         let program = build::train_step(&self.unit_specs, &policy);
         let checked = check(&Programs::uniform(program.clone()), &self.unit_specs, &policy, &self.ranks.mesh()?);
         checked.map_err(|violation| Error::Options(format!("the step's program is invalid: {violation}")))?;
+        check_executable(&program)?;
         let program = Arc::new(program);
         self.program = Some((policy, program.clone()));
         Ok(program)
@@ -264,7 +287,7 @@ impl Trainer {
         for &instruction in instructions {
             match instruction {
                 Instruction::CountTokens => self.count_targets(step)?,
-                Instruction::StartGather(unit) => self.shards[unit].start_gather()?,
+                Instruction::StartGather { unit, .. } => self.shards[unit].start_gather()?,
                 Instruction::WaitGather(unit) => self.wait_gather(unit)?,
                 Instruction::Release(unit) => self.shards[unit].release()?,
                 Instruction::Forward { unit, micro_batch, keep } => self.forward(unit, micro_batch, keep, step)?,
@@ -275,7 +298,7 @@ impl Trainer {
                         self.shards[unit].add_gradient(parameter, &grad)?;
                     }
                 }
-                Instruction::StartReduce(unit) => {
+                Instruction::StartReduce { unit, .. } => {
                     self.probe.enter(StepPhase::Reduce, unit);
                     self.shards[unit].start_reduce()?;
                 }
@@ -294,6 +317,7 @@ impl Trainer {
                     let (optimizer, factor) = step.update.as_ref().expect("an update has an optimizer");
                     self.shards[unit].update(optimizer, *factor)?;
                 }
+                other => unreachable!("a program with {other:?} is refused before the step"),
             }
         }
         Ok(())

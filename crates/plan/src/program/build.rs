@@ -181,7 +181,7 @@ impl<'a> Builder<'a> {
         for unit in spec.tied.into_iter().chain([unit]) {
             if self.parameters[unit] == Parameters::Sharded {
                 self.parameters[unit] = Parameters::Gathering;
-                self.push(Instruction::StartGather(unit));
+                self.push(Instruction::start_gather(unit));
             }
         }
     }
@@ -211,7 +211,7 @@ impl<'a> Builder<'a> {
     fn start_reduce(&mut self, unit: usize) {
         if self.units[unit].trainable > 0 {
             self.reductions[unit] = Reduction::WithinShards;
-            self.push(Instruction::StartReduce(unit));
+            self.push(Instruction::start_reduce(unit));
         }
         let earlier = unit + self.policy.prefetch;
         if self.reductions.get(earlier) == Some(&Reduction::WithinShards) {

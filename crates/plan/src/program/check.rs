@@ -5,54 +5,113 @@
 //! edited by hand. It looks at order only: not at memory, time or values.
 //!
 //! # Note: why programs that pass cannot deadlock
-//! A rank waits only for calls that it has issued itself. Suppose that ranks are blocked for good. One waits for a call that
-//! another rank has not issued, because that one waits for an earlier call in the order that both share ([`Rule::OneOrder`]),
-//! which a third has not issued, and so on. The calls get earlier and earlier, but there is a first one. If all ranks have the
-//! same program, they share the order trivially, so one pass over the program is enough for any number of ranks.
+//! Ranks that share a program agree with each other, so one rank stands for all of them, and a run of these few without time
+//! ([`execution`](super::execution)) shows whether all get to the end. That does not depend on how long things take: an issue and a
+//! send never block, and a wait ends once the other ranks have issued, sent or started to receive, in orders that do not depend
+//! on time. So the run without time gets exactly as far as every run with time.
 
 mod gradients;
+mod messages;
 mod passes;
 mod ranks;
+mod scope;
+mod tiers;
 mod unit_states;
 mod violation;
 
-pub use violation::{Programs, Rule, Violation};
+pub use violation::{Rule, Violation};
 
 use super::policy::{Policy, UnitSpec};
+use super::programs::{Party, Programs};
 use super::{Instruction, Program};
-use crate::mesh::Mesh;
+use crate::mesh::{Axis, Mesh};
+use scope::{Purpose, Scope};
 use violation::Problem;
 
 /// Checks the programs of all ranks of a mesh, and returns the first violation.
 ///
-/// The cost grows with the number of different programs, not with the number of ranks. Only a rank with its own program adds the
-/// ranks of its groups.
+/// The cost grows with the number of different programs, not with the number of ranks.
 pub fn check(programs: &Programs, units: &[UnitSpec], policy: &Policy, mesh: &Mesh) -> Result<(), Violation> {
-    let common_rank = (0..mesh.ranks()).find(|rank| !programs.exceptions.contains_key(rank));
-    let exceptions = programs.exceptions.iter().map(|(&rank, program)| (rank, program));
-    for (rank, program) in common_rank.map(|rank| (rank, &programs.common)).into_iter().chain(exceptions) {
-        check_program(program, units, policy).map_err(|problem| problem.on(rank, program))?;
-        if rank >= mesh.ranks() {
+    check_mesh(programs, mesh)?;
+    let parties = programs.parties(mesh);
+    for party in &parties {
+        check_names(party.program, units).map_err(|problem| problem.on(party.rank, party.program))?;
+    }
+    check_stages(programs, units, mesh)?;
+    let stages = programs.stages_of_units(units.len());
+    let purpose = programs.stages.iter().map(Purpose::of).max().unwrap_or(Purpose::Inference);
+    for Party { rank, stage, program, .. } in &parties {
+        let scope = Scope { units, policy, purpose, stages: &stages, stage: *stage };
+        check_program(program, &scope).map_err(|problem| problem.on(*rank, program))?;
+    }
+    ranks::check(&parties, &stages, units, policy, mesh)
+}
+
+/// Every stage of the mesh has a program, and every exception is a rank of the mesh.
+fn check_mesh(programs: &Programs, mesh: &Mesh) -> Result<(), Violation> {
+    let (found, expected) = (programs.stages.len(), mesh.size(Axis::Pipeline));
+    if found != expected {
+        let problem = format!("there are programs for {found} stages, but the mesh has {expected}");
+        let empty = Program { units: Vec::new(), instructions: Vec::new() };
+        return Err(Problem::missing(Rule::Fit, problem).on(0, &empty));
+    }
+    match programs.exceptions.iter().find(|(rank, _)| **rank >= mesh.ranks()) {
+        Some((&rank, program)) => {
             let problem = format!("the mesh has {} ranks", mesh.ranks());
-            return Err(Problem::missing(Rule::Fit, problem).on(rank, program));
+            Err(Problem::missing(Rule::Fit, problem).on(rank, program))
+        }
+        None => Ok(()),
+    }
+}
+
+/// Every unit is on one stage, and tied units are on the same one.
+fn check_stages(programs: &Programs, units: &[UnitSpec], mesh: &Mesh) -> Result<(), Violation> {
+    let stages = programs.stages_of_units(units.len());
+    let on_stage = |stage: usize, problem: Problem| {
+        let (rank, program) = (stage * mesh.stride(Axis::Pipeline), &programs.stages[stage]);
+        Err(problem.on(rank, program))
+    };
+    for (unit, spec) in units.iter().enumerate() {
+        let names_unit =
+            |program: &Program| program.instructions.iter().position(|instruction| instruction.unit() == Some(unit));
+        let Some(stage) = stages[unit] else {
+            let last = programs
+                .stages
+                .iter()
+                .enumerate()
+                .rev()
+                .find_map(|(stage, program)| Some((stage, names_unit(program)?)));
+            return match last {
+                Some((stage, position)) => {
+                    let problem = format!("{} is also on an earlier stage", spec.name);
+                    on_stage(stage, Problem::at(position, Rule::Fit, problem))
+                }
+                None => on_stage(0, Problem::missing(Rule::Fit, format!("{} is on no stage", spec.name))),
+            };
+        };
+        if let Some(tied) = spec.tied.filter(|&tied| stages[tied] != Some(stage)) {
+            let problem = format!("{} is tied to {}, which is on another stage", spec.name, units[tied].name);
+            return on_stage(stage, Problem::missing(Rule::Fit, problem));
         }
     }
-    match programs.exceptions.is_empty() {
-        true => Ok(()),
-        false => ranks::check(programs, units, policy, mesh),
-    }
+    Ok(())
 }
 
 /// The rules that concern one rank.
-fn check_program(program: &Program, units: &[UnitSpec], policy: &Policy) -> Result<(), Problem> {
-    check_fit(program, units)?;
-    unit_states::check(program, units, policy)?;
-    passes::check(program, units, policy)?;
-    gradients::check(program, units, policy)?;
+fn check_program(program: &Program, scope: &Scope<'_>) -> Result<(), Problem> {
+    let is_elsewhere = |instruction: &Instruction| instruction.unit().is_some_and(|unit| !scope.has(unit));
+    if let Some(position) = program.instructions.iter().position(is_elsewhere) {
+        return Err(Problem::at(position, Rule::Fit, "its unit is on another stage".to_string()));
+    }
+    unit_states::check(program, scope)?;
+    passes::check(program, scope)?;
+    gradients::check(program, scope)?;
+    tiers::check(program, scope)?;
     check_counts(program)
 }
 
-fn check_fit(program: &Program, units: &[UnitSpec]) -> Result<(), Problem> {
+/// A program names the units of the model, and no others.
+fn check_names(program: &Program, units: &[UnitSpec]) -> Result<(), Problem> {
     let misfit = |problem: String| Err(Problem::missing(Rule::Fit, problem));
     if !program.units.iter().eq(units.iter().map(|unit| &unit.name)) {
         return misfit("its units are not those of the model".to_string());

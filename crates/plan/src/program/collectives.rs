@@ -3,59 +3,10 @@
 //! [`calls`] expands a program into the calls that one rank issues and waits for. The checker matches them between ranks, the
 //! traffic is the sum of their bytes, and the simulator gives them a duration.
 
-use super::policy::{Policy, Sharding, UnitSpec};
-use super::{Instruction, Program};
-
-/// The ranks that take part in a collective.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum GroupKind {
-    /// All ranks.
-    World,
-    /// The ranks that hold the shards of one replica.
-    Shard,
-    /// The ranks that hold the same shard of all replicas.
-    Replicate,
-}
-
-impl GroupKind {
-    /// All kinds, in the order of their indices.
-    pub const ALL: [GroupKind; 3] = [GroupKind::World, GroupKind::Shard, GroupKind::Replicate];
-
-    /// The name in texts: `world`, `shard` or `replicate`.
-    pub fn name(self) -> &'static str {
-        match self {
-            GroupKind::World => "world",
-            GroupKind::Shard => "shard",
-            GroupKind::Replicate => "replicate",
-        }
-    }
-}
-
-/// What a collective does.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum CollectiveKind {
-    /// Every rank receives the parts of all.
-    AllGather,
-    /// Every rank receives its part of the sum.
-    ReduceScatter,
-    /// Every rank receives the sum.
-    AllReduce,
-}
-
-impl CollectiveKind {
-    /// All kinds, in the order of their indices.
-    pub const ALL: [CollectiveKind; 3] =
-        [CollectiveKind::AllGather, CollectiveKind::ReduceScatter, CollectiveKind::AllReduce];
-
-    /// The name in texts: `all-gather`, `reduce-scatter` or `all-reduce`.
-    pub fn name(self) -> &'static str {
-        match self {
-            CollectiveKind::AllGather => "all-gather",
-            CollectiveKind::ReduceScatter => "reduce-scatter",
-            CollectiveKind::AllReduce => "all-reduce",
-        }
-    }
-}
+use super::Program;
+use super::groups::{CollectiveKind, GroupKind};
+use super::instruction::{Codec, Instruction};
+use super::policy::{InnerCollective, Policy, Sharding, UnitSpec};
 
 /// A collective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -69,9 +20,24 @@ pub struct Collective {
     pub unit: Option<usize>,
     /// The number of elements, over all parts. Control calls have 0: a few numbers, which are not part of the traffic.
     pub elements: usize,
+    /// What the elements are.
+    pub element: Element,
+    /// How they travel.
+    pub codec: Codec,
     /// Whether it is called on the caller's part of `elements` in the shard group, instead of on all of them. All members of a
     /// replicate group have the same part.
     pub on_shard: bool,
+}
+
+/// An element of a collective.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Element {
+    /// In the dtype of the computation.
+    Parameter,
+    /// In the dtype of the reduction.
+    Gradient,
+    /// A byte of activations or of their gradients, inside a unit's pass.
+    Byte,
 }
 
 /// A call that a rank makes: it issues a collective, or waits for one.
@@ -101,43 +67,61 @@ pub enum CallOp {
 /// [`Instruction::WaitReduce`] issues what [`Instruction::WaitReduceScatter`] does if that has not come before it. Only [`calls`]
 /// knows; here it issues nothing.
 pub fn collectives_of(instruction: &Instruction, units: &[UnitSpec], policy: &Policy) -> Vec<Collective> {
+    let Some(unit) = instruction.unit() else { return control_call(instruction).into_iter().collect() };
+    let Some(spec) = units.get(unit) else { return Vec::new() };
     let Sharding { optimizer, gradients, parameters } = policy.sharding;
     let sums_part = optimizer || gradients;
-    let control = |kind| Collective { group: GroupKind::World, kind, unit: None, elements: 0, on_shard: false };
-    let of_unit = |group: GroupKind, kind, unit, elements: usize| {
-        let on_shard = group == GroupKind::Replicate && sums_part;
-        (elements > 0).then_some(Collective { group, kind, unit: Some(unit), elements, on_shard })
+    let gather = |elements, codec| {
+        of_unit(unit, GroupKind::Shard, CollectiveKind::AllGather, elements, Element::Parameter, codec)
     };
-    let elements = |unit: usize| units.get(unit).map_or((0, 0), |unit| (unit.trainable, unit.frozen));
+    let reduce = |group, kind, codec| {
+        let collective = of_unit(unit, group, kind, spec.trainable, Element::Gradient, codec)?;
+        Some(Collective { on_shard: group == GroupKind::Replicate && sums_part, ..collective })
+    };
+    let inner = |passes: &[InnerCollective]| {
+        let of_pass =
+            |inner: &InnerCollective| of_unit(unit, inner.group, inner.kind, inner.bytes, Element::Byte, Codec::None);
+        passes.iter().filter_map(of_pass).collect()
+    };
+    let one = |collective: Option<Collective>| collective.into_iter().collect();
     match *instruction {
-        Instruction::CountTokens => vec![control(CollectiveKind::AllGather)],
-        Instruction::ReduceTotals => vec![control(CollectiveKind::AllReduce)],
-        Instruction::StartGather(unit) if parameters => {
-            let (trainable, frozen) = elements(unit);
-            let gather = |elements| of_unit(GroupKind::Shard, CollectiveKind::AllGather, unit, elements);
-            [trainable, frozen].into_iter().filter_map(gather).collect()
+        Instruction::StartGather { codec, .. } if parameters => {
+            [spec.trainable, spec.frozen].into_iter().filter_map(|elements| gather(elements, codec)).collect()
         }
-        Instruction::StartReduce(unit) => {
+        Instruction::StartReduce { codec, .. } => {
             let kind = if sums_part { CollectiveKind::ReduceScatter } else { CollectiveKind::AllReduce };
-            of_unit(GroupKind::Shard, kind, unit, elements(unit).0).into_iter().collect()
+            one(reduce(GroupKind::Shard, kind, codec))
         }
-        Instruction::WaitReduceScatter(unit) => {
-            of_unit(GroupKind::Replicate, CollectiveKind::AllReduce, unit, elements(unit).0).into_iter().collect()
-        }
-        Instruction::Update(unit) if updates_are_gathered(policy) => {
-            of_unit(GroupKind::Shard, CollectiveKind::AllGather, unit, elements(unit).0).into_iter().collect()
-        }
-        Instruction::StartGather(_)
-        | Instruction::WaitGather(_)
-        | Instruction::Release(_)
-        | Instruction::Forward { .. }
-        | Instruction::Recompute { .. }
-        | Instruction::Backward { .. }
-        | Instruction::Accumulate { .. }
-        | Instruction::WaitReduce(_)
-        | Instruction::Norm(_)
-        | Instruction::Update(_) => Vec::new(),
+        Instruction::WaitReduceScatter(_) => one(reduce(GroupKind::Replicate, CollectiveKind::AllReduce, Codec::None)),
+        Instruction::Update(_) if updates_are_gathered(policy) => one(gather(spec.trainable, Codec::None)),
+        Instruction::Forward { .. } => inner(&spec.inner.forward),
+        Instruction::Recompute { .. } => inner(&spec.inner.recompute),
+        Instruction::Backward { .. } | Instruction::BackwardInput { .. } => inner(&spec.inner.backward),
+        _ => Vec::new(),
     }
+}
+
+/// The collective of a few numbers that an instruction without a unit issues.
+fn control_call(instruction: &Instruction) -> Option<Collective> {
+    let kind = match instruction {
+        Instruction::CountTokens => CollectiveKind::AllGather,
+        Instruction::ReduceTotals => CollectiveKind::AllReduce,
+        _ => return None,
+    };
+    let (group, element, codec) = (GroupKind::World, Element::Byte, Codec::None);
+    Some(Collective { group, kind, unit: None, elements: 0, element, codec, on_shard: false })
+}
+
+/// A collective on all elements of a unit, if it has any.
+fn of_unit(
+    unit: usize,
+    group: GroupKind,
+    kind: CollectiveKind,
+    elements: usize,
+    element: Element,
+    codec: Codec,
+) -> Option<Collective> {
+    (elements > 0).then_some(Collective { group, kind, unit: Some(unit), elements, element, codec, on_shard: false })
 }
 
 /// All calls of a program in order, each with the position of its instruction.
@@ -185,20 +169,24 @@ impl Expansion<'_> {
     fn expand(&mut self, position: usize, instruction: &Instruction) {
         let unit = instruction.unit().filter(|&unit| unit < self.units.len());
         match (*instruction, unit) {
-            (Instruction::CountTokens | Instruction::ReduceTotals, _) => {
-                let issued = self.issue(position, instruction);
-                self.wait(position, issued);
-            }
-            (Instruction::StartGather(_) | Instruction::Update(_), Some(unit)) => {
-                let issued = self.issue(position, instruction);
+            (Instruction::CountTokens | Instruction::ReduceTotals, _) => self.issue_and_wait(position, instruction),
+            (
+                Instruction::Forward { .. }
+                | Instruction::Recompute { .. }
+                | Instruction::Backward { .. }
+                | Instruction::BackwardInput { .. },
+                Some(_),
+            ) => self.issue_and_wait(position, instruction),
+            (Instruction::StartGather { .. } | Instruction::Update(_), Some(unit)) => {
+                let issued = self.issue_all(position, instruction);
                 self.pending[unit].gathers.extend(issued);
             }
             (Instruction::WaitGather(_), Some(unit)) => {
                 let issued = std::mem::take(&mut self.pending[unit].gathers);
                 self.wait(position, issued);
             }
-            (Instruction::StartReduce(_), Some(unit)) => {
-                let issued = self.issue(position, instruction);
+            (Instruction::StartReduce { .. }, Some(unit)) => {
+                let issued = self.issue_all(position, instruction);
                 self.pending[unit].within_shards.extend(issued);
             }
             (Instruction::WaitReduceScatter(_), Some(unit)) => self.wait_reduce_scatter(position, unit),
@@ -211,23 +199,34 @@ impl Expansion<'_> {
         }
     }
 
-    /// Waits for a unit's reduction within the shard group, and issues the one between replicas.
+    /// Waits for a unit's reduction within the shard group, and issues the one between replicas, which travels alike.
     fn wait_reduce_scatter(&mut self, position: usize, unit: usize) {
         let issued = std::mem::take(&mut self.pending[unit].within_shards);
         for reduction in issued {
             self.wait(position, vec![reduction]);
-            let issued = self.issue(position, &Instruction::WaitReduceScatter(unit));
-            self.pending[unit].between_replicas.extend(issued);
+            for between in collectives_of(&Instruction::WaitReduceScatter(unit), self.units, self.policy) {
+                let issued = self.issue(position, Collective { codec: reduction.0.codec, ..between });
+                self.pending[unit].between_replicas.push(issued);
+            }
         }
     }
 
-    fn issue(&mut self, position: usize, instruction: &Instruction) -> Vec<Issued> {
+    /// Issues the collectives of an instruction, and waits for each before the next.
+    fn issue_and_wait(&mut self, position: usize, instruction: &Instruction) {
+        for collective in collectives_of(instruction, self.units, self.policy) {
+            let issued = self.issue(position, collective);
+            self.wait(position, vec![issued]);
+        }
+    }
+
+    fn issue_all(&mut self, position: usize, instruction: &Instruction) -> Vec<Issued> {
         let collectives = collectives_of(instruction, self.units, self.policy);
-        let issue = |collective| {
-            self.calls.push((position, Call { collective, op: CallOp::Issue }));
-            (collective, Some(self.calls.len() - 1))
-        };
-        collectives.into_iter().map(issue).collect()
+        collectives.into_iter().map(|collective| self.issue(position, collective)).collect()
+    }
+
+    fn issue(&mut self, position: usize, collective: Collective) -> Issued {
+        self.calls.push((position, Call { collective, op: CallOp::Issue }));
+        (collective, Some(self.calls.len() - 1))
     }
 
     fn wait(&mut self, position: usize, issued: Vec<Issued>) {

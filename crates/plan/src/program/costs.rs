@@ -13,7 +13,8 @@
 use std::fmt;
 use std::str::FromStr;
 
-use super::collectives::GroupKind;
+use super::groups::GroupKind;
+use super::instruction::Tier;
 use super::text::ParseError;
 
 /// What a step costs on one rank.
@@ -23,6 +24,8 @@ pub struct Costs {
     pub units: Vec<UnitCost>,
     /// The links, in the order of [`GroupKind::ALL`].
     pub links: [LinkCost; GroupKind::ALL.len()],
+    /// The links to memory outside the device, in the order of [`Tier::ALL`].
+    pub tiers: [LinkCost; Tier::ALL.len()],
     /// The bytes of f32 masters and optimizer state per trainable element.
     pub optimizer_element_bytes: usize,
 }
@@ -67,11 +70,18 @@ pub struct LinkCost {
     pub latency_s: f64,
     /// The bytes per second that a rank sends in a large call; may be infinite.
     pub bytes_per_s: f64,
+    /// The CPU time per byte that the rank's communication thread takes from its computation, because cores are scarce.
+    pub cpu_s_per_byte: f64,
 }
 
 impl LinkCost {
     /// A link that takes no time.
-    pub const FREE: LinkCost = LinkCost { latency_s: 0., bytes_per_s: f64::INFINITY };
+    pub const FREE: LinkCost = LinkCost::new(0., f64::INFINITY);
+
+    /// A link that takes no CPU time from computation.
+    pub const fn new(latency_s: f64, bytes_per_s: f64) -> Self {
+        LinkCost { latency_s, bytes_per_s, cpu_s_per_byte: 0. }
+    }
 
     /// The time to send this many bytes.
     pub fn duration_s(&self, bytes: usize) -> f64 {
@@ -80,6 +90,13 @@ impl LinkCost {
 }
 
 impl Costs {
+    /// Links for [`Costs::links`] that are free, except those of some kinds of groups.
+    pub fn free_links_except(given: &[(GroupKind, LinkCost)]) -> [LinkCost; GroupKind::ALL.len()] {
+        let mut links = [LinkCost::FREE; GroupKind::ALL.len()];
+        given.iter().for_each(|&(group, link)| links[group as usize] = link);
+        links
+    }
+
     /// The link of one kind of group.
     pub fn link(&self, group: GroupKind) -> &LinkCost {
         &self.links[group as usize]
@@ -90,8 +107,10 @@ impl fmt::Display for Costs {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "optimizer element_bytes={}", self.optimizer_element_bytes)?;
         for group in GroupKind::ALL {
-            let LinkCost { latency_s, bytes_per_s } = self.link(group);
-            writeln!(f, "link {} latency_s={latency_s} bytes_per_s={bytes_per_s}", group.name())?;
+            write_link(f, "link", group.name(), self.link(group), is_required(group))?;
+        }
+        for tier in Tier::ALL {
+            write_link(f, "tier", tier.name(), &self.tiers[tier as usize], false)?;
         }
         for unit in &self.units {
             let UnitCost { name, forward_s, backward_s, update_s, norm_s, .. } = unit;
@@ -106,12 +125,30 @@ impl fmt::Display for Costs {
     }
 }
 
+/// Whether the text of costs must have a line for this kind of group. Other links are free if they have none.
+fn is_required(group: GroupKind) -> bool {
+    matches!(group, GroupKind::World | GroupKind::Shard | GroupKind::Replicate)
+}
+
+fn write_link(f: &mut fmt::Formatter<'_>, word: &str, name: &str, link: &LinkCost, is_required: bool) -> fmt::Result {
+    let LinkCost { latency_s, bytes_per_s, cpu_s_per_byte } = link;
+    if !is_required && *link == LinkCost::FREE {
+        return Ok(());
+    }
+    write!(f, "{word} {name} latency_s={latency_s} bytes_per_s={bytes_per_s}")?;
+    if *cpu_s_per_byte > 0. {
+        write!(f, " cpu_s_per_byte={cpu_s_per_byte}")?;
+    }
+    writeln!(f)
+}
+
 impl FromStr for Costs {
     type Err = ParseError;
 
     fn from_str(text: &str) -> Result<Self, ParseError> {
         let mut units = Vec::new();
         let mut links = [None; GroupKind::ALL.len()];
+        let mut tiers = [LinkCost::FREE; Tier::ALL.len()];
         let mut optimizer_element_bytes = None;
         for (index, line) in text.lines().enumerate() {
             let fail = |problem: String| ParseError { line: index + 1, problem };
@@ -128,16 +165,24 @@ impl FromStr for Costs {
                     let group = group.ok_or_else(|| fail(format!("there is no group '{name}'")))?;
                     links[group as usize] = Some(parse_link(fields).map_err(fail)?);
                 }
+                ["tier", name, ref fields @ ..] => {
+                    let tier = Tier::ALL.into_iter().find(|tier| tier.name() == name);
+                    let tier = tier.ok_or_else(|| fail(format!("there is no tier '{name}'")))?;
+                    tiers[tier as usize] = parse_link(fields).map_err(fail)?;
+                }
                 ["unit", name, ref fields @ ..] => units.push(parse_unit(name, fields).map_err(fail)?),
-                [first, ..] => return Err(fail(format!("'{first}' is not optimizer, link or unit"))),
+                [first, ..] => return Err(fail(format!("'{first}' is not optimizer, link, tier or unit"))),
             }
         }
         let end = text.lines().count().max(1);
         let missing = |what: String| ParseError { line: end, problem: format!("the line '{what} …' is missing") };
         let optimizer_element_bytes = optimizer_element_bytes.ok_or_else(|| missing("optimizer".to_string()))?;
-        let link = |group: GroupKind| links[group as usize].ok_or_else(|| missing(format!("link {}", group.name())));
-        let links = [link(GroupKind::World)?, link(GroupKind::Shard)?, link(GroupKind::Replicate)?];
-        Ok(Costs { units, links, optimizer_element_bytes })
+        let is_missing = |group: &GroupKind| is_required(*group) && links[*group as usize].is_none();
+        if let Some(group) = GroupKind::ALL.into_iter().find(is_missing) {
+            return Err(missing(format!("link {}", group.name())));
+        }
+        let links = links.map(|link| link.unwrap_or(LinkCost::FREE));
+        Ok(Costs { units, links, tiers, optimizer_element_bytes })
     }
 }
 
@@ -156,7 +201,9 @@ const BYTES: [(&str, fn(&mut UnitCost) -> &mut usize); 9] = [
 
 fn parse_link(fields: &[&str]) -> Result<LinkCost, String> {
     let mut fields = Fields::parse(fields)?;
-    let link = LinkCost { latency_s: fields.seconds("latency_s")?, bytes_per_s: fields.number("bytes_per_s")? };
+    let cpu_s_per_byte = if fields.has("cpu_s_per_byte") { fields.seconds("cpu_s_per_byte")? } else { 0. };
+    let (latency_s, bytes_per_s) = (fields.seconds("latency_s")?, fields.number("bytes_per_s")?);
+    let link = LinkCost { latency_s, bytes_per_s, cpu_s_per_byte };
     if link.bytes_per_s <= 0. {
         return Err("bytes_per_s must be more than 0".to_string());
     }
@@ -188,6 +235,10 @@ impl<'a> Fields<'a> {
     fn parse(words: &[&'a str]) -> Result<Self, String> {
         let pair = |word: &'a str| word.split_once('=').ok_or_else(|| format!("'{word}' is not key=value"));
         Ok(Fields(words.iter().copied().map(pair).collect::<Result<_, _>>()?))
+    }
+
+    fn has(&self, key: &str) -> bool {
+        self.0.iter().any(|(found, _)| *found == key)
     }
 
     fn take(&mut self, key: &str) -> Result<&'a str, String> {

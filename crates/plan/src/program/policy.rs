@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use super::groups::{CollectiveKind, GroupKind};
+
 /// What is sharded. A rank keeps only its own shard of everything that is selected here. The ZeRO stages are presets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sharding {
@@ -91,11 +93,47 @@ pub struct UnitSpec {
     pub tied: Option<usize>,
     /// Whether the backward pass reads the parameters.
     pub backward_reads_parameters: bool,
+    /// The bytes of its output for one micro-batch, which are sent if the next unit is on another stage of the pipeline. The
+    /// gradient of the output, which comes back, has as many.
+    pub output_bytes: usize,
+    /// The collectives inside its passes.
+    pub inner: InnerCollectives,
 }
 
 impl UnitSpec {
-    /// A unit with trainable parameters only, and not tied to another.
+    /// A unit with trainable parameters only, not tied to another, whose passes do not communicate.
     pub fn new(name: &str, trainable: usize, backward_reads_parameters: bool) -> Self {
-        UnitSpec { name: name.to_string(), trainable, frozen: 0, tied: None, backward_reads_parameters }
+        UnitSpec {
+            name: name.to_string(),
+            trainable,
+            frozen: 0,
+            tied: None,
+            backward_reads_parameters,
+            output_bytes: 0,
+            inner: InnerCollectives::default(),
+        }
     }
+}
+
+/// The collectives inside a unit's passes, in order: tensor, context and expert parallelism need them. Each pass issues and awaits
+/// them one after the other.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct InnerCollectives {
+    /// Those of a forward pass.
+    pub forward: Vec<InnerCollective>,
+    /// Those of recomputing it.
+    pub recompute: Vec<InnerCollective>,
+    /// Those of a backward pass. If it has two halves, they belong to the first.
+    pub backward: Vec<InnerCollective>,
+}
+
+/// A collective inside a unit's pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct InnerCollective {
+    /// The ranks that take part.
+    pub group: GroupKind,
+    /// What it does.
+    pub kind: CollectiveKind,
+    /// The bytes of the tensor: over all parts of an all-gather or a reduce-scatter, and of one rank's buffer otherwise.
+    pub bytes: usize,
 }

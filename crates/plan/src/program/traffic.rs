@@ -5,9 +5,12 @@
 //! counts, losses and norms.
 
 use super::Program;
-use super::collectives::{CallOp, Collective, CollectiveKind, GroupKind, calls};
+use super::collectives::{CallOp, Collective, Element, calls};
+use super::groups::{CollectiveKind, GroupKind};
+use super::instruction::{Instruction, Message, Payload};
 use super::policy::{Policy, UnitSpec};
 use crate::Partition;
+use crate::mesh::{Axis, Mesh};
 
 /// Where a rank is among the others, and the size of the elements that they send.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,15 +27,88 @@ pub struct Layout {
     pub parameter_bytes: usize,
     /// The bytes of a gradient, in the dtype of the reduction.
     pub gradient_bytes: usize,
+    /// Where the rank is along the axes that divide the model.
+    pub model_parallel: ModelParallel,
+}
+
+/// A rank's place along the axes that divide the model. The default is a model that is not divided.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ModelParallel {
+    /// Along the stages of the pipeline.
+    pub pipeline: Place,
+    /// Among the ranks that hold the experts of a layer.
+    pub expert: Place,
+    /// Among the ranks that hold the parts of a sequence.
+    pub context: Place,
+    /// Among the ranks that hold the parts of a matrix.
+    pub tensor: Place,
+}
+
+/// A rank's index along an axis, and the size of the axis.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// The number of ranks.
+    pub size: usize,
+    /// This rank's index.
+    pub index: usize,
+}
+
+impl Default for Place {
+    fn default() -> Self {
+        Place { size: 1, index: 0 }
+    }
 }
 
 impl Layout {
+    /// The layout of a rank of a mesh.
+    ///
+    /// # Panics
+    /// If the mesh has no such rank.
+    pub fn of_rank(mesh: &Mesh, rank: usize, parameter_bytes: usize, gradient_bytes: usize) -> Self {
+        let coordinates = mesh.coordinates(rank);
+        let place = |axis| Place { size: mesh.size(axis), index: coordinates.along(axis) };
+        let (shard, replicate) = (place(Axis::Shard), place(Axis::Replicate));
+        Layout {
+            shard: shard.size,
+            replicate: replicate.size,
+            shard_rank: shard.index,
+            replicate_rank: replicate.index,
+            parameter_bytes,
+            gradient_bytes,
+            model_parallel: ModelParallel {
+                pipeline: place(Axis::Pipeline),
+                expert: place(Axis::Expert),
+                context: place(Axis::Context),
+                tensor: place(Axis::Tensor),
+            },
+        }
+    }
+
     /// The number of ranks in a group.
     pub fn group_size(&self, group: GroupKind) -> usize {
+        self.place(group).size
+    }
+
+    /// This rank's place in a group.
+    fn place(&self, group: GroupKind) -> Place {
+        let shard = Place { size: self.shard, index: self.shard_rank };
+        let replicate = Place { size: self.replicate, index: self.replicate_rank };
+        let ModelParallel { pipeline, expert, context, tensor } = self.model_parallel;
         match group {
-            GroupKind::World => self.shard * self.replicate,
-            GroupKind::Shard => self.shard,
-            GroupKind::Replicate => self.replicate,
+            GroupKind::World => {
+                let axes = [pipeline, replicate, shard, expert, context, tensor];
+                let within = |outer: Place, inner: Place| Place {
+                    size: outer.size * inner.size,
+                    index: outer.index * inner.size + inner.index,
+                };
+                axes.into_iter().fold(Place::default(), within)
+            }
+            GroupKind::Shard => shard,
+            GroupKind::Replicate => replicate,
+            GroupKind::Pipeline => pipeline,
+            GroupKind::Expert => expert,
+            GroupKind::Context => context,
+            GroupKind::Tensor => tensor,
         }
     }
 
@@ -41,12 +117,18 @@ impl Layout {
     /// # Panics
     /// If this rank's index is not in its groups.
     pub fn sent_bytes(&self, collective: &Collective) -> usize {
-        let rank = match collective.group {
-            GroupKind::World => self.replicate_rank * self.shard + self.shard_rank,
-            GroupKind::Shard => self.shard_rank,
-            GroupKind::Replicate => self.replicate_rank,
+        self.sent_by(collective, self.shard_rank, self.place(collective.group).index)
+    }
+
+    /// The bytes of a message that a rank sends or receives; 0 if it names a unit that does not exist.
+    pub fn message_bytes(&self, message: &Message, sends: bool, units: &[UnitSpec]) -> usize {
+        // The gradient of a unit's input is as large as the output of the unit before.
+        let producer = match (message.payload, sends) {
+            (Payload::Activations, true) | (Payload::Gradients, false) => Some(message.unit),
+            (Payload::Activations, false) | (Payload::Gradients, true) => message.unit.checked_sub(1),
         };
-        self.sent_by(collective, self.shard_rank, rank)
+        let output_bytes = producer.and_then(|unit| units.get(unit)).map_or(0, |unit| unit.output_bytes);
+        output_bytes / self.parameter_bytes * message.codec.element_bytes(self.parameter_bytes)
     }
 
     /// The bytes that the rank sends that sends the most in a collective. All others wait for it.
@@ -54,7 +136,7 @@ impl Layout {
         // The first part is the longest. Who owns the shortest part sends the most of the others'.
         let rank = match collective.kind {
             CollectiveKind::AllGather | CollectiveKind::AllReduce => 0,
-            CollectiveKind::ReduceScatter => self.group_size(collective.group) - 1,
+            CollectiveKind::ReduceScatter | CollectiveKind::AllToAll => self.group_size(collective.group) - 1,
         };
         self.sent_by(collective, 0, rank)
     }
@@ -73,10 +155,19 @@ impl Layout {
         let size = self.group_size(collective.group);
         let part = Partition::new(len, size).part_len(rank);
         let (gathered, scattered) = (part * (size - 1), len - part);
-        match collective.kind {
-            CollectiveKind::AllGather => gathered * self.parameter_bytes,
-            CollectiveKind::ReduceScatter => scattered * self.gradient_bytes,
-            CollectiveKind::AllReduce => (scattered + gathered) * self.gradient_bytes,
+        let elements = match collective.kind {
+            CollectiveKind::AllGather => gathered,
+            CollectiveKind::ReduceScatter | CollectiveKind::AllToAll => scattered,
+            CollectiveKind::AllReduce => scattered + gathered,
+        };
+        elements * collective.codec.element_bytes(self.element_bytes(collective.element))
+    }
+
+    fn element_bytes(&self, element: Element) -> usize {
+        match element {
+            Element::Parameter => self.parameter_bytes,
+            Element::Gradient => self.gradient_bytes,
+            Element::Byte => 1,
         }
     }
 }
@@ -97,10 +188,11 @@ impl Traffic {
     }
 }
 
-/// Sent bytes by group and collective.
+/// Sent bytes by group and collective, and those of messages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Sent {
     bytes: [[u64; CollectiveKind::ALL.len()]; GroupKind::ALL.len()],
+    message_bytes: u64,
 }
 
 impl Sent {
@@ -114,12 +206,18 @@ impl Sent {
         GroupKind::ALL.iter().map(|&group| self.bytes(group, kind)).sum()
     }
 
-    /// The bytes sent in one kind of group by all collectives.
-    pub fn group_bytes(&self, group: GroupKind) -> u64 {
-        CollectiveKind::ALL.iter().map(|&kind| self.bytes(group, kind)).sum()
+    /// The bytes of the messages to other stages of the pipeline.
+    pub fn message_bytes(&self) -> u64 {
+        self.message_bytes
     }
 
-    /// The sum over all groups and collectives.
+    /// The bytes sent in one kind of group by all collectives. Those of the pipeline include messages.
+    pub fn group_bytes(&self, group: GroupKind) -> u64 {
+        let messages = if group == GroupKind::Pipeline { self.message_bytes } else { 0 };
+        CollectiveKind::ALL.iter().map(|&kind| self.bytes(group, kind)).sum::<u64>() + messages
+    }
+
+    /// The sum over all groups, collectives and messages.
     pub fn total_bytes(&self) -> u64 {
         GroupKind::ALL.iter().map(|&group| self.group_bytes(group)).sum()
     }
@@ -140,6 +238,11 @@ pub fn traffic(program: &Program, units: &[UnitSpec], policy: &Policy, layout: &
         if call.op == CallOp::Issue && call.collective.unit.is_some() {
             let sent = if position < first_update { &mut traffic.step } else { &mut traffic.update };
             sent.add(&call.collective, layout.sent_bytes(&call.collective));
+        }
+    }
+    for instruction in &program.instructions {
+        if let Instruction::Send(message) = instruction {
+            traffic.step.message_bytes += layout.message_bytes(message, true, units) as u64;
         }
     }
     traffic

@@ -1,7 +1,8 @@
 //! [`Rule::Gradients`]: from the backward passes to the update.
 
-use super::violation::{Problem, Purpose, Rule, first_trainable};
-use crate::program::{Instruction, Policy, Program, UnitSpec};
+use super::scope::{Purpose, Scope};
+use super::violation::{Problem, Rule};
+use crate::program::{Instruction, Program};
 
 /// How far the reduction of a unit's gradients is.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -28,16 +29,14 @@ struct UnitGradients {
 }
 
 struct Gradients<'a> {
-    specs: &'a [UnitSpec],
-    policy: &'a Policy,
-    purpose: Purpose,
+    scope: &'a Scope<'a>,
     /// The unit and micro-batch of the last backward pass, if its gradients were not accumulated yet.
     computed: Option<(usize, usize)>,
     units: Vec<UnitGradients>,
     has_totals: bool,
 }
 
-pub(super) fn check(program: &Program, specs: &[UnitSpec], policy: &Policy) -> Result<(), Problem> {
+pub(super) fn check(program: &Program, scope: &Scope<'_>) -> Result<(), Problem> {
     let at_start = UnitGradients {
         added: 0,
         last_micro_batch: 0,
@@ -47,9 +46,8 @@ pub(super) fn check(program: &Program, specs: &[UnitSpec], policy: &Policy) -> R
         has_norm: false,
         is_updated: false,
     };
-    let units = vec![at_start; specs.len()];
-    let purpose = Purpose::of(program);
-    let mut gradients = Gradients { specs, policy, purpose, computed: None, units, has_totals: false };
+    let units = vec![at_start; scope.units.len()];
+    let mut gradients = Gradients { scope, computed: None, units, has_totals: false };
     for (position, instruction) in program.instructions.iter().enumerate() {
         let applied = gradients.apply(position, instruction);
         applied.map_err(|problem| Problem::at(position, Rule::Gradients, problem))?;
@@ -60,25 +58,22 @@ pub(super) fn check(program: &Program, specs: &[UnitSpec], policy: &Policy) -> R
 impl Gradients<'_> {
     fn apply(&mut self, position: usize, instruction: &Instruction) -> Result<(), String> {
         match *instruction {
-            Instruction::Backward { unit, micro_batch } => self.backward(unit, micro_batch),
+            Instruction::Backward { unit, micro_batch } | Instruction::BackwardWeight { unit, micro_batch } => {
+                self.backward(unit, micro_batch)
+            }
             Instruction::Accumulate { unit, micro_batch } => self.accumulate(unit, micro_batch),
-            Instruction::StartReduce(unit) => self.start_reduce(unit, position),
+            Instruction::StartReduce { unit, .. } => self.start_reduce(unit, position),
             Instruction::WaitReduceScatter(unit) => self.wait_reduce_scatter(unit, position),
             Instruction::WaitReduce(unit) => self.wait_reduce(unit, position),
             Instruction::Norm(unit) => self.norm(unit),
             Instruction::ReduceTotals => self.reduce_totals(),
             Instruction::Update(unit) => self.update(unit),
-            Instruction::CountTokens
-            | Instruction::StartGather(_)
-            | Instruction::WaitGather(_)
-            | Instruction::Release(_)
-            | Instruction::Forward { .. }
-            | Instruction::Recompute { .. } => Ok(()),
+            _ => Ok(()),
         }
     }
 
     fn backward(&mut self, unit: usize, micro_batch: usize) -> Result<(), String> {
-        if self.purpose == Purpose::Training {
+        if self.scope.purpose == Purpose::Training {
             self.check_accumulated()?;
         }
         self.computed = Some((unit, micro_batch));
@@ -90,7 +85,7 @@ impl Gradients<'_> {
             return Err("it must follow the backward pass whose gradients it adds, before the next one".to_string());
         }
         for target in self.targets(unit) {
-            let (name, is_sharded) = (&self.specs[target].name, self.policy.sharding.gradients);
+            let (name, is_sharded) = (&self.scope.units[target].name, self.scope.policy.sharding.gradients);
             let gradients = &mut self.units[target];
             if gradients.reduction != Reduction::None {
                 return Err(format!("the gradients of {name} are being reduced"));
@@ -110,7 +105,7 @@ impl Gradients<'_> {
 
     fn start_reduce(&mut self, unit: usize, position: usize) -> Result<(), String> {
         self.check_trainable(unit)?;
-        let micro_batches = if self.policy.reduce_each_micro_batch { 1 } else { self.policy.micro_batches };
+        let micro_batches = if self.scope.policy.reduce_each_micro_batch { 1 } else { self.scope.policy.micro_batches };
         let expected = self.contributors(unit) * micro_batches;
         let gradients = &mut self.units[unit];
         if gradients.reduction != Reduction::None {
@@ -148,7 +143,7 @@ impl Gradients<'_> {
 
     fn norm(&mut self, unit: usize) -> Result<(), String> {
         self.check_trainable(unit)?;
-        let planned = if self.policy.reduce_each_micro_batch { self.policy.micro_batches } else { 1 };
+        let planned = if self.scope.policy.reduce_each_micro_batch { self.scope.policy.micro_batches } else { 1 };
         let gradients = &mut self.units[unit];
         if gradients.reduction != Reduction::None || gradients.reductions != planned {
             return Err("its gradients are not completely reduced".to_string());
@@ -164,9 +159,9 @@ impl Gradients<'_> {
         if self.has_totals {
             return Err("the totals are reduced already".to_string());
         }
-        let lacks_norm = |&unit: &usize| self.specs[unit].trainable > 0 && !self.units[unit].has_norm;
-        if let Some(unit) = (0..self.units.len()).find(lacks_norm) {
-            return Err(format!("{} has no norm yet", self.specs[unit].name));
+        let lacks_norm = |&unit: &usize| self.scope.units[unit].trainable > 0 && !self.units[unit].has_norm;
+        if let Some(unit) = self.scope.own().find(lacks_norm) {
+            return Err(format!("{} has no norm yet", self.scope.units[unit].name));
         }
         self.has_totals = true;
         Ok(())
@@ -187,20 +182,21 @@ impl Gradients<'_> {
     fn check_end(&self, program: &Program) -> Result<(), Problem> {
         let missing = |problem: String| Err(Problem::missing(Rule::Gradients, problem));
         if let Some(running) = self.units.iter().position(|unit| unit.reduction != Reduction::None) {
-            let problem = format!("the gradients of {} are still being reduced at the end", self.specs[running].name);
+            let problem =
+                format!("the gradients of {} are still being reduced at the end", self.scope.units[running].name);
             return Err(Problem { position: self.units[running].changed_at, rule: Rule::Gradients, problem });
         }
-        if self.purpose != Purpose::Training {
+        if self.scope.purpose != Purpose::Training {
             return Ok(());
         }
         self.check_accumulated().map_err(|problem| Problem::missing(Rule::Gradients, problem))?;
         if !self.has_totals {
             return missing("the totals are never reduced".to_string());
         }
-        let lacks_update = |&unit: &usize| self.specs[unit].trainable > 0 && !self.units[unit].is_updated;
-        match (0..self.units.len()).find(lacks_update) {
+        let lacks_update = |&unit: &usize| self.scope.units[unit].trainable > 0 && !self.units[unit].is_updated;
+        match self.scope.own().find(lacks_update) {
             Some(unit) if self.units.iter().any(|unit| unit.is_updated) => {
-                missing(format!("{} is never updated, but other units are", self.specs[unit].name))
+                missing(format!("{} is never updated, but other units are", self.scope.units[unit].name))
             }
             // A skipped step.
             Some(_) if program.instructions.last() != Some(&Instruction::ReduceTotals) => {
@@ -213,7 +209,7 @@ impl Gradients<'_> {
     fn check_accumulated(&self) -> Result<(), String> {
         match self.computed {
             Some((unit, micro_batch)) => {
-                let name = &self.specs[unit].name;
+                let name = &self.scope.units[unit].name;
                 Err(format!("the gradients of {name} in micro-batch {micro_batch} were not accumulated"))
             }
             None => Ok(()),
@@ -221,7 +217,7 @@ impl Gradients<'_> {
     }
 
     fn check_trainable(&self, unit: usize) -> Result<(), String> {
-        match self.specs[unit].trainable > 0 {
+        match self.scope.units[unit].trainable > 0 {
             true => Ok(()),
             false => Err("it has no trainable parameters".to_string()),
         }
@@ -229,13 +225,13 @@ impl Gradients<'_> {
 
     /// The units that get gradients from a backward pass of `unit`.
     fn targets(&self, unit: usize) -> Vec<usize> {
-        let tied = self.specs[unit].tied.filter(|&tied| tied != unit);
-        tied.into_iter().chain([unit]).filter(|&target| self.specs[target].trainable > 0).collect()
+        let tied = self.scope.units[unit].tied.filter(|&tied| tied != unit);
+        tied.into_iter().chain([unit]).filter(|&target| self.scope.units[target].trainable > 0).collect()
     }
 
     /// The number of units whose backward passes give gradients to `unit`.
     fn contributors(&self, unit: usize) -> usize {
-        let gives = |&from: &usize| from == unit || self.specs[from].tied == Some(unit);
-        (first_trainable(self.specs)..self.specs.len()).filter(gives).count()
+        let gives = |&from: &usize| from == unit || self.scope.units[from].tied == Some(unit);
+        self.scope.own().filter(|&from| from >= self.scope.first_trainable()).filter(gives).count()
     }
 }

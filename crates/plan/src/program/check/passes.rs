@@ -1,7 +1,8 @@
-//! [`Rule::Passes`]: the way of each micro-batch through the units.
+//! [`Rule::Passes`]: the way of each micro-batch through the units of a stage.
 
-use super::violation::{Problem, Purpose, Rule, first_trainable};
-use crate::program::{ActivationCheckpointing, Instruction, Keep, Policy, Program, UnitSpec};
+use super::scope::{Purpose, Scope};
+use super::violation::{Problem, Rule};
+use crate::program::{ActivationCheckpointing, Codec, Instruction, Keep, Message, Payload, Program};
 
 /// What is kept for a backward pass.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -13,33 +14,57 @@ enum Activations {
     Ready,
 }
 
-/// How far a micro-batch is.
-#[derive(Clone)]
-struct MicroBatch {
-    /// The number of units that it has passed forward.
-    forward: usize,
-    /// The number of units that it has yet to pass backward, counted from the first unit of the model.
-    backward: usize,
-    /// By unit.
-    activations: Vec<Activations>,
+/// How far a backward pass is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Backward {
+    None,
+    /// The gradient of the input is computed.
+    Input,
+    Complete,
+}
+
+/// How far a message is that a unit needs.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Receive {
+    None,
+    Started(Codec),
+    Complete,
+}
+
+/// How far a micro-batch is in a unit.
+#[derive(Clone, Copy)]
+struct Pass {
+    has_forward: bool,
+    activations: Activations,
+    backward: Backward,
+    /// By payload.
+    received: [Receive; 2],
+    /// By payload.
+    is_sent: [bool; 2],
 }
 
 struct Passes<'a> {
-    units: &'a [UnitSpec],
-    policy: &'a Policy,
+    scope: &'a Scope<'a>,
     /// The unit where the backward pass ends; the number of units if there is no backward pass.
     backward_end: usize,
-    micro_batches: Vec<MicroBatch>,
+    /// By micro-batch and unit.
+    passes: Vec<Vec<Pass>>,
 }
 
-pub(super) fn check(program: &Program, units: &[UnitSpec], policy: &Policy) -> Result<(), Problem> {
-    let purpose = Purpose::of(program);
-    let (backward_end, micro_batches) = match purpose {
-        Purpose::Training | Purpose::Replay => (first_trainable(units), policy.micro_batches),
-        Purpose::Inference => (units.len(), 1),
+pub(super) fn check(program: &Program, scope: &Scope<'_>) -> Result<(), Problem> {
+    let (backward_end, micro_batches) = match scope.purpose {
+        Purpose::Training | Purpose::Replay => (scope.first_trainable(), scope.policy.micro_batches),
+        Purpose::Inference => (scope.units.len(), 1),
     };
-    let at_start = MicroBatch { forward: 0, backward: units.len(), activations: vec![Activations::None; units.len()] };
-    let mut passes = Passes { units, policy, backward_end, micro_batches: vec![at_start; micro_batches] };
+    let at_start = Pass {
+        has_forward: false,
+        activations: Activations::None,
+        backward: Backward::None,
+        received: [Receive::None; 2],
+        is_sent: [false; 2],
+    };
+    let passes = vec![vec![at_start; scope.units.len()]; micro_batches];
+    let mut passes = Passes { scope, backward_end, passes };
     for (position, instruction) in program.instructions.iter().enumerate() {
         passes.apply(instruction).map_err(|problem| Problem::at(position, Rule::Passes, problem))?;
     }
@@ -51,25 +76,40 @@ impl Passes<'_> {
         match *instruction {
             Instruction::Forward { unit, micro_batch, keep } => self.forward(unit, micro_batch, keep),
             Instruction::Recompute { unit, micro_batch } => self.recompute(unit, micro_batch),
-            Instruction::Backward { unit, micro_batch } => self.backward(unit, micro_batch),
+            Instruction::Backward { unit, micro_batch } => {
+                self.backward_input(unit, micro_batch)?;
+                self.backward_weight(unit, micro_batch)
+            }
+            Instruction::BackwardInput { unit, micro_batch } => self.backward_input(unit, micro_batch),
+            Instruction::BackwardWeight { unit, micro_batch } => self.backward_weight(unit, micro_batch),
+            Instruction::Send(message) => self.send(&message),
+            Instruction::StartReceive(message) => self.start_receive(&message),
+            Instruction::WaitReceive(message) => self.wait_receive(&message),
             _ => Ok(()),
         }
     }
 
-    fn forward(&mut self, unit: usize, index: usize, keep: Keep) -> Result<(), String> {
+    fn forward(&mut self, unit: usize, micro_batch: usize, keep: Keep) -> Result<(), String> {
         let activations = self.kept(unit, keep)?;
-        let next = self.micro_batch(index)?.forward;
-        if next != unit {
-            return Err(format!("the next unit in micro-batch {index}'s forward pass is {}", self.name(next)));
+        if self.pass(unit, micro_batch)?.has_forward {
+            return Err(format!("micro-batch {micro_batch} has passed it forward already"));
         }
-        let micro_batch = self.micro_batch(index)?;
-        micro_batch.forward += 1;
-        micro_batch.activations[unit] = activations;
+        match unit.checked_sub(1) {
+            Some(previous) if self.scope.has(previous) && !self.pass(previous, micro_batch)?.has_forward => {
+                return Err(format!("micro-batch {micro_batch} has not passed {} forward", self.scope.name(previous)));
+            }
+            Some(previous) if !self.scope.has(previous) => {
+                self.expect_received(Payload::Activations, unit, micro_batch)?
+            }
+            _ => (),
+        }
+        let pass = self.pass(unit, micro_batch)?;
+        (pass.has_forward, pass.activations) = (true, activations);
         Ok(())
     }
 
-    fn recompute(&mut self, unit: usize, index: usize) -> Result<(), String> {
-        let activations = &mut self.micro_batch(index)?.activations[unit];
+    fn recompute(&mut self, unit: usize, micro_batch: usize) -> Result<(), String> {
+        let activations = &mut self.pass(unit, micro_batch)?.activations;
         match activations {
             Activations::Input => {
                 *activations = Activations::Ready;
@@ -80,23 +120,28 @@ impl Passes<'_> {
         }
     }
 
-    fn backward(&mut self, unit: usize, index: usize) -> Result<(), String> {
-        let (units, backward_end) = (self.units.len(), self.backward_end);
-        let micro_batch = self.micro_batch(index)?;
-        if micro_batch.forward < units {
-            return Err(format!("micro-batch {index} has not passed all units forward"));
+    /// The gradient of the input follows from that of the output, which is that of the next unit's input.
+    fn backward_input(&mut self, unit: usize, micro_batch: usize) -> Result<(), String> {
+        let pass = *self.pass(unit, micro_batch)?;
+        if unit < self.backward_end {
+            return Err("no unit up to it is trainable, or there is no backward pass".to_string());
         }
-        let next = micro_batch.backward;
-        if next == backward_end {
-            return Err(format!("micro-batch {index}'s backward pass is complete"));
+        if pass.backward != Backward::None {
+            return Err(format!("micro-batch {micro_batch} has passed it backward already"));
         }
-        if next != unit + 1 {
-            return Err(format!("the next unit in micro-batch {index}'s backward pass is {}", self.name(next - 1)));
+        if !pass.has_forward {
+            return Err(format!("micro-batch {micro_batch} has not passed it forward"));
         }
-        match micro_batch.activations[unit] {
+        let next = unit + 1;
+        if self.scope.has(next) && self.pass(next, micro_batch)?.backward == Backward::None {
+            return Err(format!("micro-batch {micro_batch} has not passed {} backward", self.scope.name(next)));
+        }
+        if next < self.scope.units.len() && !self.scope.has(next) {
+            self.expect_received(Payload::Gradients, unit, micro_batch)?;
+        }
+        match pass.activations {
             Activations::Ready => {
-                micro_batch.backward -= 1;
-                micro_batch.activations[unit] = Activations::None;
+                self.pass(unit, micro_batch)?.backward = Backward::Input;
                 Ok(())
             }
             Activations::Input => Err("its activations must be recomputed first".to_string()),
@@ -104,10 +149,89 @@ impl Passes<'_> {
         }
     }
 
+    fn backward_weight(&mut self, unit: usize, micro_batch: usize) -> Result<(), String> {
+        let pass = self.pass(unit, micro_batch)?;
+        match pass.backward {
+            Backward::Input => {
+                (pass.backward, pass.activations) = (Backward::Complete, Activations::None);
+                Ok(())
+            }
+            Backward::None => Err("the gradient of its input comes first".to_string()),
+            Backward::Complete => Err(format!("micro-batch {micro_batch} has passed it backward already")),
+        }
+    }
+
+    fn send(&mut self, message: &Message) -> Result<(), String> {
+        let Message { payload, unit, micro_batch, .. } = *message;
+        if !self.crosses_stages(payload, Some(unit), message.receiving_unit()) {
+            return Err("no other stage needs it".to_string());
+        }
+        let pass = self.pass(unit, micro_batch)?;
+        let is_computed = match payload {
+            Payload::Activations => pass.has_forward,
+            Payload::Gradients => pass.backward != Backward::None,
+        };
+        if !is_computed {
+            return Err("it is not computed yet".to_string());
+        }
+        match std::mem::replace(&mut pass.is_sent[payload as usize], true) {
+            true => Err("it is sent already".to_string()),
+            false => Ok(()),
+        }
+    }
+
+    fn start_receive(&mut self, message: &Message) -> Result<(), String> {
+        let Message { payload, unit, micro_batch, codec } = *message;
+        if !self.crosses_stages(payload, message.sending_unit(), Some(unit)) {
+            return Err("no other stage sends it".to_string());
+        }
+        let received = &mut self.pass(unit, micro_batch)?.received[payload as usize];
+        match received {
+            Receive::None => {
+                *received = Receive::Started(codec);
+                Ok(())
+            }
+            Receive::Started(_) | Receive::Complete => Err("it is received already".to_string()),
+        }
+    }
+
+    fn wait_receive(&mut self, message: &Message) -> Result<(), String> {
+        let Message { payload, unit, micro_batch, codec } = *message;
+        let received = &mut self.pass(unit, micro_batch)?.received[payload as usize];
+        match received {
+            Receive::Started(started) if *started == codec => {
+                *received = Receive::Complete;
+                Ok(())
+            }
+            Receive::Started(_) => Err("its receive was started with another codec".to_string()),
+            Receive::None => Err("its receive was not started".to_string()),
+            Receive::Complete => Err("it is received already".to_string()),
+        }
+    }
+
+    /// Whether a payload goes from one unit to another that is on another stage, one of them on this stage.
+    fn crosses_stages(&self, payload: Payload, from: Option<usize>, to: Option<usize>) -> bool {
+        let (Some(from), Some(to)) = (from, to) else { return false };
+        let is_needed = match payload {
+            Payload::Activations => to < self.scope.units.len(),
+            // The gradient of the output of the first trainable unit is the last that is needed.
+            Payload::Gradients => from < self.scope.units.len() && to >= self.backward_end,
+        };
+        is_needed && self.scope.has(from) != self.scope.has(to)
+    }
+
+    fn expect_received(&mut self, payload: Payload, unit: usize, micro_batch: usize) -> Result<(), String> {
+        match (self.pass(unit, micro_batch)?.received[payload as usize], payload) {
+            (Receive::Complete, _) => Ok(()),
+            (_, Payload::Activations) => Err("its input is not received yet".to_string()),
+            (_, Payload::Gradients) => Err("the gradient of its output is not received yet".to_string()),
+        }
+    }
+
     /// What a forward pass keeps, if it is what the policy says. Full activation checkpointing leaves it to the program which
     /// units are worth recomputing.
     fn kept(&self, unit: usize, keep: Keep) -> Result<Activations, String> {
-        let checkpointing = self.policy.activation_checkpointing;
+        let checkpointing = self.scope.policy.activation_checkpointing;
         match (unit >= self.backward_end, checkpointing, keep) {
             (false, _, Keep::Nothing) => Ok(Activations::None),
             (true, ActivationCheckpointing::None | ActivationCheckpointing::Full, Keep::All)
@@ -119,26 +243,37 @@ impl Passes<'_> {
     }
 
     fn check_end(&self) -> Result<(), String> {
-        for (index, micro_batch) in self.micro_batches.iter().enumerate() {
-            if micro_batch.forward < self.units.len() {
-                return Err(format!("micro-batch {index} never passes {} forward", self.name(micro_batch.forward)));
-            }
-            if micro_batch.backward > self.backward_end {
-                return Err(format!(
-                    "micro-batch {index} never passes {} backward",
-                    self.name(micro_batch.backward - 1)
-                ));
+        for (micro_batch, passes) in self.passes.iter().enumerate() {
+            for unit in self.scope.own() {
+                let (pass, name) = (&passes[unit], self.scope.name(unit));
+                if !pass.has_forward {
+                    return Err(format!("micro-batch {micro_batch} never passes {name} forward"));
+                }
+                if unit >= self.backward_end && pass.backward != Backward::Complete {
+                    return Err(format!("micro-batch {micro_batch} never passes {name} backward"));
+                }
+                for message in [Message::activations(unit, micro_batch), Message::gradients(unit, micro_batch)] {
+                    let is_needed = self.crosses_stages(message.payload, Some(unit), message.receiving_unit());
+                    if is_needed && !pass.is_sent[message.payload as usize] {
+                        let what = describe(message.payload);
+                        return Err(format!("the {what} of {name} in micro-batch {micro_batch} are never sent"));
+                    }
+                }
             }
         }
         Ok(())
     }
 
-    fn micro_batch(&mut self, index: usize) -> Result<&mut MicroBatch, String> {
-        let count = self.micro_batches.len();
-        self.micro_batches.get_mut(index).ok_or_else(|| format!("there are {count} micro-batches, counted from 0"))
+    fn pass(&mut self, unit: usize, micro_batch: usize) -> Result<&mut Pass, String> {
+        let count = self.passes.len();
+        let passes = self.passes.get_mut(micro_batch);
+        passes.map(|units| &mut units[unit]).ok_or_else(|| format!("there are {count} micro-batches, counted from 0"))
     }
+}
 
-    fn name(&self, unit: usize) -> &str {
-        self.units.get(unit).map_or("none: it is complete", |unit| unit.name.as_str())
+fn describe(payload: Payload) -> &'static str {
+    match payload {
+        Payload::Activations => "activations",
+        Payload::Gradients => "gradients",
     }
 }

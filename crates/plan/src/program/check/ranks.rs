@@ -1,122 +1,116 @@
 //! [`Rule::Collectives`], [`Rule::Deadlock`] and [`Rule::OneOrder`]: how the programs of different ranks meet.
 //!
-//! Ranks with the common program agree with each other, so only ranks with their own program are compared, each with one other
-//! rank.
+//! Ranks with the program of their stage agree with each other in the groups of the stage. So only ranks with their own program are
+//! compared there, each with one other rank, and the stages in the groups that they share.
 
-use std::collections::{BTreeMap, BTreeSet};
-
-use super::violation::{Problem, Programs, Rule, Violation};
+use super::messages;
+use super::violation::{Problem, Rule, Violation};
 use crate::mesh::{Axis, Mesh, RankSet};
-use crate::program::collectives::{Call, CallOp, Collective, GroupKind, calls};
-use crate::program::{Policy, Program, UnitSpec};
+use crate::program::collectives::{Call, CallOp, Collective, calls};
+use crate::program::execution::{Durations, execute};
+use crate::program::groups::GroupKind;
+use crate::program::instruction::{Instruction, Message, Offload};
+use crate::program::programs::Party;
+use crate::program::{Policy, UnitSpec};
 
-/// The calls of a program.
-struct Calls {
-    /// Each with the position of its instruction.
-    all: Vec<(usize, Call)>,
-    /// For each call, the number of calls that were issued in its group before it; for a wait, before what it waits for.
-    ordinals: Vec<usize>,
-}
-
-impl Calls {
-    fn of(program: &Program, units: &[UnitSpec], policy: &Policy) -> Self {
-        let all = calls(program, units, policy);
-        let mut issued = [0usize; GroupKind::ALL.len()];
-        let mut ordinals: Vec<usize> = Vec::with_capacity(all.len());
-        for (_, call) in &all {
-            let ordinal = match call.op {
-                CallOp::Issue => {
-                    let count = &mut issued[call.collective.group as usize];
-                    *count += 1;
-                    *count - 1
-                }
-                CallOp::Wait { issued: Some(index) } => ordinals[index],
-                CallOp::Wait { issued: None } => 0,
-            };
-            ordinals.push(ordinal);
-        }
-        Calls { all, ordinals }
+pub(super) fn check(
+    parties: &[Party<'_>],
+    stages: &[Option<usize>],
+    units: &[UnitSpec],
+    policy: &Policy,
+    mesh: &Mesh,
+) -> Result<(), Violation> {
+    if parties.len() == 1 {
+        return Ok(());
     }
-}
-
-pub(super) fn check(programs: &Programs, units: &[UnitSpec], policy: &Policy, mesh: &Mesh) -> Result<(), Violation> {
-    let ranks = Ranks::new(programs, units, policy, mesh);
+    let calls = parties.iter().map(|party| calls(party.program, units, policy)).collect();
+    let ranks = Ranks { parties, stages, calls, units, mesh };
     ranks.check_collectives()?;
     ranks.check_updates()?;
+    messages::check(parties, stages, units, mesh)?;
     ranks.check_deadlock()?;
     ranks.check_one_order()
 }
 
 struct Ranks<'a> {
-    programs: &'a Programs,
+    parties: &'a [Party<'a>],
+    /// The stage of each unit.
+    stages: &'a [Option<usize>],
+    /// By party, each with the position of its instruction.
+    calls: Vec<Vec<(usize, Call)>>,
     units: &'a [UnitSpec],
     mesh: &'a Mesh,
-    common: Calls,
-    exceptions: BTreeMap<usize, Calls>,
 }
 
-impl<'a> Ranks<'a> {
-    fn new(programs: &'a Programs, units: &'a [UnitSpec], policy: &Policy, mesh: &'a Mesh) -> Self {
-        let common = Calls::of(&programs.common, units, policy);
-        let exceptions =
-            programs.exceptions.iter().map(|(&rank, program)| (rank, Calls::of(program, units, policy))).collect();
-        Ranks { programs, units, mesh, common, exceptions }
+impl Ranks<'_> {
+    fn exceptions(&self) -> impl Iterator<Item = usize> {
+        (0..self.parties.len()).filter(|&party| self.parties[party].is_exception)
     }
 
-    fn calls(&self, rank: usize) -> &Calls {
-        self.exceptions.get(&rank).unwrap_or(&self.common)
+    /// The party that stands for a rank.
+    fn party_of(&self, rank: usize) -> usize {
+        let stage = self.mesh.coordinates(rank).along(Axis::Pipeline);
+        let is_its_own = |party: &Party<'_>| party.is_exception && party.rank == rank;
+        let is_its_stage = |party: &Party<'_>| !party.is_exception && party.stage == stage;
+        let own = self.parties.iter().position(is_its_own);
+        own.or_else(|| self.parties.iter().position(is_its_stage)).expect("every rank has a program")
     }
 
-    fn group(&self, rank: usize, kind: GroupKind) -> RankSet {
-        match kind {
-            GroupKind::World => RankSet::world(self.mesh.ranks()),
-            GroupKind::Shard => self.mesh.group(rank, &[Axis::Shard]),
-            GroupKind::Replicate => self.mesh.group(rank, &[Axis::Replicate]),
-        }
+    /// The party to compare an exception with: one with the program of its stage if the group has one, otherwise its first rank.
+    fn peer(&self, party: usize, group: &RankSet) -> Option<usize> {
+        let is_exception = |rank: &usize| self.exceptions().any(|party| self.parties[party].rank == *rank);
+        let rank = group.iter().find(|rank| !is_exception(rank)).unwrap_or(group.first());
+        Some(self.party_of(rank)).filter(|&peer| peer != party)
     }
 
-    /// The rank to compare `rank` with: one with the common program if the group has one, otherwise its first.
-    fn peer(&self, rank: usize, group: &RankSet) -> Option<usize> {
-        let common = group.iter().find(|member| !self.exceptions.contains_key(member));
-        common.or(Some(group.first())).filter(|&peer| peer != rank)
-    }
-
-    fn violation(&self, rank: usize, problem: Problem) -> Violation {
-        problem.on(rank, self.programs.of(rank))
+    fn violation(&self, party: usize, problem: Problem) -> Violation {
+        let Party { rank, program, .. } = self.parties[party];
+        problem.on(rank, program)
     }
 
     fn check_collectives(&self) -> Result<(), Violation> {
-        for &rank in self.exceptions.keys() {
+        for party in self.exceptions() {
             for kind in GroupKind::ALL {
-                let group = self.group(rank, kind);
-                if let Some(peer) = self.peer(rank, &group) {
-                    self.compare_issues(rank, peer, Rule::Collectives, |collective| collective.group == kind)?;
+                let group = kind.ranks(self.mesh, self.parties[party].rank);
+                if let Some(peer) = self.peer(party, &group) {
+                    self.compare_issues(party, peer, Rule::Collectives, |collective| collective.group == kind)?;
                 }
             }
         }
-        Ok(())
-    }
-
-    /// All ranks update, or all skip the update: otherwise their parameters differ from then on.
-    fn check_updates(&self) -> Result<(), Violation> {
-        for &rank in self.exceptions.keys() {
-            let Some(peer) = self.peer(rank, &self.group(rank, GroupKind::World)) else { continue };
-            let updates = |rank: usize| !self.programs.of(rank).update().is_empty();
-            if updates(rank) != updates(peer) {
-                let (one, other) = if updates(rank) { (rank, peer) } else { (peer, rank) };
-                let problem = format!("rank {one} updates the parameters, and rank {other} does not");
-                return Err(self.violation(rank, Problem::missing(Rule::Gradients, problem)));
-            }
+        for party in (1..self.parties.len()).filter(|&party| !self.parties[party].is_exception) {
+            let is_shared = |collective: &Collective| collective.group.spans_stages();
+            self.compare_issues(party, 0, Rule::Collectives, is_shared)?;
         }
         Ok(())
     }
 
+    /// All ranks that have something to update do it, or all skip it: otherwise their parameters belong to different steps.
+    fn check_updates(&self) -> Result<(), Violation> {
+        let updates = |party: usize| !self.parties[party].program.update().is_empty();
+        let has_trainable = |party: &usize| {
+            let stage = Some(self.parties[*party].stage);
+            self.units.iter().zip(self.stages).any(|(unit, on)| *on == stage && unit.trainable > 0)
+        };
+        let mut parties = (0..self.parties.len()).filter(has_trainable);
+        let Some(first) = parties.next() else { return Ok(()) };
+        match parties.find(|&party| updates(party) != updates(first)) {
+            Some(party) => {
+                let [own, other] = [party, first].map(|party| self.parties[party].rank);
+                let (one, other) = if updates(party) { (own, other) } else { (other, own) };
+                let problem = format!("rank {one} updates the parameters, and rank {other} does not");
+                Err(self.violation(party, Problem::missing(Rule::Gradients, problem)))
+            }
+            None => Ok(()),
+        }
+    }
+
     fn check_one_order(&self) -> Result<(), Violation> {
-        for &rank in self.exceptions.keys() {
-            let connected = self.mesh.group(rank, &[Axis::Replicate, Axis::Shard]);
-            if let Some(peer) = self.peer(rank, &connected) {
-                let is_shared = |collective: &Collective| self.group(rank, collective.group).len() > 1;
-                self.compare_issues(rank, peer, Rule::OneOrder, is_shared)?;
+        let within_stage = [Axis::Replicate, Axis::Shard, Axis::Expert, Axis::Context, Axis::Tensor];
+        for party in self.exceptions() {
+            let rank = self.parties[party].rank;
+            if let Some(peer) = self.peer(party, &self.mesh.group(rank, &within_stage)) {
+                let is_shared = |collective: &Collective| collective.group.ranks(self.mesh, rank).len() > 1;
+                self.compare_issues(party, peer, Rule::OneOrder, is_shared)?;
             }
         }
         Ok(())
@@ -125,18 +119,18 @@ impl<'a> Ranks<'a> {
     /// Compares those collectives that two ranks issue and that `filter` selects.
     fn compare_issues(
         &self,
-        rank: usize,
+        party: usize,
         peer: usize,
         rule: Rule,
         filter: impl Fn(&Collective) -> bool,
     ) -> Result<(), Violation> {
-        let issues = |rank: usize| {
-            let issued =
-                self.calls(rank).all.iter().filter(|(_, call)| call.op == CallOp::Issue && filter(&call.collective));
-            issued.map(|&(position, call)| (position, call.collective)).collect::<Vec<_>>()
+        let issues = |party: usize| {
+            let is_selected = |(_, call): &&(usize, Call)| call.op == CallOp::Issue && filter(&call.collective);
+            self.calls[party].iter().filter(is_selected).map(|(position, call)| (*position, call.collective))
         };
-        let (own, others) = (issues(rank), issues(peer));
+        let (own, others): (Vec<_>, Vec<_>) = (issues(party).collect(), issues(peer).collect());
         let same = own.iter().zip(&others).take_while(|(own, other)| own.1 == other.1).count();
+        let peer = self.parties[peer].rank;
         let problem = match (own.get(same), others.get(same)) {
             (None, None) => return Ok(()),
             (Some((position, own)), Some((_, other))) => {
@@ -151,7 +145,7 @@ impl<'a> Ranks<'a> {
                 Problem::missing(rule, format!("it does not issue {}, which rank {peer} does", self.describe(other)))
             }
         };
-        Err(self.violation(rank, problem))
+        Err(self.violation(party, problem))
     }
 
     fn describe(&self, collective: &Collective) -> String {
@@ -161,137 +155,41 @@ impl<'a> Ranks<'a> {
         format!("the {}{of_unit} in the {} group", kind.name(), group.name())
     }
 
-    /// Runs the ranks without time: those that share a shard or replicate group with an exception, and one that stands for all
-    /// others. Calls of a group are matched in the order in which they are issued.
+    /// Executes the programs without time.
     fn check_deadlock(&self) -> Result<(), Violation> {
-        let near = |&rank: &usize| {
-            let groups = [GroupKind::Shard, GroupKind::Replicate].map(|kind| self.group(rank, kind));
-            groups.into_iter().flat_map(|group| group.iter())
-        };
-        let mut simulated: BTreeSet<usize> = self.exceptions.keys().flat_map(near).collect();
-        let stand_in = (0..self.mesh.ranks()).find(|rank| !simulated.contains(rank));
-        simulated.extend(stand_in);
-
-        let mut groups = Groups::default();
-        let mut lanes: Vec<Lane<'_>> = Vec::new();
-        for &rank in &simulated {
-            let groups = GroupKind::ALL.map(|kind| groups.join(kind, self.group(rank, kind)));
-            lanes.push(Lane { rank, calls: self.calls(rank), next: 0, groups, stands_in: Vec::new() });
-        }
-        if let Some(lane) = lanes.iter_mut().find(|lane| Some(lane.rank) == stand_in) {
-            lane.stands_in = groups.add_stand_in(lane.rank);
-        }
-        let mut moves = true;
-        while moves {
-            moves = false;
-            for lane in &mut lanes {
-                moves |= lane.run(&mut groups);
-            }
-        }
-        let is_blocked = |lane: &&Lane<'_>| lane.next < lane.calls.all.len();
-        let mut blocked: Vec<&Lane<'_>> = lanes.iter().filter(is_blocked).collect();
-        blocked.sort_by_key(|lane| !self.exceptions.contains_key(&lane.rank));
-        match blocked.first() {
-            Some(lane) => {
-                let (position, call) = &lane.calls.all[lane.next];
-                let problem = format!(
-                    "it waits forever for {}: another rank of the group waits for something else before it issues that",
-                    self.describe(&call.collective)
-                );
-                Err(self.violation(lane.rank, Problem::at(*position, Rule::Deadlock, problem)))
-            }
-            None => Ok(()),
-        }
+        let execution = execute(self.parties, &self.calls, self.stages, self.mesh, &[], &NoTime);
+        let Some(party) = execution.first_blocked(|party| self.parties[party].is_exception) else { return Ok(()) };
+        let lane = &execution.lanes[party];
+        let call = lane.calls.get(lane.next_call).filter(|(position, _)| *position == lane.position);
+        let awaited = call.map_or("the message".to_string(), |(_, call)| self.describe(&call.collective));
+        let problem =
+            format!("it waits forever for {awaited}: another rank waits for something else before it issues that");
+        Err(self.violation(party, Problem::at(lane.position, Rule::Deadlock, problem)))
     }
 }
 
-/// A rank in the simulation without time.
-struct Lane<'a> {
-    rank: usize,
-    calls: &'a Calls,
-    /// The index of the next call.
-    next: usize,
-    /// The indices of its groups, in the order of [`GroupKind::ALL`].
-    groups: [usize; GroupKind::ALL.len()],
-    /// The indices of the groups of other ranks for whose members it stands.
-    stands_in: Vec<usize>,
-}
+/// Nothing takes any time.
+struct NoTime;
 
-impl Lane<'_> {
-    /// Makes calls until one blocks, and says whether it made any.
-    fn run(&mut self, groups: &mut Groups) -> bool {
-        let start = self.next;
-        while let Some((_, call)) = self.calls.all.get(self.next) {
-            let (kind, ordinal) = (call.collective.group, self.calls.ordinals[self.next]);
-            let own = self.groups[kind as usize];
-            match call.op {
-                CallOp::Issue => {
-                    groups.arrive(own, ordinal);
-                    let others = self.stands_in.iter().filter(|&&group| groups.all[group].kind == kind).copied();
-                    let others: Vec<usize> = others.collect();
-                    others.into_iter().for_each(|group| groups.arrive(group, ordinal));
-                }
-                // The step before has issued it.
-                CallOp::Wait { issued: None } => (),
-                CallOp::Wait { issued: Some(_) } if groups.is_complete(own, ordinal) => (),
-                CallOp::Wait { issued: Some(_) } => break,
-            }
-            self.next += 1;
-        }
-        self.next > start
-    }
-}
-
-/// The groups of the simulated ranks.
-#[derive(Default)]
-struct Groups {
-    by_first_rank: BTreeMap<(GroupKind, usize), usize>,
-    all: Vec<SimulatedGroup>,
-}
-
-struct SimulatedGroup {
-    kind: GroupKind,
-    ranks: RankSet,
-    /// The number of simulated ranks that take part.
-    members: usize,
-    /// How many of them have issued each call.
-    arrived: Vec<usize>,
-}
-
-impl Groups {
-    /// Adds a rank to its group, and returns the group's index.
-    fn join(&mut self, kind: GroupKind, ranks: RankSet) -> usize {
-        let index = *self.by_first_rank.entry((kind, ranks.first())).or_insert(self.all.len());
-        if index == self.all.len() {
-            self.all.push(SimulatedGroup { kind, ranks, members: 0, arrived: Vec::new() });
-        }
-        self.all[index].members += 1;
-        index
+impl Durations for NoTime {
+    fn compute_s(&self, _: usize, _: &Instruction) -> f64 {
+        0.
     }
 
-    /// Adds a rank to the groups that have members that are not simulated, and returns their indices.
-    fn add_stand_in(&mut self, rank: usize) -> Vec<usize> {
-        let mut joined = Vec::new();
-        for (index, group) in self.all.iter_mut().enumerate() {
-            if group.members < group.ranks.len() && group.ranks.index_of(rank).is_none() {
-                group.members += 1;
-                joined.push(index);
-            }
-        }
-        joined
+    fn call_s(&self, _: usize, _: &Collective) -> f64 {
+        0.
     }
 
-    fn arrive(&mut self, group: usize, ordinal: usize) {
-        let arrived = &mut self.all[group].arrived;
-        if arrived.len() <= ordinal {
-            arrived.resize(ordinal + 1, 0);
-        }
-        arrived[ordinal] += 1;
+    fn call_cpu_s(&self, _: usize, _: &Collective) -> f64 {
+        0.
     }
 
-    fn is_complete(&self, group: usize, ordinal: usize) -> bool {
-        let group = &self.all[group];
-        group.arrived.get(ordinal) == Some(&group.members)
+    fn message_s(&self, _: usize, _: usize, _: &Message) -> f64 {
+        0.
+    }
+
+    fn copy_s(&self, _: usize, _: &Offload) -> f64 {
+        0.
     }
 }
 
@@ -299,14 +197,18 @@ impl Groups {
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
+    use std::collections::BTreeMap;
+
     use super::*;
+    use crate::program::{Program, Programs};
 
     /// The first violation among two ranks that shard one unit at stage 3. The rules of single ranks are not checked.
     fn violation(rank_0: &str, rank_1: &str) -> Option<Violation> {
         let parse = |text: &str| format!("units a\n{}", text.replace(", ", "\n")).parse::<Program>().unwrap();
-        let programs = Programs { common: parse(rank_0), exceptions: BTreeMap::from([(1, parse(rank_1))]) };
+        let programs = Programs { stages: vec![parse(rank_0)], exceptions: BTreeMap::from([(1, parse(rank_1))]) };
         let mesh = Mesh::new(&[(Axis::Shard, 2)]).unwrap();
-        check(&programs, &[UnitSpec::new("a", 8, true)], &Policy::stage(3, 1), &mesh).err()
+        let units = [UnitSpec::new("a", 8, true)];
+        check(&programs.parties(&mesh), &[Some(0)], &units, &Policy::stage(3, 1), &mesh).err()
     }
 
     #[test]

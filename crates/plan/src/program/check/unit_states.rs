@@ -1,5 +1,6 @@
 //! [`Rule::UnitStates`]: where the parameters of each unit are.
 
+use super::scope::Scope;
 use super::violation::{Problem, Rule};
 use crate::program::{Instruction, Policy, Program, UnitSpec};
 
@@ -27,9 +28,10 @@ struct Unit<'a> {
     changed_at: Option<usize>,
 }
 
-pub(super) fn check(program: &Program, specs: &[UnitSpec], policy: &Policy) -> Result<(), Problem> {
+pub(super) fn check(program: &Program, scope: &Scope<'_>) -> Result<(), Problem> {
+    let policy = scope.policy;
     let unit_at_start = |spec| Unit { spec, parameters: at_start(spec, policy), changed_at: None };
-    let mut units: Vec<Unit<'_>> = specs.iter().map(unit_at_start).collect();
+    let mut units: Vec<Unit<'_>> = scope.units.iter().map(unit_at_start).collect();
     for (position, instruction) in program.instructions.iter().enumerate() {
         let change = apply(&units, instruction, policy);
         let change = change.map_err(|problem| Problem::at(position, Rule::UnitStates, problem))?;
@@ -62,7 +64,7 @@ type Change = Option<(usize, Parameters)>;
 
 fn apply(units: &[Unit<'_>], instruction: &Instruction, policy: &Policy) -> Result<Change, String> {
     match *instruction {
-        Instruction::StartGather(unit) => {
+        Instruction::StartGather { unit, .. } => {
             expect(units, unit, Parameters::Sharded)?;
             Ok(Some((unit, Parameters::Gathering)))
         }
@@ -78,7 +80,10 @@ fn apply(units: &[Unit<'_>], instruction: &Instruction, policy: &Policy) -> Resu
             Ok(Some((unit, Parameters::Sharded)))
         }
         Instruction::Forward { unit, .. } | Instruction::Recompute { unit, .. } => expect_readable(units, unit),
-        Instruction::Backward { unit, .. } if units[unit].spec.backward_reads_parameters => {
+        // The gradients of parameters depend on activations only.
+        Instruction::Backward { unit, .. } | Instruction::BackwardInput { unit, .. }
+            if units[unit].spec.backward_reads_parameters =>
+        {
             expect_readable(units, unit)
         }
         Instruction::Update(unit) if policy.sharding.parameters => {
@@ -90,14 +95,7 @@ fn apply(units: &[Unit<'_>], instruction: &Instruction, policy: &Policy) -> Resu
             let is_gathered = policy.sharding.optimizer && units[unit].spec.trainable > 0;
             Ok(is_gathered.then_some((unit, Parameters::Gathering)))
         }
-        Instruction::CountTokens
-        | Instruction::Backward { .. }
-        | Instruction::Accumulate { .. }
-        | Instruction::StartReduce(_)
-        | Instruction::WaitReduceScatter(_)
-        | Instruction::WaitReduce(_)
-        | Instruction::Norm(_)
-        | Instruction::ReduceTotals => Ok(None),
+        _ => Ok(None),
     }
 }
 

@@ -2,12 +2,13 @@
 //!
 //! It mirrors what `shardwise-zero` holds for a unit in each of its states, and how its pool reuses buffers.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::super::costs::Costs;
 use super::super::policy::{ActivationCheckpointing, Policy, UnitSpec};
 use super::super::traffic::Layout;
-use super::super::{Instruction, Keep, Program};
+use super::super::{Buffer as UnitBuffer, Instruction, Keep, Program};
+use super::transfers::Transfers;
 
 /// What memory is held for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -129,6 +130,8 @@ struct Tracker<'a> {
     returned: usize,
     parameters: usize,
     optimizer: usize,
+    /// What is received from other stages, or is on another tier.
+    transfers: Transfers,
     pool: Pool,
     held: Vec<Held>,
     /// The gradient of the input of the last backward pass.
@@ -158,11 +161,10 @@ impl<'a> Tracker<'a> {
         layout: &'a Layout,
         costs: &'a Costs,
     ) -> Self {
-        let sharding = policy.sharding;
-        let parameters = |unit: &UnitSpec| {
-            layout.kept(unit.trainable, sharding.parameters) + layout.kept(unit.frozen, sharding.parameters)
-        };
-        let trained = |unit: &UnitSpec| layout.kept(unit.trainable, sharding.optimizer);
+        // A rank holds the units of its stage: those that its program names.
+        let named: BTreeSet<usize> = program.instructions.iter().filter_map(Instruction::unit).collect();
+        let held = |buffer| named.iter().map(|&unit| buffer_bytes(&units[unit], buffer, policy, layout, costs)).sum();
+        let bytes = |unit: usize, buffer| buffer_bytes(&units[unit], buffer, policy, layout, costs);
         Tracker {
             program,
             units,
@@ -171,9 +173,13 @@ impl<'a> Tracker<'a> {
             costs,
             first_trainable: units.iter().position(|unit| unit.trainable > 0).unwrap_or(units.len()),
             returned: 0,
-            has_backward: program.instructions.iter().any(|i| matches!(i, Instruction::Backward { .. })),
-            parameters: units.iter().map(parameters).sum::<usize>() * layout.parameter_bytes,
-            optimizer: units.iter().map(trained).sum::<usize>() * costs.optimizer_element_bytes,
+            has_backward: program
+                .instructions
+                .iter()
+                .any(|i| matches!(i, Instruction::Backward { .. } | Instruction::BackwardInput { .. })),
+            parameters: held(UnitBuffer::Parameters),
+            optimizer: held(UnitBuffer::Optimizer),
+            transfers: Transfers::new(program, bytes),
             pool: Pool::default(),
             held: vec![Held::default(); units.len()],
             input_grad: 0,
@@ -195,21 +201,37 @@ impl<'a> Tracker<'a> {
 
     /// Executes an instruction: first it allocates, then it frees. Returns what is held in between.
     fn execute(&mut self, instruction: &Instruction) -> Memory {
+        self.transfers.allocate(instruction, self.costs);
         let temporaries = self.allocate(instruction);
         let memory = self.memory(temporaries);
+        let bytes = |unit: usize, buffer| match buffer {
+            UnitBuffer::Activations { micro_batch } => {
+                self.activations.get(&(micro_batch, unit)).copied().unwrap_or_default()
+            }
+            buffer => buffer_bytes(&self.units[unit], buffer, self.policy, self.layout, self.costs),
+        };
+        self.transfers.free(instruction, self.has_backward, bytes);
         self.free(instruction);
         memory
     }
 
     fn memory(&self, temporaries: usize) -> Memory {
         let mut memory = Memory::default();
+        let stored = |is_kind: fn(&UnitBuffer) -> bool| self.transfers.stored_bytes(is_kind);
+        let activations = self.activations.values().sum::<usize>() + self.input_grad + self.transfers.received_bytes();
         for (kind, bytes) in [
-            (MemoryKind::Parameters, self.parameters),
+            (
+                MemoryKind::Parameters,
+                self.parameters.saturating_sub(stored(|buffer| *buffer == UnitBuffer::Parameters)),
+            ),
             (MemoryKind::Gradients, self.held.iter().filter_map(|held| held.gradients).sum()),
-            (MemoryKind::Optimizer, self.optimizer),
+            (MemoryKind::Optimizer, self.optimizer.saturating_sub(stored(|buffer| *buffer == UnitBuffer::Optimizer))),
             (MemoryKind::Unsharded, self.pool.bytes - self.pool.free_bytes()),
             (MemoryKind::FreeInPool, self.pool.free_bytes()),
-            (MemoryKind::Activations, self.activations.values().sum::<usize>() + self.input_grad),
+            (
+                MemoryKind::Activations,
+                activations.saturating_sub(stored(|buffer| matches!(buffer, UnitBuffer::Activations { .. }))),
+            ),
             (MemoryKind::Temporaries, temporaries),
         ] {
             memory.bytes[kind as usize] = bytes;
@@ -220,7 +242,7 @@ impl<'a> Tracker<'a> {
     /// Allocates what an instruction needs. Returns the size of its temporaries.
     fn allocate(&mut self, instruction: &Instruction) -> usize {
         match *instruction {
-            Instruction::StartGather(unit) => {
+            Instruction::StartGather { unit, .. } => {
                 let UnitSpec { trainable, frozen, .. } = self.units[unit];
                 if self.policy.sharding.parameters && self.held[unit].gathered.is_empty() {
                     for elements in [trainable, frozen].into_iter().filter(|&elements| elements > 0) {
@@ -245,13 +267,11 @@ impl<'a> Tracker<'a> {
                 *self.activations.entry((micro_batch, unit)).or_default() += cost.kept_bytes;
                 cost.forward_temporary_bytes
             }
-            Instruction::Backward { unit, .. } => {
-                let cost = &self.costs.units[unit];
-                self.returned = self.units[unit].trainable * self.layout.parameter_bytes + cost.tied_gradient_bytes;
-                match self.policy.activation_checkpointing {
-                    ActivationCheckpointing::Selective => cost.selective_temporary_bytes,
-                    ActivationCheckpointing::None | ActivationCheckpointing::Full => cost.temporary_bytes,
-                }
+            Instruction::BackwardInput { unit, .. } => self.backward_temporaries(unit),
+            Instruction::Backward { unit, .. } | Instruction::BackwardWeight { unit, .. } => {
+                let tied = self.costs.units[unit].tied_gradient_bytes;
+                self.returned = self.units[unit].trainable * self.layout.parameter_bytes + tied;
+                self.backward_temporaries(unit)
             }
             // The gradients that the backward pass returned are freed once they are added.
             Instruction::Accumulate { unit, .. } => {
@@ -259,7 +279,7 @@ impl<'a> Tracker<'a> {
                 tied.into_iter().chain([unit]).for_each(|unit| self.start_accumulating(unit));
                 std::mem::take(&mut self.returned)
             }
-            Instruction::StartReduce(unit) => {
+            Instruction::StartReduce { unit, .. } => {
                 // A unit without gradients contributes zeros.
                 self.start_accumulating(unit);
                 if self.policy.sharding.gradients && self.units[unit].trainable > 0 {
@@ -271,14 +291,16 @@ impl<'a> Tracker<'a> {
                 }
                 0
             }
-            Instruction::CountTokens
-            | Instruction::WaitGather(_)
-            | Instruction::Release(_)
-            | Instruction::WaitReduceScatter(_)
-            | Instruction::WaitReduce(_)
-            | Instruction::Norm(_)
-            | Instruction::ReduceTotals
-            | Instruction::Update(_) => 0,
+            _ => 0,
+        }
+    }
+
+    /// The most that a unit's backward pass holds in addition to what was held before it.
+    fn backward_temporaries(&self, unit: usize) -> usize {
+        let cost = &self.costs.units[unit];
+        match self.policy.activation_checkpointing {
+            ActivationCheckpointing::Selective => cost.selective_temporary_bytes,
+            ActivationCheckpointing::None | ActivationCheckpointing::Full => cost.temporary_bytes,
         }
     }
 
@@ -312,7 +334,7 @@ impl<'a> Tracker<'a> {
             Instruction::Recompute { unit, micro_batch } => {
                 self.activations.insert((micro_batch, unit), self.costs.units[unit].kept_bytes);
             }
-            Instruction::Backward { unit, micro_batch, .. } => {
+            Instruction::Backward { unit, micro_batch } | Instruction::BackwardWeight { unit, micro_batch } => {
                 self.activations.remove(&(micro_batch, unit));
                 // The gradient of its input has the size of the input: the output of the unit before it.
                 let input_bytes = unit.checked_sub(1).map_or(0, |previous| self.costs.units[previous].output_bytes);
@@ -330,14 +352,7 @@ impl<'a> Tracker<'a> {
                 }
             }
             Instruction::Update(unit) => self.held[unit].gradients = None,
-            Instruction::CountTokens
-            | Instruction::StartGather(_)
-            | Instruction::WaitGather(_)
-            | Instruction::Forward { .. }
-            | Instruction::Accumulate { .. }
-            | Instruction::StartReduce(_)
-            | Instruction::Norm(_)
-            | Instruction::ReduceTotals => (),
+            _ => (),
         }
     }
 
@@ -345,6 +360,26 @@ impl<'a> Tracker<'a> {
         if let Some(buffer) = self.held[unit].local_grads.take() {
             self.pool.free(buffer);
         }
+    }
+}
+
+/// The bytes of a unit's parameters or optimizer state that a rank keeps.
+pub(super) fn buffer_bytes(
+    unit: &UnitSpec,
+    buffer: UnitBuffer,
+    policy: &Policy,
+    layout: &Layout,
+    costs: &Costs,
+) -> usize {
+    let kept = |elements, is_sharded| layout.kept(elements, is_sharded);
+    let sharding = policy.sharding;
+    match buffer {
+        UnitBuffer::Parameters => {
+            (kept(unit.trainable, sharding.parameters) + kept(unit.frozen, sharding.parameters))
+                * layout.parameter_bytes
+        }
+        UnitBuffer::Optimizer => kept(unit.trainable, sharding.optimizer) * costs.optimizer_element_bytes,
+        UnitBuffer::Activations { .. } => 0,
     }
 }
 

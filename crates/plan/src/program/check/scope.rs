@@ -1,0 +1,76 @@
+//! What the rules of single ranks need to know besides the program.
+
+use crate::program::{Instruction, Keep, Policy, Program, UnitSpec};
+
+/// What a program is checked against.
+pub(super) struct Scope<'a> {
+    pub(super) units: &'a [UnitSpec],
+    pub(super) policy: &'a Policy,
+    pub(super) purpose: Purpose,
+    /// The stage of each unit.
+    pub(super) stages: &'a [Option<usize>],
+    /// The stage of the program.
+    pub(super) stage: usize,
+}
+
+impl Scope<'_> {
+    /// Whether a unit is on the program's stage.
+    pub(super) fn has(&self, unit: usize) -> bool {
+        self.stages.get(unit) == Some(&Some(self.stage))
+    }
+
+    /// The units on the program's stage, in the model's order.
+    pub(super) fn own(&self) -> impl Iterator<Item = usize> {
+        (0..self.units.len()).filter(|&unit| self.has(unit))
+    }
+
+    /// The first unit of the model with trainable parameters, where the backward pass ends.
+    pub(super) fn first_trainable(&self) -> usize {
+        self.units.iter().position(|unit| unit.trainable > 0).unwrap_or(self.units.len())
+    }
+
+    pub(super) fn name(&self, unit: usize) -> &str {
+        &self.units[unit].name
+    }
+}
+
+/// What a program is for.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Purpose {
+    /// Forward passes only.
+    Inference,
+    /// Forward and backward passes only.
+    Replay,
+    /// Forward and backward passes, and the reduction of gradients.
+    Training,
+}
+
+impl Purpose {
+    pub(super) fn of(program: &Program) -> Self {
+        let is_training = |instruction: &Instruction| {
+            matches!(
+                instruction,
+                Instruction::Accumulate { .. }
+                    | Instruction::StartReduce { .. }
+                    | Instruction::WaitReduceScatter(_)
+                    | Instruction::WaitReduce(_)
+                    | Instruction::Norm(_)
+                    | Instruction::ReduceTotals
+                    | Instruction::Update(_)
+            )
+        };
+        let is_replay = |instruction: &Instruction| match instruction {
+            Instruction::Recompute { .. }
+            | Instruction::Backward { .. }
+            | Instruction::BackwardInput { .. }
+            | Instruction::BackwardWeight { .. } => true,
+            Instruction::Forward { keep, .. } => *keep != Keep::Nothing,
+            _ => false,
+        };
+        match &program.instructions {
+            instructions if instructions.iter().any(is_training) => Purpose::Training,
+            instructions if instructions.iter().any(is_replay) => Purpose::Replay,
+            _ => Purpose::Inference,
+        }
+    }
+}

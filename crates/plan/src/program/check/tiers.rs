@@ -1,0 +1,152 @@
+//! [`Rule::Tiers`]: where buffers are that leave the device.
+
+use std::collections::BTreeMap;
+
+use super::scope::Scope;
+use super::violation::{Problem, Rule};
+use crate::program::{Buffer, Instruction, Keep, Offload, Program, Tier};
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Place {
+    Device,
+    Storing(Tier),
+    Stored(Tier),
+    Fetching(Tier),
+}
+
+impl Place {
+    fn name(self) -> &'static str {
+        match self {
+            Place::Device => "on the device",
+            Place::Storing(_) => "being stored",
+            Place::Stored(_) => "stored",
+            Place::Fetching(_) => "being fetched",
+        }
+    }
+}
+
+/// Where the buffers of units are that are not always on the device.
+type Places = BTreeMap<(usize, Buffer), Place>;
+
+pub(super) fn check(program: &Program, scope: &Scope<'_>) -> Result<(), Problem> {
+    let is_offload = |instruction: &Instruction| offload_of(instruction).is_some();
+    if !program.instructions.iter().any(is_offload) {
+        return Ok(());
+    }
+    let at_start = at_start(program);
+    let mut places = at_start.clone();
+    for (position, instruction) in program.instructions.iter().enumerate() {
+        apply(&mut places, instruction, scope).map_err(|problem| Problem::at(position, Rule::Tiers, problem))?;
+    }
+    let moved = places.iter().find(|(key, place)| at_start.get(key).copied().unwrap_or(Place::Device) != **place);
+    match moved {
+        Some(((unit, buffer), place)) => {
+            let what = describe(scope, *unit, *buffer);
+            let problem = format!("{what} are {} at the end, but not at the start", place.name());
+            Err(Problem::missing(Rule::Tiers, problem))
+        }
+        None => Ok(()),
+    }
+}
+
+/// A buffer that the step fetches before it stores it was stored in the step before.
+fn at_start(program: &Program) -> Places {
+    let mut places = Places::new();
+    for instruction in &program.instructions {
+        if let Some(Offload { unit, buffer, tier }) = offload_of(instruction) {
+            let is_fetch = matches!(instruction, Instruction::StartFetch(_));
+            let is_kept = !matches!(buffer, Buffer::Activations { .. });
+            let place = if is_fetch && is_kept { Place::Stored(tier) } else { Place::Device };
+            places.entry((unit, buffer)).or_insert(place);
+        }
+    }
+    // Activations exist once they are computed.
+    places.retain(|(_, buffer), _| !matches!(buffer, Buffer::Activations { .. }));
+    places
+}
+
+fn offload_of(instruction: &Instruction) -> Option<Offload> {
+    match *instruction {
+        Instruction::StartFetch(offload)
+        | Instruction::WaitFetch(offload)
+        | Instruction::StartStore(offload)
+        | Instruction::WaitStore(offload) => Some(offload),
+        _ => None,
+    }
+}
+
+fn apply(places: &mut Places, instruction: &Instruction, scope: &Scope<'_>) -> Result<(), String> {
+    let mut change = |Offload { unit, buffer, .. }: Offload, from: Place, to: Place| {
+        expect(places, scope, unit, buffer, from)?;
+        places.insert((unit, buffer), to);
+        Ok(())
+    };
+    match *instruction {
+        Instruction::StartStore(offload) => change(offload, Place::Device, Place::Storing(offload.tier)),
+        Instruction::WaitStore(offload) => change(offload, Place::Storing(offload.tier), Place::Stored(offload.tier)),
+        Instruction::StartFetch(offload) => change(offload, Place::Stored(offload.tier), Place::Fetching(offload.tier)),
+        Instruction::WaitFetch(offload) => change(offload, Place::Fetching(offload.tier), Place::Device),
+        Instruction::Forward { unit, micro_batch, keep } => {
+            if keep != Keep::Nothing {
+                places.insert((unit, Buffer::Activations { micro_batch }), Place::Device);
+            }
+            expect_parameters(places, scope, unit)
+        }
+        Instruction::Recompute { unit, micro_batch } | Instruction::BackwardInput { unit, micro_batch } => {
+            expect(places, scope, unit, Buffer::Activations { micro_batch }, Place::Device)?;
+            expect_parameters(places, scope, unit)
+        }
+        Instruction::Backward { unit, micro_batch } => {
+            expect(places, scope, unit, Buffer::Activations { micro_batch }, Place::Device)?;
+            places.remove(&(unit, Buffer::Activations { micro_batch }));
+            expect_parameters(places, scope, unit)
+        }
+        Instruction::BackwardWeight { unit, micro_batch } => {
+            expect(places, scope, unit, Buffer::Activations { micro_batch }, Place::Device)?;
+            places.remove(&(unit, Buffer::Activations { micro_batch }));
+            Ok(())
+        }
+        // The shard is gathered.
+        Instruction::StartGather { unit, .. } => expect(places, scope, unit, Buffer::Parameters, Place::Device),
+        Instruction::Update(unit) => {
+            expect(places, scope, unit, Buffer::Parameters, Place::Device)?;
+            expect(places, scope, unit, Buffer::Optimizer, Place::Device)
+        }
+        _ => Ok(()),
+    }
+}
+
+/// A pass computes with the parameters that a rank keeps, unless they are sharded: then it computes with gathered ones.
+fn expect_parameters(places: &Places, scope: &Scope<'_>, unit: usize) -> Result<(), String> {
+    match scope.policy.sharding.parameters {
+        true => Ok(()),
+        false => {
+            let read = scope.units[unit].tied.into_iter().chain([unit]);
+            read.into_iter().try_for_each(|unit| expect(places, scope, unit, Buffer::Parameters, Place::Device))
+        }
+    }
+}
+
+fn expect(places: &Places, scope: &Scope<'_>, unit: usize, buffer: Buffer, expected: Place) -> Result<(), String> {
+    let place = match (places.get(&(unit, buffer)), buffer) {
+        (Some(place), _) => *place,
+        (None, Buffer::Activations { .. }) => return Err(format!("{} do not exist", describe(scope, unit, buffer))),
+        (None, _) => Place::Device,
+    };
+    match place == expected {
+        true => Ok(()),
+        false => {
+            let what = describe(scope, unit, buffer);
+            Err(format!("{what} are {}, but must be {}", place.name(), expected.name()))
+        }
+    }
+}
+
+fn describe(scope: &Scope<'_>, unit: usize, buffer: Buffer) -> String {
+    let name = scope.name(unit);
+    match buffer {
+        Buffer::Parameters => format!("the parameters of {name}"),
+        Buffer::Optimizer => format!("the optimizer states of {name}"),
+        Buffer::Activations { micro_batch } => format!("the activations of {name} in micro-batch {micro_batch}"),
+    }
+}

@@ -1,0 +1,106 @@
+//! The groups of ranks that communicate, and what they do.
+
+use crate::mesh::{Axis, Mesh, RankSet};
+
+/// The ranks that take part in a collective.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum GroupKind {
+    /// All ranks.
+    World,
+    /// The ranks that hold the shards of one replica.
+    Shard,
+    /// The ranks that hold the same shard of all replicas.
+    Replicate,
+    /// The ranks that hold the stages of one pipeline. Messages go from one of them to another.
+    Pipeline,
+    /// The ranks that hold the experts of one layer.
+    Expert,
+    /// The ranks that hold the parts of one sequence.
+    Context,
+    /// The ranks that hold the parts of one layer's matrices.
+    Tensor,
+}
+
+impl GroupKind {
+    /// All kinds, in the order of their indices.
+    pub const ALL: [GroupKind; 7] = [
+        GroupKind::World,
+        GroupKind::Shard,
+        GroupKind::Replicate,
+        GroupKind::Pipeline,
+        GroupKind::Expert,
+        GroupKind::Context,
+        GroupKind::Tensor,
+    ];
+
+    /// The name in texts, such as `world` or `shard`.
+    pub fn name(self) -> &'static str {
+        match self {
+            GroupKind::World => "world",
+            GroupKind::Shard => "shard",
+            GroupKind::Replicate => "replicate",
+            GroupKind::Pipeline => "pipeline",
+            GroupKind::Expert => "expert",
+            GroupKind::Context => "context",
+            GroupKind::Tensor => "tensor",
+        }
+    }
+
+    /// The axis of the mesh along which the group lies; `None` for the world.
+    pub fn axis(self) -> Option<Axis> {
+        match self {
+            GroupKind::World => None,
+            GroupKind::Shard => Some(Axis::Shard),
+            GroupKind::Replicate => Some(Axis::Replicate),
+            GroupKind::Pipeline => Some(Axis::Pipeline),
+            GroupKind::Expert => Some(Axis::Expert),
+            GroupKind::Context => Some(Axis::Context),
+            GroupKind::Tensor => Some(Axis::Tensor),
+        }
+    }
+
+    /// The group of a rank.
+    ///
+    /// # Panics
+    /// If the mesh has no such rank.
+    pub fn ranks(self, mesh: &Mesh, rank: usize) -> RankSet {
+        match self.axis() {
+            Some(axis) => mesh.group(rank, &[axis]),
+            None => RankSet::world(mesh.ranks()),
+        }
+    }
+
+    /// Whether a group of this kind has ranks of several stages of the pipeline.
+    pub(super) fn spans_stages(self) -> bool {
+        matches!(self, GroupKind::World | GroupKind::Pipeline)
+    }
+}
+
+/// What a collective does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum CollectiveKind {
+    /// Every rank receives the parts of all.
+    AllGather,
+    /// Every rank receives its part of the sum.
+    ReduceScatter,
+    /// Every rank receives the sum.
+    AllReduce,
+    /// Every rank sends a part to each rank.
+    AllToAll,
+}
+
+impl CollectiveKind {
+    /// All kinds, in the order of their indices.
+    pub const ALL: [CollectiveKind; 4] =
+        [CollectiveKind::AllGather, CollectiveKind::ReduceScatter, CollectiveKind::AllReduce, CollectiveKind::AllToAll];
+
+    /// The name in texts, such as `all-gather`.
+    pub fn name(self) -> &'static str {
+        match self {
+            CollectiveKind::AllGather => "all-gather",
+            CollectiveKind::ReduceScatter => "reduce-scatter",
+            CollectiveKind::AllReduce => "all-reduce",
+            CollectiveKind::AllToAll => "all-to-all",
+        }
+    }
+}
