@@ -77,6 +77,9 @@ pub struct ProfileFlags {
     /// Draw the last traced step into an SVG file
     #[arg(long, value_name = "FILE.svg")]
     pub draw: Option<PathBuf>,
+    /// Write the measured costs of a step into a file, for train --dry-run --costs
+    #[arg(long, value_name = "FILE.json")]
+    pub costs: Option<PathBuf>,
     /// Do not try any changes, and suggest only those that need no trial
     #[arg(long)]
     pub no_tries: bool,
@@ -94,6 +97,7 @@ impl ProfileFlags {
         let mut arguments = vec![format!("--steps={}", self.steps)];
         arguments.extend(self.keep.iter().map(|folder| format!("--keep={}", absolute(folder).display())));
         arguments.extend(self.draw.iter().map(|file| format!("--draw={}", absolute(file).display())));
+        arguments.extend(self.costs.iter().map(|file| format!("--costs={}", absolute(file).display())));
         arguments.extend(self.no_tries.then(|| "--no-tries".to_string()));
         arguments.extend(self.json.then(|| "--json".to_string()));
         arguments.extend(self.fault.iter().map(|fault| format!("--fault={fault}")));
@@ -101,22 +105,26 @@ impl ProfileFlags {
     }
 }
 
-/// Flags of `shardwise train` for traces.
+/// Flags of `shardwise train` that its ranks get, too.
 #[derive(clap::Args)]
-pub struct TraceFlags {
+pub struct TrainFlags {
     /// Trace these steps into a file next to the checkpoints; it opens in ui.perfetto.dev
     #[arg(long, value_name = "FIRST..LAST")]
     pub trace: Option<String>,
     /// Trace these ranks in addition to the first 16
     #[arg(long, value_name = "RANK", value_delimiter = ',', requires = "trace")]
     pub trace_ranks: Vec<usize>,
+    /// Start even if the memory estimate exceeds the limit
+    #[arg(long)]
+    pub force: bool,
 }
 
-impl TraceFlags {
+impl TrainFlags {
     /// Converts the flags back to arguments.
     pub(crate) fn arguments(&self) -> Vec<OsString> {
         let steps = self.trace.iter().map(|steps| format!("--trace={steps}"));
         let ranks = self.trace_ranks.iter().map(|rank| format!("--trace-ranks={rank}"));
-        steps.chain(ranks).map(OsString::from).collect()
+        let force = self.force.then(|| "--force".to_string());
+        steps.chain(ranks).chain(force).map(OsString::from).collect()
     }
 }

@@ -14,7 +14,7 @@ use shardwise_supervisor::{
     rank_program, supervise,
 };
 
-use crate::flags::{Layers, TraceFlags};
+use crate::flags::{Layers, TrainFlags};
 use crate::screen;
 
 #[derive(clap::Args)]
@@ -29,6 +29,9 @@ pub(crate) struct Options {
     /// Print the memory estimate and exit
     #[arg(long)]
     dry_run: bool,
+    /// Also print how long a step would take, simulated from the costs that profile --costs has measured
+    #[arg(long, value_name = "FILE.json", requires = "dry_run")]
+    costs: Option<PathBuf>,
     /// Print what a rank does in a step, one instruction per line, and exit
     #[arg(long, conflicts_with = "dry_run")]
     show_program: bool,
@@ -59,7 +62,7 @@ pub(crate) struct Options {
     #[arg(long, value_name = "FAULT")]
     fault: Vec<String>,
     #[command(flatten)]
-    trace: TraceFlags,
+    trace: TrainFlags,
 }
 
 /// The output of `shardwise-rank check`.
@@ -127,6 +130,9 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode> {
     arguments.extend(faults.iter().map(|fault| OsString::from(format!("--fault={fault}"))));
     if options.show_program {
         arguments.push("--show-program".into());
+    }
+    if let Some(file) = &options.costs {
+        arguments.push(format!("--costs={}", file.display()).into());
     }
     let CheckReport { text, program, settings } = match check(&options.recipe, asked, &options.layers, &arguments)? {
         Ok(report) => report,

@@ -1,7 +1,7 @@
 //! Recommendations that make a recipe faster.
 //!
-//! A candidate is a changed recipe that fits into memory. Its saving is estimated from the trace, but only to choose which candidates
-//! are worth trying. Recommendations outside the recipe, such as a faster disk, cannot be tried and remain estimates.
+//! A candidate is a changed recipe that fits into memory. Its saving is simulated, but only to choose which candidates are worth
+//! trying. Recommendations outside the recipe, such as a faster disk, cannot be tried and remain estimates.
 
 use serde::Serialize;
 use shardwise_journal::Profile;
@@ -9,6 +9,7 @@ use shardwise_recipe::{ActivationCheckpointingRecipe, FloatRecipe, Recipe};
 
 use crate::error::Result;
 use crate::memory_estimate::MemoryEstimate;
+use crate::step_costs::StepCosts;
 
 /// The maximum number of tokens in a candidate's micro-batch. Larger ones gain nothing: their matrices are already large enough.
 const MICRO_BATCH_TOKENS_MAX: usize = 4096;
@@ -35,6 +36,10 @@ pub struct Recommendation {
 
 /// The measurements of a recipe and the machine. Times are in seconds per step.
 pub(crate) struct Facts<'a> {
+    pub(crate) ranks: usize,
+    pub(crate) costs: &'a StepCosts,
+    /// The time of a step, simulated from these costs.
+    pub(crate) simulated_step_s: f64,
     pub(crate) profile: &'a Profile,
     /// The shortest step: the baseline for candidates.
     pub(crate) step_s: f64,
@@ -93,10 +98,7 @@ pub(crate) enum Knob {
     /// A step that is this many times as large.
     LargerStep(usize),
     LessCheckpointing,
-    /// Parameters in another dtype, of half the size or of twice.
-    OtherDtype {
-        halves_bytes: bool,
-    },
+    OtherDtype,
     Bf16Gradients,
     Stage2,
     MorePrefetch,
@@ -181,8 +183,7 @@ pub(crate) fn candidates(recipe: &Recipe, ranks: usize, hosts: usize, room: usiz
         FloatRecipe::F32 => (FloatRecipe::Bf16, "bf16"),
         _ => (FloatRecipe::F32, "f32"),
     };
-    let knob = Knob::OtherDtype { halves_bytes: other == FloatRecipe::Bf16 };
-    add(knob, 1., format!("precision.param_dtype = \"{name}\""), &|r| r.precision.param_dtype = other);
+    add(Knob::OtherDtype, 1., format!("precision.param_dtype = \"{name}\""), &|r| r.precision.param_dtype = other);
     if recipe.precision.reduce_dtype == FloatRecipe::F32 {
         let text = "precision.reduce_dtype = \"bf16\"".to_string();
         add(Knob::Bf16Gradients, 1., text, &|recipe| recipe.precision.reduce_dtype = FloatRecipe::Bf16);
@@ -204,33 +205,19 @@ pub(crate) fn candidates(recipe: &Recipe, ranks: usize, hosts: usize, room: usiz
     Ok(all)
 }
 
-/// Estimates the seconds per step that a candidate saves.
-pub(crate) fn estimate_saving_s(candidate: &Candidate, facts: &Facts<'_>) -> f64 {
-    let (gather, reduce) = (facts.wait_gather_s(), facts.wait_reduce_s());
-    let micro_batches = facts.micro_batches as f64;
-    let handing: f64 = ["gather", "reduce", "optimizer"].iter().map(|kind| facts.profile.kind_s(kind)).sum();
-    match candidate.knob {
-        Knob::LargerMicroBatch(times) => (gather + facts.inefficiency_s() + handing) * (1. - 1. / times as f64),
-        Knob::LargerStep(times) => {
-            let once = gather + reduce + handing + facts.profile.kind_s("wait agree");
-            (once + facts.inefficiency_s()) * (1. - 1. / times as f64)
+/// Simulates the seconds per step that a candidate saves; negative if it costs time.
+pub(crate) fn simulate_saving_s(candidate: &Candidate, facts: &Facts<'_>) -> f64 {
+    // The simulation knows what is sent and what waits, but not how fast other computations are.
+    let speedup = match candidate.knob {
+        Knob::OtherDtype => facts.other_dtype_speedup.max(0.01),
+        Knob::LargerMicroBatch(times) | Knob::LargerStep(times) => {
+            let lost = facts.inefficiency_s() / facts.computing_s().max(1e-9);
+            1. / (1. - lost * (1. - 1. / times as f64))
         }
-        Knob::LessCheckpointing => facts.profile.kind_s("recompute").max(0.04 * facts.computing_s()),
-        Knob::OtherDtype { halves_bytes } => {
-            let saved = if halves_bytes { gather / 2. } else { -gather };
-            facts.computing_s() * (1. - 1. / facts.other_dtype_speedup.max(0.01)) + saved
-        }
-        Knob::Bf16Gradients => reduce / 2.,
-        Knob::Stage2 => gather * (2. * micro_batches - 1.) / (2. * micro_batches),
-        Knob::MorePrefetch => {
-            // Communication can be hidden only behind computation.
-            let communication = facts.profile.communication;
-            let behind = (facts.computing_s() - communication.hidden_s).max(0.);
-            0.5 * communication.link_s().min(behind)
-        }
-        Knob::ReduceOncePerStep => reduce * (1. - 1. / micro_batches),
-        Knob::Replicate => 0.7 * facts.profile.communication.link_s(),
-    }
+        _ => 1.,
+    };
+    let simulated = facts.costs.simulate(&candidate.recipe, facts.ranks, speedup);
+    simulated.map_or(0., |simulated| facts.simulated_step_s - simulated.step_s / candidate.tokens)
 }
 
 /// The bottleneck that a change addresses, and why it helps.
@@ -267,7 +254,7 @@ fn explain(knob: Knob, facts: &Facts<'_>) -> (&'static str, String) {
                 format!("{again:.0}% of a step is spent recomputing activations, and there is memory to keep them"),
             )
         }
-        Knob::OtherDtype { .. } => (
+        Knob::OtherDtype => (
             "precision",
             format!("matrix products of this type are {:.1} times as fast here", facts.other_dtype_speedup),
         ),

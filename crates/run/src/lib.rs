@@ -44,6 +44,7 @@ mod spike;
 mod spike_detector;
 mod spot_check;
 mod spot_check_failure;
+mod step_costs;
 mod take_snapshot;
 mod trace;
 
@@ -65,4 +66,5 @@ pub use spike::{GradientShare, OnSpike, Spike, SpikedMetric};
 pub use spike_detector::SpikeDetector;
 pub use spot_check::{RankBatches, compute_checked_gradients};
 pub use spot_check_failure::SpotCheckFailure;
+pub use step_costs::{Link, StepCosts, UnitTimes, describe_simulated_step};
 pub use trace::WrittenTrace;

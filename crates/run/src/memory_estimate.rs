@@ -8,7 +8,9 @@ use std::fmt;
 use shardwise_checkpoint::SaveId;
 use shardwise_journal::format::format_memory_fixed;
 use shardwise_model::Model;
-use shardwise_plan::program::{Layout, Memory, MemoryKind, MemoryUse, ModelParallel, Program, build::train_step, memory_use};
+use shardwise_plan::program::{
+    Layout, Memory, MemoryKind, MemoryUse, ModelParallel, Program, build::train_step, memory_use,
+};
 use shardwise_recipe::{ActivationCheckpointingRecipe, FloatRecipe, Recipe};
 use shardwise_torch::tch::Device;
 use shardwise_train::{Options, StepShape, checkpoint_layouts, memory_costs, unit_specs};
@@ -16,8 +18,11 @@ use shardwise_train::{Options, StepShape, checkpoint_layouts, memory_costs, unit
 use crate::build;
 use crate::error::Result;
 
-/// The memory of a process with libtorch and MPI, without a model.
-const PROCESS_BYTES: usize = 300 << 20;
+/// The memory of a process with libtorch, without a model: measured with libtorch 2.13 on the CPU, one thread.
+const PROCESS_BYTES: usize = 170 << 20;
+
+/// What communication with other ranks adds: measured with Open MPI on one host.
+const COMMUNICATION_BYTES: usize = 85 << 20;
 
 /// The peak memory of the rank that needs the most, in bytes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -47,7 +52,7 @@ impl MemoryEstimate {
                 let buffer = if checkpoints.background { checkpoints.buffer_bytes } else { 0 };
                 saving(&model, &options, shard, recipe.parallel.replicate, buffer)
             }),
-            process: PROCESS_BYTES,
+            process: PROCESS_BYTES + if ranks > 1 { COMMUNICATION_BYTES } else { 0 },
         })
     }
 
@@ -73,6 +78,14 @@ impl fmt::Display for MemoryEstimate {
     }
 }
 
+/// The micro-batches of a step of a recipe on one of this many ranks.
+pub(crate) fn step_shape(recipe: &Recipe, ranks: usize) -> Result<StepShape> {
+    recipe.check_replicas(ranks)?;
+    let (batch, positions) = (recipe.batch(ranks)?, recipe.batch.seq_len);
+    let micro_batches = batch.gradient_accumulation_steps;
+    Ok(StepShape { tokens: batch.micro_batch_size * positions, positions, micro_batches })
+}
+
 /// The program of a step of a recipe, and the memory that it holds on the rank that holds the most.
 pub(crate) fn simulate_memory(
     recipe: &Recipe,
@@ -80,10 +93,7 @@ pub(crate) fn simulate_memory(
     options: &Options,
     ranks: usize,
 ) -> Result<(Program, MemoryUse)> {
-    recipe.check_replicas(ranks)?;
-    let (batch, positions) = (recipe.batch(ranks)?, recipe.batch.seq_len);
-    let micro_batches = batch.gradient_accumulation_steps;
-    let shape = StepShape { tokens: batch.micro_batch_size * positions, positions, micro_batches };
+    let shape = step_shape(recipe, ranks)?;
     let layout = Layout {
         shard: ranks / recipe.parallel.replicate,
         replicate: recipe.parallel.replicate,
@@ -94,7 +104,7 @@ pub(crate) fn simulate_memory(
         gradient_bytes: options.precision.reduce_dtype.bytes(),
         model_parallel: ModelParallel::default(),
     };
-    let (units, policy) = (unit_specs(model), options.policy(micro_batches));
+    let (units, policy) = (unit_specs(model), options.policy(shape.micro_batches));
     let program = train_step(&units, &policy);
     let memory = memory_use(&program, &units, &policy, &layout, &memory_costs(model, options, shape));
     Ok((program, memory))

@@ -4,8 +4,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use serde::Serialize;
 use shardwise_plan::program::{MemoryUse, Program};
-use shardwise_torch::tch::Tensor;
 use shardwise_torch::take_peak_bytes;
+use shardwise_torch::tch::Tensor;
 use shardwise_train::{Probe, StepPhase};
 
 use crate::run_probe::RunProbe;

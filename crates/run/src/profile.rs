@@ -12,16 +12,17 @@ use shardwise_comm::{Group, ReduceOp};
 use shardwise_journal::Profile;
 use shardwise_journal::spans::Trace;
 use shardwise_plan::Dtype;
+use shardwise_plan::program::{Layout, UnitSpec};
 use shardwise_recipe::Recipe;
 use shardwise_torch::tch::Device;
 use shardwise_train::Trainer;
 
-use crate::advice::{Candidate, Facts, Recommendation, candidates, estimate_saving_s, recommend_outside_recipe};
+use crate::advice::{Candidate, Facts, Recommendation, candidates, recommend_outside_recipe, simulate_saving_s};
 use crate::build;
 use crate::data::Data;
 use crate::error::{Error, Result};
 use crate::host;
-use crate::memory_estimate::{MemoryEstimate, simulate_memory};
+use crate::memory_estimate::{MemoryEstimate, simulate_memory, step_shape};
 use crate::memory_limit::memory_limit;
 use crate::memory_probe::{MemoryProbe, PhaseMemory, compare_memory};
 use crate::meter::resident_bytes;
@@ -31,6 +32,7 @@ use crate::position::PositionTracker;
 use crate::requests::{PlannedTrace, Requests, StepRange};
 use crate::run_probe::RunProbe;
 use crate::setup::{init_trainer, place_ranks};
+use crate::step_costs::{MeasuredStep, StepCosts, unit_times};
 use crate::trace::Tracer;
 
 /// The number of warm-up steps.
@@ -55,6 +57,8 @@ pub struct ProfileOptions {
     pub try_changes: bool,
     /// The folder for the trace.
     pub folder: PathBuf,
+    /// A file for the measured costs of a step.
+    pub costs: Option<PathBuf>,
     /// The number of ranks on this host.
     pub ranks_here: usize,
 }
@@ -94,6 +98,12 @@ pub struct ProfileReport {
     pub memory_estimate_bytes: usize,
     /// The memory of rank 0's tensors, phase by phase.
     pub memory: Vec<PhaseMemory>,
+    /// The measured costs of a step.
+    pub costs: StepCosts,
+    /// The time of a step, simulated from these costs.
+    pub simulated_step_s: f64,
+    /// The simulated time of each unit, in the model's order: what it computes, and what it waits for before that.
+    pub simulated_unit_s: Vec<f64>,
     /// The memory limit of a rank, if known.
     pub memory_limit_bytes: Option<usize>,
     /// The trace file.
@@ -115,6 +125,8 @@ pub fn profile(
     let baseline = trace_steps(&recipe, world, position, options)?;
     let machine = Machine::measure(&recipe, world)?;
     let hosts = count_hosts(world)?;
+    let costs = measure_costs(&recipe, world, position, options, hosts, machine.latency_s)?;
+    let simulated = costs.as_ref().map(|costs| costs.simulate(&recipe, world.size(), 1.)).transpose()?;
     let room = memory_limit(options.ranks_here, resident_bytes("VmRSS:") as usize).map(|limit| limit.bytes);
     // The host with the least memory decides.
     let room = room.map_or(i64::MAX, |bytes| bytes as i64);
@@ -123,7 +135,11 @@ pub fn profile(
     let peak = world.all_reduce("memory", ReduceOp::Max, vec![resident_bytes("VmHWM:") as i64]).wait()?[0] as usize;
     let estimate = MemoryEstimate::of(&recipe, world.size())?;
     let tokens = recipe.batch(world.size())?.global_batch_size * recipe.batch.seq_len;
-    let mut report = baseline.map(|baseline| ProfileReport {
+    let measured = baseline.zip(costs).zip(simulated);
+    let mut report = measured.map(|((baseline, costs), simulated)| ProfileReport {
+        simulated_step_s: simulated.step_s,
+        simulated_unit_s: unit_times(costs.units.len(), &simulated),
+        costs,
         ranks: world.size(),
         hosts,
         stage: recipe.zero.stage,
@@ -146,6 +162,9 @@ pub fn profile(
     });
     let facts = report.as_ref().map(|report| gather_facts(report, &recipe, &machine));
     let mut times = Vec::new();
+    if let (Some(report), Some(path)) = (&report, &options.costs) {
+        report.costs.write(path)?;
+    }
     for index in choose(world, &changes, facts.as_ref(), options.try_changes)? {
         times.push((&changes[index], time_steps(&changes[index].recipe, world, position)? / changes[index].tokens));
     }
@@ -173,7 +192,7 @@ fn choose(world: &Group, all: &[Candidate], facts: Option<&Facts<'_>>, try_chang
     let mut chosen = vec![-1i64; TRIALS];
     if let Some(facts) = facts.filter(|facts| try_changes && facts.step_s < TRIAL_STEP_S_MAX) {
         let mut promising: Vec<(f64, usize)> =
-            all.iter().enumerate().map(|(index, candidate)| (estimate_saving_s(candidate, facts), index)).collect();
+            all.iter().enumerate().map(|(index, candidate)| (simulate_saving_s(candidate, facts), index)).collect();
         promising.retain(|(saved, _)| *saved > 0.03 * facts.step_s);
         promising.sort_by(|a, b| b.0.total_cmp(&a.0));
         chosen.iter_mut().zip(promising).for_each(|(slot, (_, index))| *slot = index as i64);
@@ -186,6 +205,9 @@ fn gather_facts<'a>(report: &'a ProfileReport, recipe: &Recipe, machine: &Machin
     let batch =
         recipe.batch(report.ranks).map_or((1, 1), |batch| (batch.micro_batch_size, batch.gradient_accumulation_steps));
     Facts {
+        ranks: report.ranks,
+        costs: &report.costs,
+        simulated_step_s: report.simulated_step_s,
         profile: &report.profile,
         step_s: report.least_step_s,
         hosts: report.hosts,
@@ -205,6 +227,8 @@ struct Baseline {
     least_step_s: f64,
     trace: PathBuf,
     memory: Vec<PhaseMemory>,
+    units: Vec<UnitSpec>,
+    layout: Layout,
     parameters: usize,
     flops_per_token: f64,
 }
@@ -241,6 +265,8 @@ fn trace_steps(
     let (program, simulated) = simulate_memory(recipe, trainer.model(), trainer.options(), world.size())?;
     Ok(Some(Baseline {
         memory: compare_memory(&program, &simulated, &peaks),
+        units: trainer.unit_specs().to_vec(),
+        layout: trainer.ranks().layout(trainer.options().precision),
         profile: Profile::from_trace(&read),
         step_s: times.iter().sum::<f64>() / times.len().max(1) as f64,
         least_step_s: minimum(&times),
@@ -248,6 +274,38 @@ fn trace_steps(
         parameters: trainer.model().elements(),
         flops_per_token: trainer.model().flops_per_token(recipe.batch.seq_len),
     }))
+}
+
+/// Measures what a step costs, on rank 0. Nothing is prefetched, so that computation and communication do not compete for cores.
+fn measure_costs(
+    recipe: &Recipe,
+    world: &Arc<Group>,
+    position: &Arc<PositionTracker>,
+    options: &ProfileOptions,
+    hosts: usize,
+    latency_s: f64,
+) -> Result<Option<StepCosts>> {
+    let mut recipe = recipe.clone();
+    recipe.zero.prefetch = 0;
+    let folder = options.folder.join("without-prefetch");
+    let options = ProfileOptions { folder, ..options.clone() };
+    let Some(Baseline { profile, units, layout, .. }) = trace_steps(&recipe, world, position, &options)? else {
+        return Ok(None);
+    };
+    let shape = step_shape(&recipe, world.size())?;
+    let measured = MeasuredStep {
+        units: &units,
+        layout,
+        shards_optimizer: recipe.zero.stage >= 1,
+        micro_batches: shape.micro_batches,
+        micro_batch_tokens: shape.tokens,
+        hosts,
+        ranks_per_host: options.ranks_here,
+        cores_per_host: std::thread::available_parallelism().map_or(1, usize::from),
+        threads_per_rank: usize::try_from(shardwise_torch::tch::get_num_threads()).unwrap_or(1),
+        latency_s,
+    };
+    Ok(Some(StepCosts::from_profile(&profile, &measured)))
 }
 
 fn set_up(recipe: &Recipe, world: &Arc<Group>, position: &Arc<PositionTracker>) -> Result<(Data, Trainer)> {

@@ -57,9 +57,10 @@ impl Trainer {
             let program = build::inference(&trainer.unit_specs, &trainer.options.policy(1));
             let mut x: Option<Tensor> = None;
             for instruction in program.instructions {
+                trainer.enter(&instruction);
                 match instruction {
                     Instruction::StartGather { unit, .. } => trainer.shards[unit].start_gather()?,
-                    Instruction::WaitGather(unit) => trainer.wait_gather(unit)?,
+                    Instruction::WaitGather(unit) => trainer.shards[unit].gather()?,
                     Instruction::Forward { unit, .. } => x = Some(no_grad(|| compute(trainer, unit, x.as_ref()))?),
                     Instruction::Release(unit) => trainer.shards[unit].release()?,
                     other => unreachable!("inference has no {other:?}"),

@@ -285,10 +285,11 @@ impl Trainer {
     /// Executes instructions, in order.
     fn execute(&mut self, instructions: &[Instruction], step: &mut StepValues<'_>) -> Result<()> {
         for &instruction in instructions {
+            self.enter(&instruction);
             match instruction {
                 Instruction::CountTokens => self.count_targets(step)?,
                 Instruction::StartGather { unit, .. } => self.shards[unit].start_gather()?,
-                Instruction::WaitGather(unit) => self.wait_gather(unit)?,
+                Instruction::WaitGather(unit) => self.shards[unit].gather()?,
                 Instruction::Release(unit) => self.shards[unit].release()?,
                 Instruction::Forward { unit, micro_batch, keep } => self.forward(unit, micro_batch, keep, step)?,
                 Instruction::Recompute { unit, micro_batch } => self.recompute(unit, micro_batch, step)?,
@@ -298,22 +299,12 @@ impl Trainer {
                         self.shards[unit].add_gradient(parameter, &grad)?;
                     }
                 }
-                Instruction::StartReduce { unit, .. } => {
-                    self.probe.enter(StepPhase::Reduce, unit);
-                    self.shards[unit].start_reduce()?;
-                }
-                Instruction::WaitReduceScatter(unit) => {
-                    self.probe.enter(StepPhase::Reduce, unit);
-                    self.shards[unit].finish_reduce_scatter()?;
-                }
-                Instruction::WaitReduce(unit) => {
-                    self.probe.enter(StepPhase::Reduce, unit);
-                    self.shards[unit].finish_reduce()?;
-                }
+                Instruction::StartReduce { unit, .. } => self.shards[unit].start_reduce()?,
+                Instruction::WaitReduceScatter(unit) => self.shards[unit].finish_reduce_scatter()?,
+                Instruction::WaitReduce(unit) => self.shards[unit].finish_reduce()?,
                 Instruction::Norm(unit) => step.squares[unit] = self.shards[unit].grad_norm_squared()?,
                 Instruction::ReduceTotals => step.totals = Some(self.reduce_totals(step)?),
                 Instruction::Update(unit) => {
-                    self.probe.enter(StepPhase::Optimizer, unit);
                     let (optimizer, factor) = step.update.as_ref().expect("an update has an optimizer");
                     self.shards[unit].update(optimizer, *factor)?;
                 }
@@ -389,6 +380,22 @@ impl Trainer {
         }
     }
 
+    /// Tells the probe which phase of which unit an instruction starts.
+    pub(crate) fn enter(&self, instruction: &Instruction) {
+        if let (Some(phase), Some(unit)) = (StepPhase::of(instruction), instruction.unit()) {
+            self.probe.enter(phase, unit);
+        }
+    }
+
+    /// Recomputes a unit's output in the backward pass, this time with its autograd graph.
+    fn recompute(&self, index: usize, micro_batch: usize, step: &mut StepValues<'_>) -> Result<()> {
+        let mut pass = step.passes[micro_batch][index].take().expect("the forward pass comes first");
+        pass.output =
+            self.compute(index, pass.input.as_ref(), step.batch(micro_batch, self.options.device), Activations::All)?;
+        step.passes[micro_batch][index] = Some(pass);
+        Ok(())
+    }
+
     /// Computes a unit's output.
     pub(crate) fn compute(
         &self,
@@ -397,21 +404,6 @@ impl Trainer {
         batch: &Batch,
         activations: Activations,
     ) -> Result<Tensor> {
-        self.probe.enter(StepPhase::Forward, index);
-        self.output(index, input, batch, activations)
-    }
-
-    /// Recomputes a unit's output in the backward pass, this time with its autograd graph.
-    fn recompute(&self, index: usize, micro_batch: usize, step: &mut StepValues<'_>) -> Result<()> {
-        self.probe.enter(StepPhase::Recompute, index);
-        let mut pass = step.passes[micro_batch][index].take().expect("the forward pass comes first");
-        pass.output =
-            self.output(index, pass.input.as_ref(), step.batch(micro_batch, self.options.device), Activations::All)?;
-        step.passes[micro_batch][index] = Some(pass);
-        Ok(())
-    }
-
-    fn output(&self, index: usize, input: Option<&Tensor>, batch: &Batch, activations: Activations) -> Result<Tensor> {
         let unit = &self.model.units()[index];
         let failed = |error| Error::Model { unit: unit.name().to_string(), error };
         let output = unit
@@ -442,7 +434,6 @@ impl Trainer {
         output_grad: &Tensor,
         input: Option<&Tensor>,
     ) -> Result<(Vec<ParameterGradient>, Option<Tensor>)> {
-        self.probe.enter(StepPhase::Backward, index);
         let trainable = self.trainable_parameters(index);
         let tensors = trainable.iter().map(|&(unit, parameter)| &self.shards[unit].parameters()[parameter]);
         let input = input.filter(|input| input.requires_grad());
@@ -467,12 +458,6 @@ impl Trainer {
         own.chain(tied)
             .filter(|&(unit, parameter)| self.model.units()[unit].parameters()[parameter].trainable)
             .collect()
-    }
-
-    /// Waits until a unit's parameters are gathered.
-    pub(crate) fn wait_gather(&mut self, unit: usize) -> Result<()> {
-        self.probe.enter(StepPhase::Gather, unit);
-        Ok(self.shards[unit].gather()?)
     }
 
     /// Adds the loss of a micro-batch, whose last forward pass is done, and looks for its cause if it is not finite.

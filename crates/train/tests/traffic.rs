@@ -16,11 +16,8 @@ use shardwise_zero::{AdamW, Optimizer, Precision, Sharding};
 
 /// A model with sizes that hardly divide evenly.
 fn model(is_tied: bool, frozen: &[&str]) -> Model {
-    let llama = LlamaConfig {
-        num_key_value_heads: 1,
-        tie_word_embeddings: is_tied,
-        ..LlamaConfig::new(61, 12, 3, 3, 17)
-    };
+    let llama =
+        LlamaConfig { num_key_value_heads: 1, tie_word_embeddings: is_tied, ..LlamaConfig::new(61, 12, 3, 3, 17) };
     let mut model = Model::from_config(llama).unwrap();
     model.freeze(frozen).unwrap();
     model

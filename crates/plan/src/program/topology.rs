@@ -64,7 +64,10 @@ impl Topology {
         LinkCost {
             latency_s: cost.latency_s,
             bytes_per_s: cost.bytes_per_s / ranks.clamp(1, self.ranks_on_host()) as f64,
-            cpu_s_per_byte: if self.cores_wanted() >= self.cores_per_host { cost.cpu_s_per_byte } else { 0. },
+            cpu_s_per_byte: match self.cores_wanted() >= self.cores_per_host {
+                true => cost.cpu_s_per_byte * self.slowdown(),
+                false => 0.,
+            },
         }
     }
 

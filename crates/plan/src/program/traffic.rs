@@ -142,7 +142,7 @@ impl Layout {
     }
 
     /// The elements of a tensor that this rank keeps.
-    pub(super) fn kept(&self, elements: usize, sharded: bool) -> usize {
+    pub fn kept(&self, elements: usize, sharded: bool) -> usize {
         if sharded { Partition::new(elements, self.shard).part_len(self.shard_rank) } else { elements }
     }
 

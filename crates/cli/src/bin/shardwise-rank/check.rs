@@ -1,30 +1,44 @@
 //! Checks whether a recipe can run, before any rank starts.
 
 use std::io::Write;
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use serde_json::json;
-use shardwise_cli::flags::TraceFlags;
+use shardwise_cli::flags::TrainFlags;
 use shardwise_journal::format::format_memory_fixed;
 use shardwise_recipe::Recipe;
 use shardwise_run::build::program;
 use shardwise_run::memory_estimate::{MemoryEstimate, find_settings_that_fit};
 use shardwise_run::memory_limit::{MemoryLimit, memory_limit};
+use shardwise_run::{StepCosts, describe_simulated_step};
 use shardwise_supervisor::RankCount;
 use shardwise_supervisor::exit_codes::REFUSED;
 
 use crate::flags::{parse_faults, parse_trace};
 use crate::recipe_arguments::RecipeArguments;
 
-/// Prints the result of the check to standard output, or the error to standard error.
-pub(crate) fn run(
-    arguments: &RecipeArguments,
+/// What to check.
+#[derive(clap::Args)]
+pub(crate) struct CheckFlags {
+    /// Assume that this many of the ranks run on this host, instead of all
+    #[arg(long)]
     ranks_here: Option<usize>,
-    faults: &[String],
-    trace: &TraceFlags,
+    #[arg(long)]
+    fault: Vec<String>,
+    #[command(flatten)]
+    train: TrainFlags,
+    /// Also print the program of a step
+    #[arg(long)]
     show_program: bool,
-) -> ExitCode {
-    match parse_trace(trace).and_then(|_| check(arguments, ranks_here, faults, show_program)) {
+    /// Also print how long a step would take with the costs in this file
+    #[arg(long)]
+    costs: Option<PathBuf>,
+}
+
+/// Prints the result of the check to standard output, or the error to standard error.
+pub(crate) fn run(arguments: &RecipeArguments, flags: &CheckFlags) -> ExitCode {
+    match parse_trace(&flags.train).and_then(|_| check(arguments, flags)) {
         Err(reason) => {
             eprintln!("{reason}");
             ExitCode::from(REFUSED)
@@ -38,27 +52,30 @@ pub(crate) fn run(
 }
 
 /// Checks that a recipe is valid and fits into the memory of this host. Returns JSON for `shardwise`.
-fn check(
-    arguments: &RecipeArguments,
-    ranks_here: Option<usize>,
-    faults: &[String],
-    show_program: bool,
-) -> Result<String, String> {
-    parse_faults(faults)?;
+fn check(arguments: &RecipeArguments, flags: &CheckFlags) -> Result<String, String> {
+    parse_faults(&flags.fault)?;
     let asked = arguments.ranks.unwrap_or(RankCount { min: 1, max: 1 });
     let recipe = arguments.read()?;
     let sizes = world_sizes(&recipe, asked)?;
     let ranks = sizes.last().copied().unwrap_or(asked.max);
-    let estimate = match ranks_here {
-        // No rank runs on this host, and only the other hosts know their memory.
-        Some(0) => MemoryEstimate::of(&recipe, ranks).map_err(|error| error.to_string())?,
+    let estimate = match flags.ranks_here {
+        // If no rank runs on this host, only the other hosts know their memory.
+        here if here == Some(0) || flags.train.force => {
+            MemoryEstimate::of(&recipe, ranks).map_err(|error| error.to_string())?
+        }
         here => check_memory(arguments, &recipe, ranks, here.unwrap_or(ranks))?,
     };
+    let mut text = format!("a rank needs about {} of memory:\n{estimate}", format_memory_fixed(estimate.total()));
+    if let Some(file) = &flags.costs {
+        let step = StepCosts::read(file).and_then(|costs| describe_simulated_step(&recipe, ranks, &costs));
+        text += &format!("\n{}", step.map_err(|error| error.to_string())?);
+    }
+    let show_program = flags.show_program;
     let program =
         show_program.then(|| program(&recipe, ranks).map(|program| program.to_string().trim_end().to_string()));
     let report = json!({
         "program": program.transpose().map_err(|error| error.to_string())?,
-        "text": format!("a rank needs about {} of memory:\n{estimate}", format_memory_fixed(estimate.total())),
+        "text": text,
         "ranks": sizes,
         "folder": recipe.folder(),
         "saves": recipe.checkpoints.is_some(),

@@ -10,6 +10,7 @@ mod profile;
 mod profile_table;
 mod rank;
 mod recipe_arguments;
+mod simulation_table;
 mod supervisor_link;
 mod train;
 
@@ -18,8 +19,9 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};
-use shardwise_cli::flags::{GenerateFlags, ProfileFlags, TraceFlags};
+use shardwise_cli::flags::{GenerateFlags, ProfileFlags, TrainFlags};
 
+use check::CheckFlags;
 use probe::Library;
 use recipe_arguments::RecipeArguments;
 
@@ -38,16 +40,8 @@ enum Command {
     Check {
         #[command(flatten)]
         recipe: RecipeArguments,
-        /// Assume that this many of the ranks run on this host, instead of all
-        #[arg(long)]
-        ranks_here: Option<usize>,
-        #[arg(long)]
-        fault: Vec<String>,
         #[command(flatten)]
-        trace: TraceFlags,
-        /// Also print the program of a step
-        #[arg(long)]
-        show_program: bool,
+        flags: CheckFlags,
     },
     /// Train as one of the ranks
     Train {
@@ -56,7 +50,7 @@ enum Command {
         #[arg(long)]
         fault: Vec<String>,
         #[command(flatten)]
-        trace: TraceFlags,
+        flags: TrainFlags,
     },
     /// Profile a few steps as one of the ranks
     Profile {
@@ -86,10 +80,8 @@ enum Command {
 fn main() -> Result<ExitCode> {
     match Arguments::parse().command {
         Command::Probe { library } => probe::run(library),
-        Command::Check { recipe, ranks_here, fault, trace, show_program } => {
-            Ok(check::run(&recipe, ranks_here, &fault, &trace, show_program))
-        }
-        Command::Train { recipe, fault, trace } => train::run(&recipe, &fault, &trace),
+        Command::Check { recipe, flags } => Ok(check::run(&recipe, &flags)),
+        Command::Train { recipe, fault, flags } => train::run(&recipe, &fault, &flags),
         Command::Profile { recipe, flags, width } => profile::run(&recipe, &flags, width),
         Command::Evaluate { recipe, corpus } => inference::evaluate(&recipe, corpus),
         Command::Generate { recipe, flags } => inference::generate(&recipe, flags),

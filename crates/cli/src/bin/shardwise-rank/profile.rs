@@ -30,7 +30,8 @@ pub(crate) fn run(arguments: &RecipeArguments, flags: &ProfileFlags, width: Opti
     let launcher = launcher_env().unwrap_or_default();
     let work = |recipe: &Recipe, world: &Arc<Group>| {
         let ranks_here = launcher.local_size.unwrap_or(world.size());
-        let options = ProfileOptions { steps: flags.steps, try_changes: !flags.no_tries, folder, ranks_here };
+        let (costs, try_changes) = (flags.costs.clone(), !flags.no_tries);
+        let options = ProfileOptions { steps: flags.steps, try_changes, folder, costs, ranks_here };
         let Some(result) = profile(recipe, world, &position, &options)? else { return Ok(RunOutcome::Finished) };
         if let Some(file) = &flags.draw {
             let trace = Trace::read(&result.trace).map_err(|error| Error::Options(error.to_string()))?;

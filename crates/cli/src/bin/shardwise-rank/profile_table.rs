@@ -4,6 +4,8 @@ use shardwise_journal::UnitTime;
 use shardwise_journal::format::{format_bytes_per_s, format_flops_per_s, format_memory_fixed, format_step_time};
 use shardwise_run::{ProfileReport, Recommendation};
 
+use crate::simulation_table::simulation_table;
+
 /// The width if standard output is not a terminal, and the minimum width.
 const WIDTH: usize = 100;
 const WIDTH_MIN: usize = 40;
@@ -21,6 +23,8 @@ pub(crate) fn table(profiled: &ProfileReport, width: Option<usize>) -> String {
     lines.extend(by_unit(profiled, width));
     lines.push(String::new());
     lines.extend(machine(profiled));
+    lines.push(String::new());
+    lines.extend(simulation_table(profiled));
     lines.push(String::new());
     lines.extend(changes(&profiled.changes, profiled.least_step_s));
     lines.iter().flat_map(|line| wrap(line, width)).collect::<Vec<_>>().join("\n") + "\n"
@@ -231,12 +235,18 @@ fn wrap(line: &str, width: usize) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use shardwise_journal::{KindTime, Profile, VerbRate};
+    use shardwise_run::{Link, PhaseMemory, StepCosts, UnitTimes};
 
     use super::*;
 
     fn profiled(units: usize) -> ProfileReport {
         let unit = |index: usize| UnitTime { unit: format!("block.{index}"), forward_s: 0.01, ..UnitTime::default() };
         let kind = |kind: &str, mean_s| KindTime { kind: kind.to_string(), mean_s, most_s: 2. * mean_s, most_rank: 1 };
+        let link = Link { latency_s: 0., bytes_per_s: 1e9, cpu_s_per_byte: 0. };
+        let times = |index: usize| {
+            let name = format!("block.{index}");
+            UnitTimes { name, forward_s: 0.01, backward_s: 0., update_s: 0., norm_s: 0. }
+        };
         ProfileReport {
             ranks: 2,
             hosts: 1,
@@ -261,6 +271,24 @@ mod tests {
             latency_s: 1e-5,
             memory_peak_bytes: 1 << 30,
             memory_limit_bytes: None,
+            memory_estimate_bytes: 2 << 30,
+            memory: vec![PhaseMemory {
+                instruction: "forward block.0 micro-batch=0 keep=all".to_string(),
+                measured_bytes: 7 << 20,
+                simulated_bytes: 8 << 20,
+            }],
+            costs: StepCosts {
+                micro_batch_tokens: 512,
+                overhead_s: 0.,
+                cores_per_host: 2,
+                threads_per_rank: 1,
+                ranks_per_host: None,
+                within_host: link,
+                between_hosts: link,
+                units: (0..units).map(times).collect(),
+            },
+            simulated_step_s: 0.09,
+            simulated_unit_s: vec![0.02; units],
             trace: "trace.json".into(),
             changes: vec![Recommendation {
                 cause: "link",

@@ -4,7 +4,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use anyhow::Result;
-use shardwise_cli::flags::TraceFlags;
+use shardwise_cli::flags::TrainFlags;
 use shardwise_comm::{CallFault, CallFaultKind};
 use shardwise_run::{FaultInjection, FaultKind, PositionTracker, Requests};
 use shardwise_supervisor::launcher_env::{RANK, env_number, launcher_env};
@@ -17,8 +17,8 @@ use crate::recipe_arguments::RecipeArguments;
 use crate::supervisor_link::SupervisorLink;
 
 /// Trains, and reports to the supervisor if one started this rank.
-pub(crate) fn run(arguments: &RecipeArguments, faults: &[String], trace: &TraceFlags) -> Result<ExitCode> {
-    let planned = parse_trace(trace).map_err(anyhow::Error::msg)?;
+pub(crate) fn run(arguments: &RecipeArguments, faults: &[String], flags: &TrainFlags) -> Result<ExitCode> {
+    let planned = parse_trace(flags).map_err(anyhow::Error::msg)?;
     let faults = parse_faults(faults).map_err(anyhow::Error::msg)?;
     let launcher = launcher_env().unwrap_or_default();
     let (rank, ranks) = (env_number(RANK).unwrap_or(0), launcher.world_size.unwrap_or(1));
@@ -27,7 +27,8 @@ pub(crate) fn run(arguments: &RecipeArguments, faults: &[String], trace: &TraceF
     let requests = Requests { planned_trace: planned, ..register_signals()? };
     let position = Arc::new(PositionTracker::new(faults));
     let link = SupervisorLink::join(rank, ranks, &position, &requests)?;
-    let result = run_ranks(arguments, MemoryCheck::Training, call_fault, &link, |recipe, world| {
+    let memory = if flags.force { MemoryCheck::Skip } else { MemoryCheck::Training };
+    let result = run_ranks(arguments, memory, call_fault, &link, |recipe, world| {
         shardwise_run::run(
             recipe,
             world,

@@ -102,13 +102,7 @@ fn first_max(numbers: impl Iterator<Item = usize>) -> (usize, usize) {
 }
 
 /// What a rank holds in a step after the first, when the pool has all buffers.
-pub fn memory_use(
-    program: &Program,
-    units: &[UnitSpec],
-    policy: &Policy,
-    layout: &Layout,
-    costs: &Costs,
-) -> MemoryUse {
+pub fn memory_use(program: &Program, units: &[UnitSpec], policy: &Policy, layout: &Layout, costs: &Costs) -> MemoryUse {
     let mut tracker = Tracker::new(program, units, policy, layout, costs);
     tracker.run();
     tracker.start_next_step();
