@@ -12,6 +12,7 @@ fn all() -> impl Iterator<Item = &'static Claim> {
         crate::foundation::CLAIMS,
         crate::zero::CLAIMS,
         crate::peers::CLAIMS,
+        crate::program::CLAIMS,
         crate::checkpoints::CLAIMS,
         crate::text::CLAIMS,
         crate::supervision::CLAIMS,

@@ -16,6 +16,7 @@ mod mutants;
 mod observability;
 mod paired_jobs;
 mod peers;
+mod program;
 mod supervision;
 mod text;
 mod tidy;

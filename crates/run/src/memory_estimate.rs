@@ -17,12 +17,16 @@ use shardwise_train::{Options, StepShape, checkpoint_layouts, memory_costs, unit
 
 use crate::build;
 use crate::error::Result;
+use crate::memory_limit::MemoryLimit;
 
 /// The memory of a process with libtorch, without a model: measured with libtorch 2.13 on the CPU, one thread.
 const PROCESS_BYTES: usize = 170 << 20;
 
 /// What communication with other ranks adds: measured with Open MPI on one host.
 const COMMUNICATION_BYTES: usize = 85 << 20;
+
+/// The part of both that counts as data, for limits on a process's data: not libraries, and not memory shared with other ranks.
+const PROCESS_DATA_BYTES: usize = 50 << 20;
 
 /// The peak memory of the rank that needs the most, in bytes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -54,6 +58,13 @@ impl MemoryEstimate {
             }),
             process: PROCESS_BYTES + if ranks > 1 { COMMUNICATION_BYTES } else { 0 },
         })
+    }
+
+    /// The same estimate as a limit counts it.
+    #[must_use]
+    pub fn as_counted_by(self, limit: &MemoryLimit) -> Self {
+        let process = if limit.counts_only_data() { PROCESS_DATA_BYTES } else { self.process };
+        MemoryEstimate { process, ..self }
     }
 
     /// The tensors of a step and of a save.
@@ -126,11 +137,11 @@ fn saving(model: &Model, options: &Options, shard: usize, replicas: usize, buffe
     written.into_iter().map(|[own, others]| others + own.min(buffer)).max().unwrap_or(0) as usize
 }
 
-/// Finds the smallest change to a recipe that makes it fit into `limit` bytes. Returns the settings and their estimate.
+/// Finds the smallest change to a recipe that makes its tensors fit into `room` bytes. Returns the settings and their estimate.
 pub fn find_settings_that_fit(
     recipe: &Recipe,
     ranks: usize,
-    limit: usize,
+    room: usize,
 ) -> Option<(Vec<&'static str>, MemoryEstimate)> {
     type Change<'a> = (&'static str, &'a dyn Fn(&mut Recipe) -> bool);
     let micro_batches = recipe.batch(ranks).ok()?.gradient_accumulation_steps;
@@ -170,6 +181,6 @@ pub fn find_settings_that_fit(
             }
         }
         let estimate = MemoryEstimate::of(&changed, ranks).ok()?;
-        (estimate.total() <= limit).then_some((keys, estimate))
+        (estimate.tensors() <= room).then_some((keys, estimate))
     })
 }

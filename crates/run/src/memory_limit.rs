@@ -11,6 +11,13 @@ pub struct MemoryLimit {
     pub counts: &'static str,
 }
 
+impl MemoryLimit {
+    /// Whether it counts only a process's own data: not its libraries, and not memory that it shares.
+    pub(crate) fn counts_only_data(&self) -> bool {
+        self.counts == "VmData:"
+    }
+}
+
 /// The memory limit of a rank: the lowest of the process's resource limits, its share of the control group's limit, and its share of
 /// the host's available memory plus what the rank already uses.
 pub fn memory_limit(ranks_here: usize, resident_bytes: usize) -> Option<MemoryLimit> {

@@ -39,7 +39,7 @@ pub(crate) fn explain_out_of_memory(recipe: &Recipe, trainer: &Trainer, phase: P
         // The process's own memory is now known and need not be estimated.
         let left = limit.bytes.saturating_sub(in_use.process);
         let (room, low) = remaining_room(left, estimate.tensors(), in_use.total() - in_use.process + asked, asked);
-        let (keys, fitting) = find_settings_that_fit(recipe, ranks, room + estimate.process)?;
+        let (keys, fitting) = find_settings_that_fit(recipe, ranks, room)?;
         Some((keys, fitting.tensors() + low + in_use.process))
     });
     Error::OutOfMemory(Box::new(OutOfMemoryReport {

@@ -113,17 +113,22 @@ pub(crate) fn check_memory(
     ranks_here: usize,
 ) -> Result<MemoryEstimate, String> {
     let estimate = MemoryEstimate::of(recipe, ranks).map_err(|error| error.to_string())?;
-    let limit = memory_limit(ranks_here, 0).filter(|limit| estimate.total() > limit.bytes);
-    let Some(MemoryLimit { bytes: limit, what, .. }) = limit else {
+    let Some(limit) = memory_limit(ranks_here, 0) else { return Ok(estimate) };
+    let estimate = estimate.as_counted_by(&limit);
+    let MemoryLimit { bytes, what, .. } = limit;
+    if estimate.total() <= bytes {
         return Ok(estimate);
-    };
-    let remedy = match find_settings_that_fit(recipe, ranks, limit) {
-        Some((keys, then)) => format!("{} would fit, with {}", keys.join(" and "), format_memory_fixed(then.total())),
+    }
+    let remedy = match find_settings_that_fit(recipe, ranks, bytes.saturating_sub(estimate.process)) {
+        Some((keys, then)) => {
+            let total = format_memory_fixed(then.as_counted_by(&limit).total());
+            format!("{} would fit, with {total}", keys.join(" and "))
+        }
         None => {
             "no settings make it fit on these ranks: use more ranks, a smaller batch or a smaller model".to_string()
         }
     };
-    let (stage, total, limit) = (recipe.zero.stage, format_memory_fixed(estimate.total()), format_memory_fixed(limit));
+    let (stage, total, limit) = (recipe.zero.stage, format_memory_fixed(estimate.total()), format_memory_fixed(bytes));
     let path = arguments.path.display();
     Err(format!(
         "{path}: at stage {stage} a rank would need about {total}, but {what} is {limit}:\n{estimate}\n{remedy}"
