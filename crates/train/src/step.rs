@@ -448,7 +448,6 @@ impl Trainer {
                 }
                 other => unreachable!("a program with {other:?} is refused before the step"),
             }
-            }
         }
         Ok(())
     }
