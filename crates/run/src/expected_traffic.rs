@@ -35,7 +35,7 @@ impl ExpectedTraffic {
             replicate_rank: groups.replicate.rank(),
             parameter_bytes: precision.param_dtype.bytes(),
             gradient_bytes: precision.reduce_dtype.bytes(),
-            model_parallel: ModelParallel::default(),
+            model_parallel: ModelParallel::NONE,
         };
         let sent = traffic(&program, trainer.unit_specs(), &policy, &layout);
         Ok(ExpectedTraffic { step: by_verb(&sent.step), update: by_verb(&sent.update) })
