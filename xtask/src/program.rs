@@ -118,7 +118,8 @@ impl Setting {
     }
 
     fn describe(&self) -> String {
-        let Setting { size, ranks, stage, replicate, prefetch, checkpointing, dtype, sequences, micro_batches, .. } = self;
+        let Setting { size, ranks, stage, replicate, prefetch, checkpointing, dtype, sequences, micro_batches, .. } =
+            self;
         let each = if self.reduce_each_micro_batch { ", reduced each" } else { "" };
         format!(
             "{}, {ranks} ranks, {replicate} replicas, stage {stage}, prefetch {prefetch}, {checkpointing}, {dtype}, \
@@ -356,7 +357,8 @@ fn time() -> Result<Verdict> {
             let recipe = setting.write(&scratch, setting.size.blocks)?;
             let network = match rate {
                 Some(rate) => Some(
-                    Hosts { hosts: 2, ranks_per_host: 1, rate: (*rate).to_string(), delay: "0ms".to_string() }.start()?,
+                    Hosts { hosts: 2, ranks_per_host: 1, rate: (*rate).to_string(), delay: "0ms".to_string() }
+                        .start()?,
                 ),
                 None => None,
             };

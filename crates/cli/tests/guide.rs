@@ -113,7 +113,16 @@ fn choosing_a_stage_can_be_followed() {
         let lines = said.lines().filter_map(|line| line.trim().strip_prefix(what));
         lines.map(|line| line.split_whitespace().collect::<Vec<_>>().join(" ")).collect()
     };
-    for what in ["parameters", "gradients", "optimizer", "unsharded units", "free buffers", "activations", "temporaries", "saving"] {
+    for what in [
+        "parameters",
+        "gradients",
+        "optimizer",
+        "unsharded units",
+        "free buffers",
+        "activations",
+        "temporaries",
+        "saving",
+    ] {
         let row = format!("| {what} | {} |", column(what)[..4].join(" | "));
         assert!(page.contains(&row), "the page has other figures than\n{row}");
     }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use shardwise_plan::Partition;
 use shardwise_plan::program::{
     ActivationCheckpointing, CallOp, CollectiveKind, Costs, GroupKind, Lane, Layout, LinkCost, MemoryKind,
-    ModelParallel, Place, Policy, Sent, Sharding, Simulation, UnitCost, UnitSpec, build, calls, simulate_rank, traffic,
+    ModelParallel, Policy, Sent, Sharding, Simulation, UnitCost, UnitSpec, build, calls, simulate_rank, traffic,
 };
 
 /// SplitMix64.
@@ -73,7 +73,7 @@ fn random_layout(random: &mut Random) -> Layout {
         replicate_rank: random.below(replicate),
         parameter_bytes: 2 << random.below(2),
         gradient_bytes: 2 << random.below(2),
-        model_parallel: ModelParallel::default(),
+        model_parallel: ModelParallel::NONE,
     }
 }
 
@@ -193,13 +193,7 @@ const FOUR: Layout = Layout {
     replicate_rank: 0,
     parameter_bytes: 4,
     gradient_bytes: 4,
-    model_parallel: UNDIVIDED,
-};
-
-/// A model that is not divided.
-const UNDIVIDED: ModelParallel = {
-    let alone = Place { size: 1, index: 0 };
-    ModelParallel { pipeline: alone, expert: alone, context: alone, tensor: alone }
+    model_parallel: ModelParallel::NONE,
 };
 
 /// A link on which four ranks gather or reduce-scatter a block of 1000 f32 elements in this time: each sends 3000 bytes.

@@ -113,7 +113,7 @@ pub(crate) fn simulate_memory(
         replicate_rank: 0,
         parameter_bytes: options.precision.param_dtype.bytes(),
         gradient_bytes: options.precision.reduce_dtype.bytes(),
-        model_parallel: ModelParallel::default(),
+        model_parallel: ModelParallel::NONE,
     };
     let (units, policy) = (unit_specs(model), options.policy(shape.micro_batches));
     let program = train_step(&units, &policy);

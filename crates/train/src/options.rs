@@ -152,7 +152,7 @@ impl Ranks {
             replicate_rank: replicate.rank(),
             parameter_bytes: precision.param_dtype.bytes(),
             gradient_bytes: precision.reduce_dtype.bytes(),
-            model_parallel: ModelParallel::default(),
+            model_parallel: ModelParallel::NONE,
         }
     }
 

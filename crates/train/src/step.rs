@@ -551,7 +551,7 @@ mod tests {
 
     use shardwise_model::LlamaConfig;
     use shardwise_plan::schedule::Schedule;
-    use shardwise_zero::{AdamW, Sharding};
+    use shardwise_zero::{AdamW, Optimizer, Sharding};
 
     use super::*;
 
@@ -561,7 +561,8 @@ mod tests {
     #[test]
     fn interpreting_a_program_costs_less_than_a_thousandth_of_a_step() {
         let ranks = Ranks::sharded(Arc::new(shardwise_comm::single::group()));
-        let options = Options::new(Sharding::stage(3).unwrap(), Optimizer::AdamW(AdamW::default()), Schedule::constant(1e-3));
+        let options =
+            Options::new(Sharding::stage(3).unwrap(), Optimizer::AdamW(AdamW::default()), Schedule::constant(1e-3));
         let model = |blocks| Model::from_config(LlamaConfig::new(32, 16, blocks, 2, 40)).unwrap();
         let program = build::train_step(&unit_specs(&model(8)), &options.policy(1));
 

@@ -13,7 +13,9 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
-use crate::schedule::{MEMORY_KINDS, MemoryKind, Phase, Span, Step, UNITS, Verb};
+use shardwise_plan::program::{MemoryKind, Span};
+
+use crate::schedule::{MEMORY_KINDS, Phase, Step, sign};
 use crate::sheet::{Fill, Sheet};
 
 /// Writes all drawings.
@@ -36,7 +38,7 @@ fn folder() -> PathBuf {
 /// All drawings with their file names.
 fn drawings() -> Vec<(String, String)> {
     let steps: Vec<Step> = (0..4).map(Step::of).collect();
-    let longest = steps.iter().map(|step| step.end - step.start).fold(0., f64::max);
+    let longest = steps.iter().map(Step::duration).fold(0., f64::max);
     let largest = steps.iter().map(Step::peak).fold(0., f64::max);
     let draw = |step: &Step, tall: bool| {
         let name = format!("stage-{}-{}.svg", step.stage, if tall { "narrow" } else { "wide" });
@@ -48,67 +50,54 @@ fn drawings() -> Vec<(String, String)> {
 fn drawing(step: &Step, mut sheet: Sheet) -> String {
     sheet.lanes();
     for (phase, name) in [(Phase::Forward, "forward"), (Phase::Backward, "backward"), (Phase::Update, "update")] {
-        let mut spans = within(&step.computed, step).filter(|span| span.what == phase);
+        let mut spans = step.computed().filter(|span| step.phase(span) == phase);
         if let Some(first) = spans.next() {
-            let end = spans.last().map_or(first.end, |last| last.end);
-            sheet.phase(name, first.start - step.start, end - step.start);
+            sheet.phase(name, first.start_s, spans.last().unwrap_or(first).end_s);
         }
     }
     let mut reached = 0.;
-    for span in within(&step.computed, step) {
-        let (start, end) = (span.start - step.start, span.end - step.start);
-        sheet.waiting(reached, start);
-        let fill = match span.what {
-            Phase::Forward => Fill::Forward,
-            Phase::Backward => Fill::Backward,
-            Phase::Update => Fill::Of(MemoryKind::Optimizer),
+    for span in step.computed() {
+        sheet.waiting(reached, span.start_s);
+        let (fill, sign) = match step.phase(span) {
+            Phase::Forward => (Fill::Forward, sign(span)),
+            Phase::Backward => (Fill::Backward, sign(span)),
+            Phase::Update => (Fill::Of(MemoryKind::Optimizer), ""),
         };
-        sheet.computed(start, end, fill, if span.what == Phase::Update { "" } else { UNITS[span.unit].sign });
-        reached = end;
+        sheet.computed(span.start_s, span.end_s, fill, sign);
+        reached = span.end_s;
     }
-    sheet.waiting(reached, step.end - step.start);
-    for call in &step.calls {
-        let (start, end) = (call.start.max(step.start) - step.start, call.end.min(step.end) - step.start);
-        if end > start + 0.05 {
-            sheet.call(start, end, fill_of(call.what), UNITS[call.unit].sign);
+    sheet.waiting(reached, step.duration());
+    for span in step.sent() {
+        let end = span.end_s.min(step.duration());
+        if end > span.start_s + 0.05 {
+            sheet.call(span.start_s, end, fill_of(span), sign(span));
         }
     }
     memory(step, &mut sheet);
     sheet.legend(step.stage);
-    sheet.finish(&format!("One step at stage {}", step.stage), &describe(step), &order(step))
+    sheet.finish(&format!("One step at stage {}", step.stage), &describe(step), &step.calls.join(", "))
 }
 
-fn within<'a, T>(spans: &'a [Span<T>], step: &'a Step) -> impl Iterator<Item = &'a Span<T>> {
-    spans.iter().filter(|span| span.start >= step.start - 1e-9 && span.end <= step.end + 1e-9)
-}
-
-fn fill_of(verb: Verb) -> Fill {
-    match verb {
-        Verb::AllGather => Fill::Of(MemoryKind::Parameters),
-        Verb::ReduceScatter | Verb::AllReduce => Fill::Of(MemoryKind::Gradients),
+/// All-gathers send parameters, and everything else gradients.
+fn fill_of(span: &Span) -> Fill {
+    match span.label.starts_with("all-gather") {
+        true => Fill::Of(MemoryKind::Parameters),
+        false => Fill::Of(MemoryKind::Gradients),
     }
 }
 
 /// Draws the memory over time, stacked by kind.
 fn memory(step: &Step, sheet: &mut Sheet) {
-    let times = step.times(step.start, step.end);
+    let times = step.times();
     let mut below = vec![0.; times.len()];
     for kind in MEMORY_KINDS {
         let above: Vec<f64> = times.iter().zip(&below).map(|(&time, base)| base + step.held(kind, time)).collect();
-        let places: Vec<f64> = times.iter().map(|time| time - step.start).collect();
-        sheet.area(kind, &places, &below, &above);
+        sheet.area(kind, &times, &below, &above);
         below = above;
     }
     if step.stage > 0 {
         sheet.whole(Step::of(0).kept());
     }
-}
-
-/// The calls in order, for the test that compares them with a real step.
-fn order(step: &Step) -> String {
-    let calls: Vec<String> =
-        step.requested().map(|call| format!("{} {}", call.what.name(), UNITS[call.unit].name)).collect();
-    calls.join(", ")
 }
 
 fn describe(step: &Step) -> String {
@@ -117,7 +106,7 @@ fn describe(step: &Step) -> String {
     let own = match step.stage {
         0 => {
             "Nothing is sharded. The gradients of each unit are all-reduced while the next unit's are computed. Then every rank \
-              updates all parameters. Memory is constant except for activations."
+              updates all parameters, and frees the gradients."
         }
         1 => {
             "Optimizer state is sharded. Gradients are reduce-scattered, each rank updates its quarter, and updated parameters are \
@@ -152,10 +141,11 @@ mod tests {
     }
 
     #[test]
-    fn temporary_memory_is_freed() {
+    fn only_shards_are_held_between_steps() {
         for step in (0..4).map(Step::of) {
-            let held = |time: f64| MEMORY_KINDS.map(|kind| (1e6 * step.held(kind, time)).round());
-            assert_eq!(held(step.start - 1e-6), held(step.end - 1e-6), "stage {}", step.stage);
+            let kept = [MemoryKind::Optimizer, MemoryKind::Parameters];
+            let kept: f64 = kept.iter().map(|&kind| step.held(kind, 0.)).sum();
+            assert_eq!(step.kept(), kept, "stage {}", step.stage);
         }
     }
 

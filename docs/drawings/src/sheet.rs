@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use crate::schedule::MemoryKind;
+use shardwise_plan::program::MemoryKind;
 
 /// The fill of a shape.
 #[derive(Clone, Copy)]
@@ -41,8 +41,8 @@ impl Sheet {
     pub(crate) fn new(stage: u8, tall: bool, longest: f64, largest: f64) -> Self {
         let mark = format!("s{stage}{}", if tall { "n" } else { "w" });
         let (size, start, length) = match tall {
-            true => ((360., 676.), 34., 560.),
-            false => ((750., 372.), 92., 650.),
+            true => ((360., 742.), 34., 560.),
+            false => ((750., 410.), 92., 650.),
         };
         let lanes = match tall {
             true => Lanes { phases: 12., computed: (22., 84.), calls: (92., 154.), memory: (168., 354.) },
@@ -78,7 +78,8 @@ impl Sheet {
             Fill::Of(MemoryKind::Parameters) => "fill=\"#2b8cd6\" fill-opacity=\"0.5\"".to_string(),
             Fill::Of(MemoryKind::Gradients) => pattern("lines"),
             Fill::Of(MemoryKind::Optimizer) => pattern("dots"),
-            Fill::Of(MemoryKind::Activations) => "fill=\"currentColor\" fill-opacity=\"0.1\"".to_string(),
+            Fill::Of(MemoryKind::Unsharded) => pattern("grid"),
+            Fill::Of(_) => "fill=\"currentColor\" fill-opacity=\"0.1\"".to_string(),
         }
     }
 
@@ -180,15 +181,6 @@ impl Sheet {
             "<polygon points=\"{}\" {fill} stroke=\"currentColor\" stroke-width=\"0.8\"/>",
             points.join(" ")
         ));
-        if self.tall {
-            return;
-        }
-        if kind == MemoryKind::Activations {
-            let (index, top) = (0..above.len()).map(|index| (index, above[index])).fold((0, 0.), larger);
-            self.words((self.at(times[index]) + 4., self.level(top) - 4.), "start", name_of(kind));
-        } else {
-            self.words((self.start - 10., self.level((below[0] + above[0]) / 2.) + 4.), "end", name_of(kind));
-        }
     }
 
     /// Marks the memory of the unsharded model.
@@ -203,30 +195,31 @@ impl Sheet {
 
     /// Draws the legend.
     pub(crate) fn legend(&mut self, stage: u8) {
-        let reduce = if stage == 0 { "all-reduce of gradients" } else { "reduce-scatter of gradients" };
-        let mut entries = vec![(Some(Fill::Of(MemoryKind::Gradients)), reduce)];
-        if stage > 0 {
-            let gather = if stage == 3 { "all-gather of parameters" } else { "all-gather of updated parameters" };
-            entries.push((Some(Fill::Of(MemoryKind::Parameters)), gather));
-        }
-        if self.tall {
-            let held = [MemoryKind::Optimizer, MemoryKind::Parameters, MemoryKind::Gradients, MemoryKind::Activations];
-            entries = held.map(|kind| (Some(Fill::Of(kind)), name_of(kind))).to_vec();
-        }
-        let columns: &[f64] = if self.tall { &[22., 190.] } else { &[92., 330.] };
-        let first = if self.tall { 614. } else { 340. };
-        for (index, (fill, text)) in entries.into_iter().enumerate() {
-            let (x, y) = (columns[index % 2], first + 18. * (index / 2) as f64);
-            if let Some(fill) = fill {
-                let (tall, fill_place) = (self.tall, ((x, x + 14.), (y - 9., y + 1.)));
-                self.tall = false;
-                self.rectangle(fill_place.0, fill_place.1, fill);
-                self.tall = tall;
-            }
+        let entries = [
+            (MemoryKind::Optimizer, "optimizer state, and the update"),
+            (MemoryKind::Parameters, if stage == 0 { "parameters" } else { "parameters, and their all-gather" }),
+            (
+                MemoryKind::Gradients,
+                match stage {
+                    0 => "gradients, and their all-reduce",
+                    _ => "gradients, and their reduce-scatter",
+                },
+            ),
+            (MemoryKind::Activations, "activations"),
+            (MemoryKind::Unsharded, "unsharded parameters and gradients"),
+        ];
+        let shown = if stage >= 2 { &entries[..] } else { &entries[..4] };
+        let (columns, first): (&[f64], f64) = if self.tall { (&[22.], 614.) } else { (&[92., 400.], 340.) };
+        let place = |index: usize| (columns[index % columns.len()], first + 18. * (index / columns.len()) as f64);
+        for (index, &(kind, text)) in shown.iter().enumerate() {
+            let ((x, y), tall) = (place(index), self.tall);
+            self.tall = false;
+            self.rectangle((x, x + 14.), (y - 9., y + 1.), Fill::Of(kind));
+            self.tall = tall;
             self.words((x + 20., y), "start", text);
         }
         let signs = "e, 0–2, h: embedding, blocks, head; dotted: waits";
-        let y = first + if self.tall { 36. } else { 20. };
+        let y = place(entries.len()).1 + if self.tall { 0. } else { 18. };
         self.words((columns[0], y), "start", signs);
         if self.tall && stage > 0 {
             self.words((columns[0], y + 18.), "start", "dashed: what stage 0 keeps between steps");
@@ -249,22 +242,12 @@ impl Sheet {
              <rect width=\"1.6\" height=\"6\" fill=\"#e69f00\" fill-opacity=\"0.6\"/></pattern>\n\
              <pattern id=\"{mark}-dots\" width=\"7\" height=\"7\" patternUnits=\"userSpaceOnUse\">\
              <rect width=\"7\" height=\"7\" fill=\"#00a87c\" fill-opacity=\"0.25\"/>\
-             <circle cx=\"2\" cy=\"2\" r=\"1.4\" fill=\"#00a87c\" fill-opacity=\"0.9\"/></pattern>\n</defs>\n{body}</svg>\n"
+             <circle cx=\"2\" cy=\"2\" r=\"1.4\" fill=\"#00a87c\" fill-opacity=\"0.9\"/></pattern>\n\
+             <pattern id=\"{mark}-grid\" width=\"6\" height=\"6\" patternUnits=\"userSpaceOnUse\">\
+             <rect width=\"6\" height=\"6\" fill=\"#2b8cd6\" fill-opacity=\"0.12\"/>\
+             <path d=\"M0 0H6M0 0V6\" stroke=\"#2b8cd6\" stroke-opacity=\"0.7\" fill=\"none\"/></pattern>\n</defs>\n{body}</svg>\n"
         );
         written.expect("a string takes what is written to it");
         text
-    }
-}
-
-fn larger(one: (usize, f64), other: (usize, f64)) -> (usize, f64) {
-    if other.1 > one.1 + 1e-9 { other } else { one }
-}
-
-fn name_of(kind: MemoryKind) -> &'static str {
-    match kind {
-        MemoryKind::Optimizer => "optimizer",
-        MemoryKind::Parameters => "parameters",
-        MemoryKind::Gradients => "gradients",
-        MemoryKind::Activations => "activations",
     }
 }

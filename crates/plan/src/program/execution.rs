@@ -94,6 +94,8 @@ pub(super) struct Lane<'a> {
     has_started: bool,
     /// The time of the compute lane.
     pub(super) now_s: f64,
+    /// When each instruction started, by position.
+    pub(super) starts_s: Vec<f64>,
     /// The work at whose end the compute lane arrived at `now_s`.
     pub(super) last: Option<WorkId>,
     pub(super) work: Vec<Work>,
@@ -155,6 +157,7 @@ impl<'a> Lane<'a> {
             next_call: 0,
             has_started: false,
             now_s: 0.,
+            starts_s: Vec::with_capacity(program.instructions.len()),
             last: None,
             work: Vec::new(),
             waits: Vec::new(),
@@ -221,6 +224,8 @@ impl Execution<'_> {
         let mut moves = false;
         while let Some(instruction) = self.lanes[party].program.instructions.get(self.lanes[party].position) {
             if !self.lanes[party].has_started {
+                let now_s = self.lanes[party].now_s;
+                self.lanes[party].starts_s.push(now_s);
                 self.start(party, instruction, durations);
                 self.lanes[party].has_started = true;
                 moves = true;

@@ -15,14 +15,14 @@ mod transfers;
 
 use super::Program;
 use super::collectives::{Call, calls};
-use super::costs::Costs;
+use super::costs::{Costs, LinkCost};
 use super::execution::execute;
 use super::groups::GroupKind;
 use super::policy::{Policy, UnitSpec};
 use super::programs::{Party, Programs};
 use super::topology::Topology;
 use super::traffic::{Layout, Traffic, traffic};
-use crate::mesh::Mesh;
+use crate::mesh::{Axis, Mesh};
 use durations::{Machine, Machines};
 use report::Report;
 
@@ -64,6 +64,8 @@ pub struct Simulation {
     pub traffic: Traffic,
     /// All work of the rank, by start. Time in which the compute lane has no span is spent waiting.
     pub timeline: Vec<Span>,
+    /// When each instruction starts, by position.
+    pub starts_s: Vec<f64>,
     /// The memory that the rank holds.
     pub memory: MemoryUse,
 }
@@ -87,7 +89,7 @@ pub fn simulate(
         Machine::new(party.program, topology.layout(party.rank), costs, topology.slowdown())
     };
     let machines: Vec<Machine> = parties.iter().map(machine).collect();
-    let per_stage = topology.mesh.ranks() / topology.mesh.size(crate::mesh::Axis::Pipeline);
+    let per_stage = topology.mesh.stride(Axis::Pipeline);
     let message_links = |from: usize, to: usize| {
         // Ranks that stand for many have their neighbors in their own column of the mesh.
         let receiver = parties[from].rank % per_stage + parties[to].stage * per_stage;
@@ -118,7 +120,7 @@ pub fn simulate_rank(
 }
 
 /// Executes two steps, and reports the second.
-fn run<L: Fn(usize, usize) -> super::costs::LinkCost>(
+fn run<L: Fn(usize, usize) -> LinkCost>(
     parties: &[Party<'_>],
     stages: &[Option<usize>],
     mesh: &Mesh,
@@ -143,6 +145,7 @@ fn run<L: Fn(usize, usize) -> super::costs::LinkCost>(
             waiting: report.waiting(index),
             traffic: traffic(party.program, units, policy, layout),
             timeline: report.timeline(index),
+            starts_s: step.lanes[index].starts_s.clone(),
             memory: memory_use(party.program, units, policy, layout, costs),
         }
     };

@@ -31,7 +31,7 @@ pub struct Layout {
     pub model_parallel: ModelParallel,
 }
 
-/// A rank's place along the axes that divide the model. The default is a model that is not divided.
+/// A rank's place along the axes that divide the model. The default is [`ModelParallel::NONE`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ModelParallel {
     /// Along the stages of the pipeline.
@@ -44,7 +44,13 @@ pub struct ModelParallel {
     pub tensor: Place,
 }
 
-/// A rank's index along an axis, and the size of the axis.
+impl ModelParallel {
+    /// A model that is not divided.
+    pub const NONE: ModelParallel =
+        ModelParallel { pipeline: Place::ALONE, expert: Place::ALONE, context: Place::ALONE, tensor: Place::ALONE };
+}
+
+/// A rank's index along an axis, and the size of the axis. The default is [`Place::ALONE`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place {
     /// The number of ranks.
@@ -53,9 +59,14 @@ pub struct Place {
     pub index: usize,
 }
 
+impl Place {
+    /// The place of a rank that is alone.
+    pub const ALONE: Place = Place { size: 1, index: 0 };
+}
+
 impl Default for Place {
     fn default() -> Self {
-        Place { size: 1, index: 0 }
+        Place::ALONE
     }
 }
 

@@ -2,6 +2,8 @@
 
 #![allow(dead_code, reason = "each file of tests uses a part of it")]
 
+pub(crate) mod pipeline;
+
 use std::collections::BTreeSet;
 
 use shardwise_plan::Mesh;
@@ -74,6 +76,8 @@ enum Resource {
     Gradients(usize),
     /// Of a unit and a micro-batch.
     Activations(usize, usize),
+    /// The gradient of a unit's input in a micro-batch.
+    InputGradient(usize, usize),
     /// A message of a unit and a micro-batch.
     Received(Payload, usize, usize),
     /// The order of the messages that are sent, and of those that are received.
@@ -104,23 +108,31 @@ fn resources(instruction: &Instruction, units: &[UnitSpec]) -> (BTreeSet<Resourc
         Instruction::Backward { unit, micro_batch } => {
             let mut reads = reads_for_backward(unit);
             reads.push(Resource::Received(Payload::Gradients, unit, micro_batch));
+            reads.push(Resource::InputGradient(unit + 1, micro_batch));
             let mut changes = with_tied(unit, Resource::Gradients);
             changes.push(Resource::Activations(unit, micro_batch));
+            changes.push(Resource::InputGradient(unit, micro_batch));
             (reads, changes)
         }
         Instruction::BackwardInput { unit, micro_batch } => {
             let mut reads = reads_for_backward(unit);
             reads.push(Resource::Received(Payload::Gradients, unit, micro_batch));
-            (reads, vec![Resource::Activations(unit, micro_batch)])
+            reads.push(Resource::InputGradient(unit + 1, micro_batch));
+            reads.push(Resource::Activations(unit, micro_batch));
+            (reads, vec![Resource::InputGradient(unit, micro_batch)])
         }
         Instruction::BackwardWeight { unit, micro_batch } => {
             let mut changes = with_tied(unit, Resource::Gradients);
             changes.push(Resource::Activations(unit, micro_batch));
-            (vec![], changes)
+            (vec![Resource::InputGradient(unit, micro_batch)], changes)
         }
         Instruction::Accumulate { unit, .. } => (vec![], with_tied(unit, Resource::Gradients)),
         Instruction::Send(Message { payload, unit, micro_batch, .. }) => {
-            (vec![Resource::Activations(unit, micro_batch)], vec![Resource::Sends(payload)])
+            let sent = match payload {
+                Payload::Activations => Resource::Activations(unit, micro_batch),
+                Payload::Gradients => Resource::InputGradient(unit, micro_batch),
+            };
+            (vec![sent], vec![Resource::Sends(payload)])
         }
         Instruction::StartReceive(Message { payload, unit, micro_batch, .. }) => {
             (vec![], vec![Resource::Received(payload, unit, micro_batch), Resource::Receives(payload)])

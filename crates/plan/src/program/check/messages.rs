@@ -99,13 +99,13 @@ fn find(
     program: &Program,
     stages: &[Option<usize>],
     stage: usize,
-    select: fn(&Instruction) -> Option<(Matched, Option<usize>)>,
+    select: impl Fn(&Instruction) -> Option<(Matched, usize)>,
 ) -> Vec<Found> {
     let mut world_calls = 0;
     let mut found = Vec::new();
     for (position, instruction) in program.instructions.iter().enumerate() {
         world_calls += usize::from(matches!(instruction, Instruction::CountTokens | Instruction::ReduceTotals));
-        if let Some((message, Some(unit))) = select(instruction)
+        if let Some((message, unit)) = select(instruction)
             && stages.get(unit) == Some(&Some(stage))
         {
             found.push(Found { message, position, world_calls });
@@ -115,16 +115,16 @@ fn find(
 }
 
 /// The message that an instruction sends, and the unit that receives it.
-fn sent_message(instruction: &Instruction) -> Option<(Matched, Option<usize>)> {
+fn sent_message(instruction: &Instruction) -> Option<(Matched, usize)> {
     let Instruction::Send(message) = *instruction else { return None };
-    Some((matched(&message, message.unit), message.receiving_unit()))
+    Some((matched(&message, message.unit), message.receiving_unit()?))
 }
 
 /// The message that an instruction starts to receive, and the unit that sends it.
-fn received_message(instruction: &Instruction) -> Option<(Matched, Option<usize>)> {
+fn received_message(instruction: &Instruction) -> Option<(Matched, usize)> {
     let Instruction::StartReceive(message) = *instruction else { return None };
     let sending_unit = message.sending_unit()?;
-    Some((matched(&message, sending_unit), Some(sending_unit)))
+    Some((matched(&message, sending_unit), sending_unit))
 }
 
 fn matched(message: &Message, sending_unit: usize) -> Matched {

@@ -1,0 +1,211 @@
+//! Pipelines that are right are accepted, and others are rejected.
+
+#![allow(clippy::unwrap_used, reason = "a test may fail")]
+
+mod support;
+
+use std::collections::BTreeMap;
+
+use shardwise_plan::program::{
+    ActivationCheckpointing, Instruction, Message, Policy, Program, Programs, Rule, UnitSpec, check, simulate,
+};
+use shardwise_plan::{Axis, Mesh};
+use support::pipeline::{Schedule, assert_close, blocks, costs, pipeline, topology};
+use support::{
+    Mutation, Random, drops_a_wait_that_the_next_one_includes, issues, mutate, random_mutation, share_a_group,
+    touch_different_state, without_positions,
+};
+
+const STAGES: usize = 4;
+const MICRO_BATCHES: usize = 8;
+
+/// Four stages of two data-parallel ranks, which shard or replicate.
+fn mesh(data_parallel: Axis) -> Mesh {
+    Mesh::new(&[(Axis::Pipeline, STAGES), (data_parallel, 2)]).unwrap()
+}
+
+#[test]
+fn pipelines_are_accepted_and_simulate_to_the_end() {
+    let checkpointing =
+        [ActivationCheckpointing::None, ActivationCheckpointing::Selective, ActivationCheckpointing::Full];
+    for schedule in Schedule::ALL {
+        for (stage, activation_checkpointing) in (0..4).flat_map(|stage| checkpointing.map(|kind| (stage, kind))) {
+            for frozen in [0, 1, 3] {
+                let mut units = blocks(8);
+                units[..frozen].iter_mut().for_each(|unit| (unit.trainable, unit.frozen) = (0, 64));
+                let policy = Policy { activation_checkpointing, ..Policy::stage(stage, MICRO_BATCHES) };
+                for mesh in [mesh(Axis::Shard), mesh(Axis::Replicate)] {
+                    let programs = pipeline(&units, &policy, STAGES, schedule);
+                    assert_eq!(check(&programs, &units, &policy, &mesh), Ok(()), "{schedule:?} {stage} {frozen}");
+                    let exceptions = BTreeMap::from([(5, programs.stages[2].clone())]);
+                    let with_exception = Programs { exceptions, ..programs.clone() };
+                    assert_eq!(check(&with_exception, &units, &policy, &mesh), Ok(()));
+                    let [alike, apart] = [&programs, &with_exception]
+                        .map(|programs| simulate(programs, &units, &policy, &topology(mesh), &costs(&units)));
+                    assert_close(alike.step_s, apart.step_s);
+                    for program in &programs.stages {
+                        assert_eq!(program.to_string().parse().as_ref(), Ok(program));
+                    }
+                }
+            }
+        }
+    }
+}
+
+// ---- mutants --------------------------------------------------------------------------------------------------------
+
+struct Case {
+    units: Vec<UnitSpec>,
+    policy: Policy,
+    mesh: Mesh,
+    programs: Programs,
+}
+
+fn random_case(random: &mut Random) -> Case {
+    let mut units = blocks([4, 8][random.below(2)]);
+    let frozen = random.below(3);
+    units[..frozen].iter_mut().for_each(|unit| (unit.trainable, unit.frozen) = (0, 64));
+    let policy = Policy::stage(random.below(4) as u8, MICRO_BATCHES);
+    let mesh = mesh([Axis::Shard, Axis::Replicate][random.below(2)]);
+    let programs = pipeline(&units, &policy, STAGES, Schedule::ALL[random.below(3)]);
+    Case { units, policy, mesh, programs }
+}
+
+/// The messages that a program sends and receives, each in order.
+fn messages(program: &Program) -> [Vec<Message>; 2] {
+    let select = |select: fn(&Instruction) -> Option<Message>| program.instructions.iter().filter_map(select).collect();
+    [
+        select(|instruction| if let Instruction::Send(message) = instruction { Some(*message) } else { None }),
+        select(|instruction| if let Instruction::StartReceive(message) = instruction { Some(*message) } else { None }),
+    ]
+}
+
+/// Asserts that a mutant does the same as its program.
+fn assert_equivalent(case: &Case, program: &Program, mutant: &Program, mutation: Mutation) {
+    let Case { units, policy, mesh, .. } = case;
+    let context = || format!("{mutation:?}\n{policy:?}\n{mesh}\n{program}");
+    let [before, after] = [program, mutant].map(|program| issues(program, units, policy, mesh));
+    assert_eq!(without_positions(&before), without_positions(&after), "{}", context());
+    let by_payload = |messages: Vec<Message>| {
+        let mut messages = messages;
+        messages.sort_by_key(|message| message.payload);
+        messages
+    };
+    assert_eq!(messages(program).map(by_payload), messages(mutant).map(by_payload), "{}", context());
+    match mutation {
+        Mutation::Swap(first, second) => {
+            let (one, other) = (&program.instructions[first], &program.instructions[second]);
+            assert!(touch_different_state(one, other, units), "{}", context());
+            assert!(!share_a_group(&before, first, second), "{}", context());
+        }
+        _ => assert!(drops_a_wait_that_the_next_one_includes(program, mutation), "{}", context()),
+    }
+}
+
+#[test]
+fn mutants_of_one_rank_are_rejected_or_equivalent() {
+    let mut random = Random(11);
+    let (mut rejected, mut accepted) = (BTreeMap::<Rule, usize>::new(), 0);
+    for _ in 0..1000 {
+        let case = random_case(&mut random);
+        let rank = random.below(case.mesh.ranks());
+        let program = case.programs.of(rank, &case.mesh);
+        let mutation = random_mutation(&mut random, program);
+        let mutant = mutate(program, mutation);
+        let programs = Programs { exceptions: BTreeMap::from([(rank, mutant.clone())]), ..case.programs.clone() };
+        match check(&programs, &case.units, &case.policy, &case.mesh) {
+            Err(violation) => {
+                *rejected.entry(violation.rule).or_default() += 1;
+                assert_eq!(violation.rank, rank, "{violation}\n{mutation:?}\n{program}");
+                let named = violation.position.map(|position| mutant.describe(&mutant.instructions[position]));
+                assert_eq!(violation.instruction, named.unwrap_or_default(), "{violation}\n{mutation:?}\n{program}");
+            }
+            Ok(()) => {
+                assert_equivalent(&case, program, &mutant, mutation);
+                let simulated =
+                    simulate(&programs, &case.units, &case.policy, &topology(case.mesh), &costs(&case.units));
+                assert!(simulated.step_s > 0.);
+                accepted += 1;
+            }
+        }
+    }
+    println!("rejected: {rejected:?}; equivalent: {accepted}");
+    assert!(rejected.values().sum::<usize>() > 500, "most mutants are wrong: {rejected:?}");
+}
+
+#[test]
+fn mutants_of_a_stage_are_rejected_or_equivalent() {
+    let mut random = Random(12);
+    let (mut rejected, mut accepted) = (BTreeMap::<Rule, usize>::new(), 0);
+    for _ in 0..1000 {
+        let case = random_case(&mut random);
+        let stage = random.below(STAGES);
+        let program = &case.programs.stages[stage];
+        let mutation = random_mutation(&mut random, program);
+        let mutant = mutate(program, mutation);
+        let mut programs = case.programs.clone();
+        programs.stages[stage] = mutant.clone();
+        match check(&programs, &case.units, &case.policy, &case.mesh) {
+            Err(violation) => {
+                // If two stages contradict each other, either may be at fault.
+                let found = case.mesh.coordinates(violation.rank).along(Axis::Pipeline);
+                let meets_others = matches!(violation.rule, Rule::Messages | Rule::Deadlock | Rule::OneOrder);
+                assert!(found == stage || meets_others, "{violation}\n{mutation:?} on stage {stage}\n{program}");
+                *rejected.entry(violation.rule).or_default() += 1;
+            }
+            // A rule that no rank of the stage breaks alone.
+            Ok(()) if matches!(mutation, Mutation::Drop(at) if is_only_update(program, at)) => accepted += 1,
+            Ok(()) => {
+                assert_equivalent(&case, program, &mutant, mutation);
+                accepted += 1;
+            }
+        }
+    }
+    println!("rejected: {rejected:?}; equivalent: {accepted}");
+    assert!(rejected.values().sum::<usize>() > 500, "most mutants are wrong: {rejected:?}");
+}
+
+fn is_only_update(program: &Program, position: usize) -> bool {
+    matches!(program.instructions[position], Instruction::Update(_)) && program.update().len() == 1
+}
+
+#[test]
+fn a_rank_or_stage_with_the_program_of_another_stage_is_rejected() {
+    let mut random = Random(13);
+    for _ in 0..200 {
+        let Case { units, policy, mesh, programs } = random_case(&mut random);
+        let rank = random.below(mesh.ranks());
+        let stage = mesh.coordinates(rank).along(Axis::Pipeline);
+        let other = (stage + 1 + random.below(STAGES - 1)) % STAGES;
+        let exceptions = BTreeMap::from([(rank, programs.stages[other].clone())]);
+        let violation = check(&Programs { exceptions, ..programs.clone() }, &units, &policy, &mesh).unwrap_err();
+        assert_eq!((violation.rank, violation.rule), (rank, Rule::Fit), "{violation}");
+        let mut replaced = programs.clone();
+        replaced.stages[stage] = programs.stages[other].clone();
+        assert_eq!(check(&replaced, &units, &policy, &mesh).unwrap_err().rule, Rule::Fit);
+    }
+}
+
+#[test]
+fn stages_that_wait_for_each_other_are_found() {
+    let units = blocks(2);
+    let (policy, mesh) = (Policy::stage(0, 2), Mesh::new(&[(Axis::Pipeline, 2)]).unwrap());
+    let programs = pipeline(&units, &policy, 2, Schedule::OneForwardOneBackward);
+    // The first stage waits for the gradients of micro-batch 0 before it sends the activations of micro-batch 1, for which the
+    // second stage waits before it computes them.
+    let mut waits = programs.clone();
+    let [first, second] = [0, 1].map(|stage| &programs.stages[stage].instructions);
+    let find =
+        |instructions: &[Instruction], wanted: Instruction| instructions.iter().position(|at| *at == wanted).unwrap();
+    let send = find(first, Instruction::Send(Message::activations(0, 1)));
+    let instruction = waits.stages[0].instructions.remove(send);
+    let wait = find(&waits.stages[0].instructions, Instruction::WaitReceive(Message::gradients(0, 0)));
+    waits.stages[0].instructions.insert(wait + 1, instruction);
+    let wait = find(second, Instruction::WaitReceive(Message::activations(1, 1)));
+    let instruction = waits.stages[1].instructions.remove(wait);
+    let forward = find(&waits.stages[1].instructions, Instruction::Send(Message::gradients(1, 0)));
+    waits.stages[1].instructions.insert(forward, instruction);
+    let violation = check(&waits, &units, &policy, &mesh).unwrap_err();
+    assert_eq!(violation.rule, Rule::Deadlock, "{violation}");
+    assert!(violation.to_string().contains("wait-receive"), "{violation}");
+}
