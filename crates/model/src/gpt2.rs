@@ -115,10 +115,10 @@ impl Layer for Embedding {
     }
 
     fn footprint(&self, tokens: usize, _: usize, element_bytes: usize, _: Activations) -> Footprint {
-        let output_bytes = tokens * self.0.n_embd * element_bytes;
+        let embedding = Footprint::of_embedding(tokens, self.0.vocab_size, self.0.n_embd, element_bytes);
         // The tokens' part of the sum.
-        let (forward_temporary_bytes, no_grad_temporary_bytes) = (output_bytes, output_bytes);
-        Footprint { forward_temporary_bytes, no_grad_temporary_bytes, ..Footprint::of_output(output_bytes) }
+        let (forward_temporary_bytes, no_grad_temporary_bytes) = (embedding.output_bytes, embedding.output_bytes);
+        Footprint { forward_temporary_bytes, no_grad_temporary_bytes, ..embedding }
     }
 
     fn backward_reads_parameters(&self) -> bool {
@@ -189,6 +189,7 @@ impl Layer for Block {
             forward_temporary_bytes: element(forward),
             no_grad_temporary_bytes: element(3 + 8),
             temporary_bytes: element(backward) + c_proj,
+            sparse_gradient_bytes: 0,
         }
     }
 

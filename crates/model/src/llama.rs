@@ -16,7 +16,7 @@ use crate::{Activations, Batch, Cache, Footprint, Init, Layer, Parameter, Parame
 pub(crate) fn unit(config: &LlamaConfig, name: &str, parameters: &[ParameterShape]) -> Unit {
     let parameters = parameters.iter().map(|parameter| with_init(config, parameter)).collect();
     match name {
-        "embedding" => Unit::new(name, parameters, Embedding(config.hidden_size)),
+        "embedding" => Unit::new(name, parameters, Embedding(config.clone())),
         "head" => {
             let tied = config.tie_word_embeddings.then_some(Tied { unit: 0, parameter: 0 });
             Unit::new(name, parameters, Head(config.clone())).with_tied(tied)
@@ -39,8 +39,7 @@ fn rms_norm(config: &LlamaConfig, x: &Tensor, weight: &Tensor) -> Result<Tensor>
     Ok(x.f_rms_norm([weight.size()[0]], Some(weight), config.rms_norm_eps)?)
 }
 
-/// The token embedding; holds the hidden size.
-struct Embedding(usize);
+struct Embedding(LlamaConfig);
 
 impl Layer for Embedding {
     fn forward(
@@ -65,7 +64,7 @@ impl Layer for Embedding {
     }
 
     fn footprint(&self, tokens: usize, _: usize, element_bytes: usize, _: Activations) -> Footprint {
-        Footprint::of_output(tokens * self.0 * element_bytes)
+        Footprint::of_embedding(tokens, self.0.vocab_size, self.0.hidden_size, element_bytes)
     }
 
     fn backward_reads_parameters(&self) -> bool {
@@ -136,6 +135,7 @@ impl Layer for Block {
             forward_temporary_bytes: forward,
             no_grad_temporary_bytes: element(3 * hidden_size + 4 * intermediate_size),
             temporary_bytes: backward + down_proj + mask * 4,
+            sparse_gradient_bytes: 0,
         }
     }
 

@@ -70,6 +70,7 @@ pub(crate) fn footprint(
         no_grad_temporary_bytes: logits + tokens * hidden_size * element_bytes,
         // The gradient of the weight is accumulated in f32, and converted at the end.
         temporary_bytes: if element_bytes == f32_bytes { 0 } else { weight * element_bytes },
+        sparse_gradient_bytes: 0,
     }
 }
 

@@ -172,9 +172,19 @@ pub struct Footprint {
     pub no_grad_temporary_bytes: usize,
     /// The most that the backward pass holds in addition to what was held before it.
     pub temporary_bytes: usize,
+    /// The size of an embedding's gradient without that of its rows in this batch, which are all that the backward pass returns.
+    pub sparse_gradient_bytes: usize,
 }
 
 impl Footprint {
+    /// The footprint of a lookup of `tokens` rows in an embedding.
+    pub(crate) fn of_embedding(tokens: usize, vocab_size: usize, hidden_size: usize, element_bytes: usize) -> Self {
+        let (rows, table) = (tokens * hidden_size * element_bytes, vocab_size * hidden_size * element_bytes);
+        // The rows and, if they are not f32, the same in f32.
+        let returned = if element_bytes == 4 { rows } else { rows + 2 * rows };
+        Footprint { sparse_gradient_bytes: table.saturating_sub(returned), ..Footprint::of_output(rows) }
+    }
+
     /// The footprint of a unit that keeps only its output.
     pub fn of_output(output_bytes: usize) -> Self {
         Footprint { kept_bytes: output_bytes, output_bytes, ..Footprint::default() }

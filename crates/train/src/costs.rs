@@ -44,6 +44,7 @@ fn unit_cost(model: &Model, unit: &Unit, options: &Options, shape: StepShape) ->
         temporary_bytes: all.temporary_bytes,
         selective_temporary_bytes: selective.temporary_bytes,
         tied_gradient_bytes: tied.filter(|tied| tied.trainable).map_or(0, |tied| tied.elements() * element_bytes),
+        sparse_gradient_bytes: all.sparse_gradient_bytes,
         ..UnitCost::default()
     }
 }

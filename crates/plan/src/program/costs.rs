@@ -61,6 +61,8 @@ pub struct UnitCost {
     pub selective_temporary_bytes: usize,
     /// The gradient that a backward pass returns for the parameter of another unit, which this unit is tied to.
     pub tied_gradient_bytes: usize,
+    /// The part of the unit's gradients that a backward pass does not return, because they are sparse.
+    pub sparse_gradient_bytes: usize,
 }
 
 /// What a collective costs in one kind of group. A group of one rank costs nothing.
@@ -187,7 +189,7 @@ impl FromStr for Costs {
 }
 
 /// The bytes of a unit, by key.
-const BYTES: [(&str, fn(&mut UnitCost) -> &mut usize); 9] = [
+const BYTES: [(&str, fn(&mut UnitCost) -> &mut usize); 10] = [
     ("kept_bytes", |unit| &mut unit.kept_bytes),
     ("selective_bytes", |unit| &mut unit.selective_bytes),
     ("output_bytes", |unit| &mut unit.output_bytes),
@@ -197,6 +199,7 @@ const BYTES: [(&str, fn(&mut UnitCost) -> &mut usize); 9] = [
     ("temporary_bytes", |unit| &mut unit.temporary_bytes),
     ("selective_temporary_bytes", |unit| &mut unit.selective_temporary_bytes),
     ("tied_gradient_bytes", |unit| &mut unit.tied_gradient_bytes),
+    ("sparse_gradient_bytes", |unit| &mut unit.sparse_gradient_bytes),
 ];
 
 fn parse_link(fields: &[&str]) -> Result<LinkCost, String> {

@@ -4,7 +4,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::super::costs::Costs;
+use super::super::costs::{Costs, UnitCost};
 use super::super::policy::{ActivationCheckpointing, Policy, UnitSpec};
 use super::super::traffic::Layout;
 use super::super::{Buffer as UnitBuffer, Instruction, Keep, Program};
@@ -263,8 +263,9 @@ impl<'a> Tracker<'a> {
             }
             Instruction::BackwardInput { unit, .. } => self.backward_temporaries(unit),
             Instruction::Backward { unit, .. } | Instruction::BackwardWeight { unit, .. } => {
-                let tied = self.costs.units[unit].tied_gradient_bytes;
-                self.returned = self.units[unit].trainable * self.layout.parameter_bytes + tied;
+                let UnitCost { tied_gradient_bytes, sparse_gradient_bytes, .. } = self.costs.units[unit];
+                let own = self.units[unit].trainable * self.layout.parameter_bytes;
+                self.returned = own.saturating_sub(sparse_gradient_bytes) + tied_gradient_bytes;
                 self.backward_temporaries(unit)
             }
             // The gradients that the backward pass returned are freed once they are added.
