@@ -7,17 +7,18 @@
 //!
 //! The simulator gives all that durations. The checker gives it none, and asks who never gets to the end.
 
+mod lane;
 mod meetings;
 
-use std::collections::BTreeMap;
-
-use super::Program;
 use super::collectives::{Call, CallOp, Collective};
 use super::groups::GroupKind;
-use super::instruction::{Buffer, Instruction, Message, Offload, Payload};
+use super::instruction::{Instruction, Message, Offload};
 use super::programs::Party;
 use crate::mesh::Mesh;
-use meetings::{Arrival, Channels, Meetings};
+use lane::{Arrival, receive_key};
+use meetings::{Channels, Meetings, Transfer};
+
+pub(super) use lane::{Activity, Lane, Wait, Work, WorkId};
 
 /// How long things take.
 pub(super) trait Durations {
@@ -33,46 +34,6 @@ pub(super) trait Durations {
     fn copy_s(&self, party: usize, offload: &Offload) -> f64;
 }
 
-/// Work of a rank, by its index in [`Lane::work`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct WorkId {
-    pub(super) party: usize,
-    pub(super) index: usize,
-}
-
-/// What is done.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Activity {
-    Compute,
-    Call(Collective),
-    Send(Message),
-    Receive(Message),
-    Copy(Offload),
-}
-
-/// Something that takes time.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Work {
-    pub(super) activity: Activity,
-    pub(super) position: usize,
-    pub(super) start_s: f64,
-    pub(super) end_s: f64,
-    /// The work whose end let it start.
-    pub(super) after: Option<WorkId>,
-    /// When the last of the other ranks was ready for it.
-    pub(super) others_ready_s: f64,
-}
-
-/// A wait of the compute lane.
-pub(super) struct Wait {
-    pub(super) position: usize,
-    pub(super) activity: Activity,
-    /// The part that would pass even if communication took no time, because another rank is not ready.
-    pub(super) late_s: f64,
-    /// The rest.
-    pub(super) transfer_s: f64,
-}
-
 /// A call that still runs at the end of a step. Times are since then.
 #[derive(Clone, Copy)]
 pub(super) struct Unfinished {
@@ -80,40 +41,6 @@ pub(super) struct Unfinished {
     position: usize,
     collective: Collective,
     end_s: f64,
-}
-
-/// A rank in execution, or after it.
-pub(super) struct Lane<'a> {
-    pub(super) program: &'a Program,
-    pub(super) calls: Vec<(usize, Call)>,
-    /// The position of the instruction that is executed.
-    pub(super) position: usize,
-    /// The index of the next call.
-    pub(super) next_call: usize,
-    /// Whether the instruction at `position` has computed, sent or started what it does.
-    has_started: bool,
-    /// The time of the compute lane.
-    pub(super) now_s: f64,
-    /// When each instruction started, by position.
-    pub(super) starts_s: Vec<f64>,
-    /// The work at whose end the compute lane arrived at `now_s`.
-    pub(super) last: Option<WorkId>,
-    pub(super) work: Vec<Work>,
-    pub(super) waits: Vec<Wait>,
-    /// The work of each call that issued a collective, once it is known when it runs.
-    call_work: Vec<Option<usize>>,
-    /// The number of works that the step before left.
-    resumed: usize,
-    /// Receives that were started: the stage that sends, and how many were started from it before.
-    receives: BTreeMap<ReceiveKey, (usize, usize)>,
-    /// The number of receives that were started, by the stage that sends.
-    receives_started: BTreeMap<usize, usize>,
-    /// The last copy of each buffer.
-    copies: BTreeMap<(usize, Buffer), usize>,
-    /// When the lane for copies is free, and its last work.
-    copies_free: (f64, Option<WorkId>),
-    /// CPU time of communication that computation has yet to give.
-    cpu_debt_s: f64,
 }
 
 /// The programs of all ranks in execution, or after it.
@@ -146,40 +73,6 @@ pub(super) fn execute<'a>(
         }
     }
     execution
-}
-
-impl<'a> Lane<'a> {
-    fn new(program: &'a Program, calls: &[(usize, Call)]) -> Self {
-        Lane {
-            program,
-            calls: calls.to_vec(),
-            position: 0,
-            next_call: 0,
-            has_started: false,
-            now_s: 0.,
-            starts_s: Vec::with_capacity(program.instructions.len()),
-            last: None,
-            work: Vec::new(),
-            waits: Vec::new(),
-            call_work: vec![None; calls.len()],
-            resumed: 0,
-            receives: BTreeMap::new(),
-            receives_started: BTreeMap::new(),
-            copies: BTreeMap::new(),
-            copies_free: (0., None),
-            cpu_debt_s: 0.,
-        }
-    }
-
-    /// Whether the instruction that is executed has another call.
-    fn has_call(&self) -> bool {
-        self.calls.get(self.next_call).is_some_and(|(position, _)| *position == self.position)
-    }
-
-    /// Whether all instructions are executed.
-    pub(super) fn is_done(&self) -> bool {
-        self.position == self.program.instructions.len()
-    }
 }
 
 impl Execution<'_> {
@@ -380,7 +273,7 @@ impl Execution<'_> {
     /// Runs the messages from one rank to another that one has sent and the other has started to receive.
     fn transfer(&mut self, from: usize, to: usize) {
         while let Some(transfer) = self.channels.next(from, to) {
-            let meetings::Transfer { sent, received, start_s, after, duration_s } = transfer;
+            let Transfer { sent, received, start_s, after, duration_s } = transfer;
             let end_s = start_s + duration_s;
             let sends = Work {
                 activity: Activity::Send(sent.0),
@@ -432,11 +325,4 @@ impl Execution<'_> {
     fn stage_of(&self, unit: usize) -> Option<usize> {
         self.stages.get(unit).copied().flatten()
     }
-}
-
-/// What a rank receives only once per step.
-type ReceiveKey = (Payload, usize, usize);
-
-fn receive_key(message: &Message) -> ReceiveKey {
-    (message.payload, message.unit, message.micro_batch)
 }

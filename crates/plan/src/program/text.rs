@@ -23,11 +23,15 @@ impl fmt::Display for ParseError {
 
 impl std::error::Error for ParseError {}
 
-/// The name of an instruction, and how to make it.
-type Named<Make> = (&'static str, Make);
+// Names of instructions, and how to make them.
+type OfUnit = (&'static str, fn(usize) -> Instruction);
+type WithCodec = (&'static str, fn(usize, Codec) -> Instruction);
+type OfMicroBatch = (&'static str, fn(usize, usize) -> Instruction);
+type OfMessage = (&'static str, Payload, fn(Message) -> Instruction);
+type OfOffload = (&'static str, fn(Offload) -> Instruction);
 
 /// The names of instructions that have a unit and nothing else.
-const OF_UNIT: [Named<fn(usize) -> Instruction>; 6] = [
+const OF_UNIT: [OfUnit; 6] = [
     ("wait-gather", Instruction::WaitGather),
     ("release", Instruction::Release),
     ("wait-reduce-scatter", Instruction::WaitReduceScatter),
@@ -37,13 +41,13 @@ const OF_UNIT: [Named<fn(usize) -> Instruction>; 6] = [
 ];
 
 /// The names of instructions that have a unit and a codec.
-const WITH_CODEC: [Named<fn(usize, Codec) -> Instruction>; 2] = [
+const WITH_CODEC: [WithCodec; 2] = [
     ("start-gather", |unit, codec| Instruction::StartGather { unit, codec }),
     ("start-reduce", |unit, codec| Instruction::StartReduce { unit, codec }),
 ];
 
 /// The names of instructions that have a unit and a micro-batch.
-const OF_MICRO_BATCH: [Named<fn(usize, usize) -> Instruction>; 5] = [
+const OF_MICRO_BATCH: [OfMicroBatch; 5] = [
     ("recompute", |unit, micro_batch| Instruction::Recompute { unit, micro_batch }),
     ("backward", |unit, micro_batch| Instruction::Backward { unit, micro_batch }),
     ("backward-input", |unit, micro_batch| Instruction::BackwardInput { unit, micro_batch }),
@@ -52,17 +56,17 @@ const OF_MICRO_BATCH: [Named<fn(usize, usize) -> Instruction>; 5] = [
 ];
 
 /// The names of instructions that have a message.
-const OF_MESSAGE: [Named<(Payload, fn(Message) -> Instruction)>; 6] = [
-    ("send-activations", (Payload::Activations, Instruction::Send)),
-    ("start-receive-activations", (Payload::Activations, Instruction::StartReceive)),
-    ("wait-receive-activations", (Payload::Activations, Instruction::WaitReceive)),
-    ("send-gradients", (Payload::Gradients, Instruction::Send)),
-    ("start-receive-gradients", (Payload::Gradients, Instruction::StartReceive)),
-    ("wait-receive-gradients", (Payload::Gradients, Instruction::WaitReceive)),
+const OF_MESSAGE: [OfMessage; 6] = [
+    ("send-activations", Payload::Activations, Instruction::Send),
+    ("start-receive-activations", Payload::Activations, Instruction::StartReceive),
+    ("wait-receive-activations", Payload::Activations, Instruction::WaitReceive),
+    ("send-gradients", Payload::Gradients, Instruction::Send),
+    ("start-receive-gradients", Payload::Gradients, Instruction::StartReceive),
+    ("wait-receive-gradients", Payload::Gradients, Instruction::WaitReceive),
 ];
 
 /// The names of instructions that have a buffer and a tier.
-const OF_OFFLOAD: [Named<fn(Offload) -> Instruction>; 4] = [
+const OF_OFFLOAD: [OfOffload; 4] = [
     ("start-fetch", Instruction::StartFetch),
     ("wait-fetch", Instruction::WaitFetch),
     ("start-store", Instruction::StartStore),
@@ -138,7 +142,7 @@ fn name_of_instruction(instruction: &Instruction) -> &'static str {
         }
         Instruction::Send(message) | Instruction::StartReceive(message) | Instruction::WaitReceive(message) => {
             let with = |payload| Message { payload, ..message };
-            find_name(OF_MESSAGE.map(|(name, (payload, make))| (name, make(with(payload)))), instruction)
+            find_name(OF_MESSAGE.map(|(name, payload, make)| (name, make(with(payload)))), instruction)
         }
         Instruction::StartFetch(offload)
         | Instruction::WaitFetch(offload)
@@ -225,7 +229,7 @@ impl Line<'_> {
                 } else if let Some((_, make)) = WITH_CODEC.iter().find(|(known, _)| *known == name) {
                     let (codec, words) = self.codec()?;
                     (make(self.unit()?, codec), 1 + words)
-                } else if let Some((_, (payload, make))) = OF_MESSAGE.iter().find(|(known, _)| *known == name) {
+                } else if let Some((_, payload, make)) = OF_MESSAGE.iter().find(|(known, ..)| *known == name) {
                     let (codec, words) = self.codec()?;
                     let (unit, micro_batch) = (self.unit()?, self.micro_batch()?);
                     (make(Message { payload: *payload, unit, micro_batch, codec }), 2 + words)

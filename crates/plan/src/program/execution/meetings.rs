@@ -1,20 +1,12 @@
 //! Where ranks meet: the calls of groups, and the messages between pairs of ranks.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 
 use super::super::groups::GroupKind;
 use super::super::instruction::Message;
 use super::super::programs::Party;
-use super::WorkId;
+use super::lane::{Arrival, WorkId};
 use crate::mesh::{Axis, Mesh};
-
-/// When a rank arrives at an instruction, and after which work.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Arrival {
-    pub(super) position: usize,
-    pub(super) time_s: f64,
-    pub(super) after: Option<WorkId>,
-}
 
 /// The groups of all ranks. Ranks that stand for many are in one group of each kind with all ranks of their stage.
 pub(super) struct Meetings {
@@ -27,7 +19,7 @@ pub(super) struct Meetings {
 struct Group {
     members: usize,
     /// Who has issued which call, from the first that is not complete.
-    calls: std::collections::VecDeque<Vec<(usize, usize, Arrival)>>,
+    calls: VecDeque<Vec<(usize, usize, Arrival)>>,
     /// The number of calls that each member has issued, and of those that are complete.
     issued: BTreeMap<usize, usize>,
     complete: usize,
