@@ -56,4 +56,4 @@ pub use schedule::{Kind, LrAndMomentum, Schedule};
 pub use shardwise_plan::program::ActivationCheckpointing;
 pub use source::{BatchSize, Source};
 pub use state::{TensorLease, checkpoint_layouts};
-pub use step::{Gradients, Report, Trainer, unit_specs};
+pub use step::{BeforeUpdate, Gradients, Report, Trainer, unit_specs};
