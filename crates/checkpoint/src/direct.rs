@@ -1,8 +1,8 @@
 //! Writing files with direct I/O, bypassing the page cache.
 //!
 //! A checkpoint is gigabytes that nobody reads again soon. Through the page cache they would be copied once more, by the
-//! processors that training needs, and evict what training reads. So they are collected in a few buffers, hashed there, and
-//! written to the disk from there.
+//! processors that training needs, and evict what training reads. So they are copied once, into a few buffers, hashed while they
+//! are in the processor's cache, and written to the disk from there.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -10,11 +10,14 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::mpsc;
 
-use bytes::Bytes;
 use rustix::fs::OFlags;
+
+use crate::ByteSource;
 
 /// The size of one write.
 const BUFFER_BYTES: usize = 8 << 20;
+/// The number of bytes that are copied and hashed at a time: few enough to stay in a processor's cache.
+const CACHED_BYTES: usize = 256 << 10;
 /// The number of buffers: one is being filled, one is being written, and one waits.
 const BUFFERS: usize = 3;
 /// The alignment of memory, offsets and lengths for direct I/O: enough for any disk and file system.
@@ -34,9 +37,9 @@ impl<E> From<io::Error> for Failure<E> {
 
 /// Writes a file from parts, atomically and durably: it is complete and on the disk, or does not exist. `seen` is called with
 /// all bytes in order.
-pub(crate) fn write<E>(
+pub(crate) fn write<S: ByteSource, E>(
     path: &Path,
-    parts: impl Iterator<Item = Result<Vec<Bytes>, E>>,
+    parts: impl Iterator<Item = Result<Vec<S>, E>>,
     seen: &mut dyn FnMut(&[u8]),
 ) -> Result<(), Failure<E>> {
     let folder = path.parent().ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?;
@@ -62,9 +65,9 @@ fn sync_folder(folder: &Path) -> io::Result<()> {
     File::open(folder)?.sync_all()
 }
 
-fn fill<E>(
+fn fill<S: ByteSource, E>(
     path: &Path,
-    parts: impl Iterator<Item = Result<Vec<Bytes>, E>>,
+    parts: impl Iterator<Item = Result<Vec<S>, E>>,
     seen: &mut dyn FnMut(&[u8]),
 ) -> Result<(), Failure<E>> {
     let mut file = open_direct(path)?;
@@ -94,11 +97,16 @@ fn fill<E>(
                     break;
                 }
             };
-            for mut bytes in part {
-                while !bytes.is_empty() {
+            for mut source in part {
+                while source.remaining() > 0 {
                     let Some(mut buffer) = current.take().or_else(|| empty.recv().ok()) else { break 'parts };
-                    let taken = bytes.split_to(bytes.len().min(BUFFER_BYTES - buffer.len));
-                    seen(buffer.add(&taken));
+                    match buffer.add(&mut source) {
+                        Ok(added) => seen(added),
+                        Err(error) => {
+                            made = Err(Failure::System(error));
+                            break 'parts;
+                        }
+                    }
                     match buffer.len == BUFFER_BYTES {
                         // A writer that has failed accepts no more; its error is returned below.
                         true => drop(to_write.send(buffer)),
@@ -134,13 +142,14 @@ impl Buffer {
         Ok(Buffer { memory, start, len: 0 })
     }
 
-    /// Appends bytes, and returns the copy, which is now in the CPU's cache.
-    fn add(&mut self, bytes: &[u8]) -> &[u8] {
+    /// Appends the next bytes of a source, and returns them. They are now in the processor's cache.
+    fn add(&mut self, source: &mut impl ByteSource) -> io::Result<&[u8]> {
+        let len = source.remaining().min(BUFFER_BYTES - self.len).min(CACHED_BYTES);
         let from = self.start + self.len;
-        let copy = &mut self.memory[from..from + bytes.len()];
-        copy.copy_from_slice(bytes);
-        self.len += bytes.len();
-        copy
+        let added = &mut self.memory[from..from + len];
+        source.read(added)?;
+        self.len += len;
+        Ok(added)
     }
 
     fn filled(&self) -> &[u8] {
@@ -206,6 +215,8 @@ impl Direct {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test may fail")]
+    use bytes::Bytes;
+
     use super::*;
 
     fn bytes(len: usize) -> Bytes {
@@ -230,12 +241,31 @@ mod tests {
         }
     }
 
+    /// Fails to read the byte after this many.
+    struct FailsAfter(usize);
+
+    impl ByteSource for FailsAfter {
+        fn remaining(&self) -> usize {
+            self.0 + 1
+        }
+
+        fn read(&mut self, into: &mut [u8]) -> io::Result<()> {
+            self.0 = self.0.checked_sub(into.len()).ok_or_else(|| io::Error::other("no more"))?;
+            Ok(())
+        }
+    }
+
     #[test]
     fn a_file_whose_parts_fail_never_appears() {
         let folder = tempfile::tempdir().unwrap();
         let parts = [Ok(vec![bytes(2 * BUFFER_BYTES)]), Err("no more")];
         let failed = write(&folder.path().join("file"), parts.into_iter(), &mut |_| ());
         assert!(matches!(failed, Err(Failure::Part("no more"))));
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+
+        let parts = [Ok::<_, ()>(vec![FailsAfter(CACHED_BYTES + 1)])];
+        let failed = write(&folder.path().join("file"), parts.into_iter(), &mut |_| ());
+        assert!(matches!(failed, Err(Failure::System(error)) if error.to_string() == "no more"));
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
     }
 }

@@ -51,6 +51,6 @@ pub use load::{Checkpoint, UnitReader};
 pub use manifest::{FORMAT, FileEntry, Manifest, ManifestError, ShardEntry, Table, TensorEntry, UnitEntry};
 pub use region::{Overlap, Region, Run, elements};
 pub use retention::RetentionPolicy;
-pub use save::{UPLOAD_BYTES, write_file, write_manifest, write_parts, write_table};
+pub use save::{ByteSource, UPLOAD_BYTES, write_file, write_manifest, write_parts, write_table};
 pub use save_id::SaveId;
 pub use store::{Store, lower_priority, step_folder};

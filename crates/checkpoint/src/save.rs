@@ -1,8 +1,9 @@
 //! Writing checkpoints: files with their hashes first, then tables, then the manifest.
 
 use std::collections::VecDeque;
+use std::io;
 
-use bytes::Bytes;
+use bytes::{Buf, Bytes};
 use object_store::{MultipartUpload, ObjectStoreExt, PutPayload};
 
 use crate::manifest::{Manifest, PIECE_BYTES, Table, UnitEntry};
@@ -14,27 +15,57 @@ pub const UPLOAD_BYTES: u64 = 8 << 20;
 /// The most parts that are uploaded at once.
 const UPLOADS_MAX: usize = 3;
 
-/// Writes a file of a step, and returns the hashes of its pieces. Hashing overlaps with writing.
-pub fn write_file(store: &Store, step: u64, name: &str, contents: &[Bytes]) -> Result<Vec<Hash>> {
-    write_parts(store, step, name, split(contents, UPLOAD_BYTES).into_iter().map(Ok))
+/// Consecutive bytes of a file, which are read only when there is room for them where they are written from.
+pub trait ByteSource: Sized {
+    /// The number of bytes that have not been read yet.
+    fn remaining(&self) -> usize;
+
+    /// Reads the next bytes, as many as fit into `into`, which is not longer than what remains.
+    fn read(&mut self, into: &mut [u8]) -> io::Result<()>;
+
+    /// Reads all that remains.
+    fn read_all(mut self) -> io::Result<Bytes> {
+        // If memory is short, a failed save is better than a rank that dies.
+        let mut all = Vec::new();
+        all.try_reserve_exact(self.remaining())?;
+        all.resize(self.remaining(), 0);
+        self.read(&mut all)?;
+        Ok(all.into())
+    }
 }
 
-/// Like [`write_file`], with parts that are created while the file is written. Each part has [`UPLOAD_BYTES`], except the last.
-/// An `Err` makes the write fail with that message.
-pub fn write_parts(
+impl ByteSource for Bytes {
+    fn remaining(&self) -> usize {
+        self.len()
+    }
+
+    fn read(&mut self, into: &mut [u8]) -> io::Result<()> {
+        self.copy_to_slice(into);
+        Ok(())
+    }
+
+    fn read_all(self) -> io::Result<Bytes> {
+        Ok(self)
+    }
+}
+
+/// Writes a file of a step, and returns the hashes of its pieces. Hashing overlaps with writing.
+pub fn write_file(store: &Store, step: u64, name: &str, contents: &[Bytes]) -> Result<Vec<Hash>> {
+    write_parts(store, step, name, split(contents, UPLOAD_BYTES).into_iter())
+}
+
+/// Like [`write_file`], with bytes that are read while the file is written. Each part has [`UPLOAD_BYTES`], except the last.
+pub fn write_parts<S: ByteSource>(
     store: &Store,
     step: u64,
     name: &str,
-    parts: impl ExactSizeIterator<Item = std::result::Result<Vec<Bytes>, String>>,
+    mut parts: impl ExactSizeIterator<Item = Vec<S>>,
 ) -> Result<Vec<Hash>> {
     let path = format!("{}/{name}", step_folder(step));
-    let is_long = parts.len() > 1;
-    let failed = |problem: String| Error::System { path: store.display(&path), error: std::io::Error::other(problem) };
-    let mut parts = parts.map(|part| part.map_err(failed));
-    if is_long {
-        return write_in_parts(store, &path, parts);
+    if parts.len() > 1 {
+        return write_in_parts(store, &path, parts.map(Ok));
     }
-    let only = parts.next().transpose()?.unwrap_or_default();
+    let only = read_part(store, &path, parts.next().unwrap_or_default())?;
     let mut pieces = Pieces::default();
     only.iter().for_each(|bytes| pieces.add(bytes));
     let at = store.path(&path);
@@ -43,15 +74,21 @@ pub fn write_parts(
     Ok(pieces.hashes())
 }
 
+/// Reads a part into memory.
+fn read_part<S: ByteSource>(store: &Store, path: &str, part: Vec<S>) -> Result<Vec<Bytes>> {
+    let read = part.into_iter().map(ByteSource::read_all).collect::<io::Result<_>>();
+    read.map_err(|error| Error::System { path: store.display(path), error })
+}
+
 /// A running upload of one part.
 type Upload = tokio::task::JoinHandle<object_store::Result<()>>;
 
 /// Writes a file in parts, each of [`UPLOAD_BYTES`] except the last: to a file system with direct I/O, to a bucket with
 /// several uploads at a time. The iterator of parts may itself read from a store, so it runs outside of the runtime.
-pub(crate) fn write_in_parts(
+pub(crate) fn write_in_parts<S: ByteSource>(
     store: &Store,
     path: &str,
-    parts: impl Iterator<Item = Result<Vec<Bytes>>>,
+    parts: impl Iterator<Item = Result<Vec<S>>>,
 ) -> Result<Vec<Hash>> {
     if let Some(local) = store.local(path) {
         let mut pieces = Pieces::default();
@@ -74,10 +111,10 @@ pub(crate) fn write_in_parts(
     written.map(|()| pieces.hashes())
 }
 
-fn send(
+fn send<S: ByteSource>(
     store: &Store,
     path: &str,
-    parts: impl Iterator<Item = Result<Vec<Bytes>>>,
+    parts: impl Iterator<Item = Result<Vec<S>>>,
     upload: &mut dyn MultipartUpload,
     pieces: &mut Pieces,
     running: &mut VecDeque<Upload>,
@@ -89,7 +126,7 @@ fn send(
         done.map_err(|error| store.storage_error(path, error))
     };
     for part in parts {
-        let part = part?;
+        let part = read_part(store, path, part?)?;
         if running.len() == UPLOADS_MAX
             && let Some(first) = running.pop_front()
         {

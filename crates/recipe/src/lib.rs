@@ -451,7 +451,7 @@ pub struct CheckpointsRecipe {
     /// Whether training continues while checkpoints are written.
     #[serde(default = "yes")]
     pub background: bool,
-    /// The most bytes that a background save may copy at a time, on each rank. Training waits when the buffer is full.
+    /// The most bytes of old state that a background save may keep at a time, on each rank. Training waits when the buffer is full.
     #[serde(default = "one_gib")]
     pub buffer_bytes: u64,
 }

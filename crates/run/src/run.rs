@@ -289,10 +289,15 @@ impl<'a> Session<'a> {
         // In an LR range test the loss is supposed to rise.
         let spike = spike?.filter(|_| !self.is_range_test());
         // The update overwrites tensors that a save may still be reading.
-        if let Some(saver) = self.saver.as_mut().filter(|_| gradients.are_finite()) {
-            saver.release_tensors()?;
-        }
-        let report = trainer.apply_update(gradients)?;
+        let report = match self.saver.as_mut().filter(|_| gradients.are_finite()) {
+            Some(saver) => {
+                let updated =
+                    trainer.apply_update_with(gradients, &mut |shard, unit| saver.release_unit(shard, unit))?;
+                saver.end_update();
+                updated
+            }
+            None => trainer.apply_update(gradients)?,
+        };
         self.position.enter(Phase::Between);
         Ok((report, spike))
     }

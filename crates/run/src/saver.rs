@@ -1,6 +1,6 @@
 //! When to save a checkpoint, and how a save proceeds in the background.
 //!
-//! A thread writes this rank's files straight from the trainer's tensors; training copies what it is about to overwrite
+//! A thread writes this rank's files straight from the trainer's tensors; an update leaves it those that are not written yet
 //! (`snapshot`). When the files of all ranks are written, the tables follow; then rank 0 writes the manifest and removes old
 //! checkpoints. Between phases the ranks have to agree that all are done, which they do after each step. A blocking save has the
 //! same phases and waits for each.
@@ -21,6 +21,7 @@ use shardwise_journal::Saved;
 
 use shardwise_recipe::{CheckpointsRecipe, Recipe};
 use shardwise_train::Trainer;
+use shardwise_zero::ShardedUnit;
 
 use crate::agreement::agree;
 use crate::error::{Error, Result};
@@ -294,7 +295,7 @@ impl Saver {
         let leftover = std::mem::take(&mut self.leftover);
         let job = self.write_files(step, &snapshot, leftover, Duration::ZERO);
         if self.recipe.background && retry == Retry::NextStep {
-            release_tensors(&self.world, Some(&snapshot), TensorSet::Lent)?;
+            release_tensors(&self.world, Some(&snapshot), TensorSet::Lent, &mut |_| None)?;
         }
         let stalled = began.elapsed();
         self.in_progress =
@@ -306,13 +307,19 @@ impl Saver {
         Ok(())
     }
 
-    /// Releases the tensors that the next update overwrites: waits until the save in progress has read or copied them. All ranks
-    /// call it together, before every update.
-    pub(crate) fn release_tensors(&mut self) -> Result<()> {
-        match self.unreleased.take() {
-            Some(snapshot) => release_tensors(&self.world, snapshot.upgrade().as_deref(), TensorSet::All),
-            None => Ok(()),
-        }
+    /// Releases the tensors of a unit that is about to be updated: waits until the save in progress has read, detached or copied
+    /// them. All ranks call it together, before every update of a unit.
+    pub(crate) fn release_unit(&mut self, shard: &mut ShardedUnit, unit: usize) -> shardwise_train::Result<()> {
+        let Some(snapshot) = &self.unreleased else { return Ok(()) };
+        // Running out of memory is treated like a full buffer.
+        let mut detach = |tensor: usize| shard.detach_checkpoint_tensor(tensor).ok();
+        release_tensors(&self.world, snapshot.upgrade().as_deref(), TensorSet::Unit(unit), &mut detach)?;
+        Ok(())
+    }
+
+    /// Notes that all units have been updated, so that nothing is left to release.
+    pub(crate) fn end_update(&mut self) {
+        self.unreleased = None;
     }
 
     /// Reports why the snapshot failed and whether it will be tried again.

@@ -12,7 +12,7 @@ use shardwise_zero::CheckpointTensor;
 use crate::agreement::agree;
 use crate::error::Result;
 use crate::position::PositionTracker;
-use crate::snapshot::{Builder, Content, Snapshot, copy, first_line, into_bytes};
+use crate::snapshot::{Builder, Content, SavedTensor, Snapshot, copy, first_line, into_bytes};
 
 /// Takes a snapshot of what this rank writes: its own shards, which stay in place, and those that other ranks send it. Replicas hold
 /// the same shards, so they divide the units among themselves. At most `buffer_bytes` of copies exist at a time while the snapshot is
@@ -56,11 +56,12 @@ fn exchange_and_build(
             Ok(prepared) => prepared,
             Err(error) => return Ok(Err(error)),
         };
+        builder.start_unit(Some(trainer.lease_tensors(unit)));
         for (file, name, contents) in exchange(prepared, &world, |owner| groups.shard.ranks().rank_at(owner))? {
-            builder.add(unit, file, name, contents);
+            builder.add(file, name, contents);
         }
     }
-    Ok(Ok(Arc::new(builder.finish(buffer_bytes, Some(trainer.lease_tensors())))))
+    Ok(Ok(Arc::new(builder.finish(buffer_bytes))))
 }
 
 /// A file before the ranks exchange its parts. All memory for the exchange is allocated.
@@ -115,9 +116,15 @@ fn prepare(
         }
         let mut parts = vec![Part::Local(Content::Bytes(plan.header.into()))];
         for segment in segments {
-            let CheckpointTensor { tensor, is_stable } = &saved[segment.buffer];
+            let CheckpointTensor { tensor, is_stable, is_detachable } = &saved[segment.buffer];
+            let own = || SavedTensor {
+                tensor: tensor.shallow_clone(),
+                index: segment.buffer,
+                is_lent: !is_stable,
+                is_detachable: *is_detachable,
+            };
             parts.push(match segment.owner == me {
-                true => Part::Local(Content::Tensor { tensor: tensor.shallow_clone(), is_lent: !is_stable }),
+                true => Part::Local(Content::Tensor(own())),
                 false => {
                     let len = (segment.range.end - segment.range.start) as usize;
                     let memory = Block::new(layout.buffers[segment.buffer].dtype, len, Device::Cpu);
@@ -161,4 +168,114 @@ fn exchange(prepared: Vec<Prepared>, world: &Group, world_rank: impl Fn(usize) -
         pending.wait()?;
     }
     Ok(own_files)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test may fail")]
+    use shardwise_checkpoint::ByteSource;
+    use shardwise_comm::single;
+    use shardwise_model::{Batch, LlamaConfig, Model};
+    use shardwise_torch::tch::{Kind, Tensor};
+    use shardwise_train::{Options, Schedule, init};
+    use shardwise_zero::{AdamW, Optimizer, Precision, Sharding};
+
+    use super::*;
+    use crate::snapshot::{PieceReader, TensorSet, WriterGuard, release_tensors};
+
+    const STATE_BYTES_MIN: usize = 300_000;
+
+    fn trainer(stage: u8, precision: Precision) -> Trainer {
+        let adamw = AdamW { lr: 0., beta1: 0.9, beta2: 0.95, weight_decay: 0.1, eps: 1e-8 };
+        let sharding = Sharding::stage(stage).unwrap();
+        let options =
+            Options { precision, ..Options::new(sharding, Optimizer::AdamW(adamw), Schedule::constant(3e-3)) };
+        let mut model = Model::from_config(LlamaConfig::new(101, 36, 3, 6, 53)).unwrap();
+        model.freeze(&["model.layers.1.mlp.up_proj".to_string()]).unwrap();
+        let ranks = Ranks::sharded(Arc::new(single::group()));
+        Trainer::new(model, ranks, options, &mut init::from_seed(5)).unwrap()
+    }
+
+    fn batch(step: i64) -> [Batch; 1] {
+        let numbers = Tensor::arange(12, (Kind::Int64, Device::Cpu)).view([1, 12]);
+        let tokens = (numbers * 7 + step * 31).remainder(101);
+        [Batch::new(tokens.shallow_clone(), (tokens * 3 + 1).remainder(101))]
+    }
+
+    fn snapshot(trainer: &mut Trainer, buffer_bytes: usize) -> Arc<Snapshot> {
+        let (layouts, save) = (trainer.checkpoint_layouts(), SaveId::from(7));
+        take_snapshot(trainer, &layouts, save, buffer_bytes, &PositionTracker::default()).unwrap().unwrap()
+    }
+
+    fn write(snapshot: &Snapshot) -> Vec<Vec<u8>> {
+        let read = |piece: PieceReader<'_>| piece.read_all().unwrap();
+        let file = |file: usize| snapshot.parts(file).flatten().flat_map(read).collect();
+        (0..snapshot.files.len()).map(file).collect()
+    }
+
+    /// The bytes of a blocking save.
+    fn saved(trainer: &mut Trainer) -> Vec<Vec<u8>> {
+        let snapshot = snapshot(trainer, 0);
+        let writer = WriterGuard::new(&snapshot);
+        write(writer.snapshot())
+    }
+
+    #[test]
+    fn updates_during_a_save_change_neither_its_bytes_nor_the_training() {
+        for (stage, precision) in (0..=3).flat_map(|stage| [(stage, Precision::F32), (stage, Precision::BF16)]) {
+            // Room for everything, or for less than a unit.
+            for buffer_bytes in [usize::MAX, 20_000] {
+                let what = format!("stage {stage}, {precision:?}, {buffer_bytes} bytes");
+                let [mut plain, mut trainer] = [(); 2].map(|()| trainer(stage, precision));
+                for step in 0..2 {
+                    plain.step(&batch(step)).unwrap();
+                    trainer.step(&batch(step)).unwrap();
+                }
+                let expected = saved(&mut trainer);
+                assert!(expected.concat().len() > STATE_BYTES_MIN, "{what}");
+
+                let snapshot = snapshot(&mut trainer, buffer_bytes);
+                let writer = WriterGuard::new(&snapshot);
+                // With room for everything, nothing is written before the update is complete.
+                let (start, starts) = std::sync::mpsc::channel();
+                let written = std::thread::spawn(move || {
+                    starts.recv().unwrap();
+                    write(writer.snapshot())
+                });
+                if buffer_bytes < usize::MAX {
+                    start.send(()).unwrap();
+                }
+                let world = trainer.ranks().world.clone();
+                release_tensors(&world, Some(&snapshot), TensorSet::Lent, &mut |_| None).unwrap();
+                let gradients = trainer.compute_gradients(&batch(2)).unwrap();
+                let mut released = 0;
+                let updated = trainer.apply_update_with(gradients, &mut |shard, unit| {
+                    released += 1;
+                    let mut detach = |tensor: usize| shard.detach_checkpoint_tensor(tensor).ok();
+                    Ok(release_tensors(&world, Some(&snapshot), TensorSet::Unit(unit), &mut detach)?)
+                });
+                updated.unwrap();
+                assert_eq!(released, trainer.checkpoint_layouts().len(), "{what}: every unit is trainable");
+                let _ = start.send(());
+                assert!(written.join().unwrap() == expected, "{what}: another checkpoint");
+
+                plain.step(&batch(2)).unwrap();
+                assert!(saved(&mut trainer) == saved(&mut plain), "{what}: other training");
+                assert_eq!(trainer.step(&batch(3)).unwrap().loss, plain.step(&batch(3)).unwrap().loss, "{what}");
+            }
+        }
+    }
+
+    #[test]
+    fn an_update_fails_while_a_snapshot_is_not_released() {
+        let mut trainer = trainer(2, Precision::F32);
+        let snapshot = snapshot(&mut trainer, usize::MAX);
+        let before = saved(&mut trainer);
+        let error = trainer.step(&batch(0)).unwrap_err().to_string();
+        assert!(error.contains("a save still reads the tensors of"), "{error}");
+        assert!(saved(&mut trainer) == before, "nothing was updated");
+        drop(snapshot);
+        trainer.step(&batch(0)).unwrap();
+        assert!(saved(&mut trainer) != before);
+    }
 }

@@ -63,3 +63,4 @@ pub use shardwise_plan::schedule::{Kind, LrAndMomentum, Schedule};
 pub use source::{BatchSize, Source};
 pub use state::{TensorLease, checkpoint_layouts};
 pub use step::{Trainer, unit_specs};
+pub use step_values::BeforeUpdate;

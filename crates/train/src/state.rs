@@ -48,8 +48,8 @@ fn state_name(parameter: &Parameter, state: &str) -> String {
     format!("{}/{state}", parameter.name)
 }
 
-/// Keeps a trainer's tensors as they are: while a lease exists, [`Trainer::apply_update`] fails. Whoever reads tensors of
-/// [`Trainer::checkpoint_tensors`] while training continues holds one.
+/// Keeps a unit's tensors as they are: while a lease exists, an update of the unit fails. Whoever reads tensors of
+/// [`Trainer::checkpoint_tensors`] while training continues holds one, and drops it in [`Trainer::apply_update_with`].
 pub struct TensorLease {
     _lease: Arc<()>,
 }
@@ -82,15 +82,18 @@ impl Trainer {
         })
     }
 
-    /// Prevents updates until the lease is dropped.
-    pub fn lease_tensors(&self) -> TensorLease {
-        TensorLease { _lease: self.lease.clone() }
+    /// Prevents updates of a unit until the lease is dropped.
+    pub fn lease_tensors(&self, unit: usize) -> TensorLease {
+        TensorLease { _lease: self.leases[unit].clone() }
     }
 
-    pub(crate) fn check_no_lease(&self) -> Result<()> {
-        match Arc::strong_count(&self.lease) {
+    pub(crate) fn check_no_lease(&self, unit: usize) -> Result<()> {
+        match Arc::strong_count(&self.leases[unit]) {
             1 => Ok(()),
-            _ => Err(Error::Options("a save still reads the tensors that this update would overwrite".to_string())),
+            _ => Err(Error::Options(format!(
+                "a save still reads the tensors of {} that this update would overwrite",
+                self.shards[unit].name(),
+            ))),
         }
     }
 

@@ -20,7 +20,7 @@ use crate::options::{Options, Ranks};
 use crate::probe::{Probe, StepPhase};
 use crate::progress::SkippedBatch;
 use crate::report::{Gradients, Report};
-use crate::step_values::{ParameterGradient, StepValues, UnitPass};
+use crate::step_values::{BeforeUpdate, ParameterGradient, StepValues, UnitPass};
 
 /// One rank's part of a model in training.
 pub struct Trainer {
@@ -41,8 +41,8 @@ pub struct Trainer {
     /// Batches that are skipped after a rollback.
     pub(crate) skipped_batches: Vec<SkippedBatch>,
     probe: Arc<dyn Probe>,
-    /// Shared with every [`TensorLease`](crate::TensorLease).
-    pub(crate) lease: Arc<()>,
+    /// By unit. Shared with every [`TensorLease`](crate::TensorLease).
+    pub(crate) leases: Vec<Arc<()>>,
     /// The step whose gradients are complete and not applied yet.
     pending: Option<u64>,
     /// Whether a step has completed. Only the first reports missing gradients.
@@ -115,6 +115,7 @@ impl Trainer {
         let first_trainable = shards.iter().position(ShardedUnit::is_trainable).ok_or(Error::AllFrozen)?;
         let loss_scaler = LossScaler::new(options.loss_scale);
         let unit_specs = unit_specs(&model);
+        let leases = shards.iter().map(|_| Arc::default()).collect();
         Ok(Trainer {
             model,
             shards,
@@ -129,7 +130,7 @@ impl Trainer {
             skipped: 0,
             skipped_batches: Vec::new(),
             probe: Arc::new(()),
-            lease: Arc::default(),
+            leases,
             pending: None,
             has_stepped: false,
             broken_by: None,
@@ -198,17 +199,28 @@ impl Trainer {
     }
 
     /// The second half of a step: clips the gradients and updates the parameters, or skips the update if the gradients are not
-    /// finite. All ranks call it together. A step that fails is not counted. Fails if these gradients have been discarded.
+    /// finite. All ranks call it together. A step that fails is not counted. Fails if these gradients have been discarded, or if
+    /// someone holds a [`TensorLease`](crate::TensorLease).
     pub fn apply_update(&mut self, gradients: Gradients) -> Result<Report> {
+        if gradients.are_finite() {
+            (0..self.shards.len()).try_for_each(|unit| self.check_no_lease(unit))?;
+        }
+        self.apply_update_with(gradients, &mut |_, _| Ok(()))
+    }
+
+    /// Like [`Trainer::apply_update`], for whoever reads the trainer's tensors in the meantime: `before` is called with each unit and
+    /// its index just before the unit is updated, and must end the leases on it. It may detach the unit's tensors
+    /// ([`ShardedUnit::detach_checkpoint_tensor`]).
+    pub fn apply_update_with(&mut self, gradients: Gradients, before: &mut BeforeUpdate<'_>) -> Result<Report> {
         if self.pending != Some(gradients.step) {
             let problem = format!("step {}: its gradients were discarded; compute them again", gradients.step);
             return Err(Error::Options(problem));
         }
-        let before = (self.skipped, self.loss_scaler);
-        let report = self.unless_broken(|trainer| trainer.update_step(gradients));
+        let earlier = (self.skipped, self.loss_scaler);
+        let report = self.unless_broken(|trainer| trainer.update_step(gradients, before));
         match &report {
             Ok(report) => (self.steps, self.has_stepped, self.pending) = (report.step, true, None),
-            Err(_) => (self.skipped, self.loss_scaler) = before,
+            Err(_) => (self.skipped, self.loss_scaler) = earlier,
         }
         report
     }
@@ -264,15 +276,14 @@ impl Trainer {
         Ok(values.totals.expect("a step's program ends with its totals"))
     }
 
-    fn update_step(&mut self, gradients: Gradients) -> Result<Report> {
+    fn update_step(&mut self, gradients: Gradients, before: &mut BeforeUpdate<'_>) -> Result<Report> {
         let scheduled = self.options.schedule.at(gradients.step);
         let mut skipped = None;
         if gradients.are_finite() {
             let clip = self.options.max_grad_norm.map_or(1., |largest| (largest / gradients.grad_norm).min(1.));
             let optimizer = self.options.optimizer.with_lr(scheduled.lr, scheduled.momentum);
             let mut values = StepValues::new(&[], self.shards.len(), gradients.loss_scale);
-            values.update = Some((optimizer, clip / gradients.loss_scale));
-            self.check_no_lease()?;
+            values.update = Some((optimizer, clip / gradients.loss_scale, before));
             let program = self.program(gradients.micro_batches)?;
             self.execute(program.update(), &mut values)?;
             self.loss_scaler.record_finite_step();
@@ -305,7 +316,10 @@ impl Trainer {
                 Instruction::Norm(unit) => step.squares[unit] = self.shards[unit].grad_norm_squared()?,
                 Instruction::ReduceTotals => step.totals = Some(self.reduce_totals(step)?),
                 Instruction::Update(unit) => {
-                    let (optimizer, factor) = step.update.as_ref().expect("an update has an optimizer");
+                    let (optimizer, factor, before) = step.update.as_mut().expect("an update has an optimizer");
+                    before(&mut self.shards[unit], unit)?;
+                    // Units before this one have been updated.
+                    self.check_no_lease(unit).inspect_err(|error| self.mark_broken(error))?;
                     self.shards[unit].update(optimizer, *factor)?;
                 }
                 other => unreachable!("a program with {other:?} is refused before the step"),

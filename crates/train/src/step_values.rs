@@ -2,12 +2,17 @@
 
 use shardwise_model::Batch;
 use shardwise_torch::tch::{Device, Tensor};
-use shardwise_zero::Optimizer;
+use shardwise_zero::{Optimizer, ShardedUnit};
 
+use crate::error::Result;
 use crate::report::Gradients;
 
 /// A unit's index, a parameter's index in the unit, and the parameter's gradient.
 pub(crate) type ParameterGradient = (usize, usize, Tensor);
+
+/// Called before a unit is updated, with the unit and its index. See
+/// [`Trainer::apply_update_with`](crate::Trainer::apply_update_with).
+pub type BeforeUpdate<'a> = dyn FnMut(&mut ShardedUnit, usize) -> Result<()> + 'a;
 
 /// What a unit's forward pass keeps for its backward pass. Each unit has its own autograd graph: its input is a leaf.
 pub(crate) struct UnitPass {
@@ -36,8 +41,8 @@ pub(crate) struct StepValues<'a> {
     /// The sum of squares of this rank's gradients, by unit.
     pub(crate) squares: Vec<f64>,
     pub(crate) totals: Option<Gradients>,
-    /// The optimizer of this step, and the factor of its gradients.
-    pub(crate) update: Option<(Optimizer, f64)>,
+    /// The optimizer of this step, the factor of its gradients, and what to call before each unit is updated.
+    pub(crate) update: Option<(Optimizer, f64, &'a mut BeforeUpdate<'a>)>,
 }
 
 impl<'a> StepValues<'a> {

@@ -100,6 +100,35 @@ impl FlatParameter {
         }
     }
 
+    /// Moves the memory out of the parameters, and gives them new memory with unspecified contents. Returns a tensor with the old
+    /// memory. The next update must write all elements.
+    pub(crate) fn replace_memory(&mut self) -> Result<Tensor> {
+        match &mut self.state {
+            State::Sharded { shard } => {
+                let new = self.errors.tch(shard.f_empty_like())?;
+                Ok(std::mem::replace(shard, new))
+            }
+            // Parameters are views of this storage, so the memory is replaced, not the tensor.
+            State::Whole => {
+                let new = self.errors.tch(self.whole.f_empty_like())?;
+                let message = "its memory is being replaced";
+                let (old_memory, new_memory) = (
+                    self.errors.torch(storage::take(&self.whole, message))?,
+                    self.errors.torch(storage::take(&new, message))?,
+                );
+                self.put(&self.whole, new_memory)?;
+                self.put(&new, old_memory)?;
+                Ok(new)
+            }
+            _ => panic!("{}: its shard is in use; release the parameters before they are updated", self.errors.unit()),
+        }
+    }
+
+    /// Whether this rank keeps no other elements than its own shard, so that the shard is all memory of a tensor.
+    pub(crate) fn keeps_only_own(&self) -> bool {
+        self.local_range() == self.partition.range(self.group.rank())
+    }
+
     /// The elements that this rank keeps: all of them, or its shard.
     pub(crate) fn local_elements(&self) -> Tensor {
         match &self.state {

@@ -129,6 +129,8 @@ pub(crate) struct Run<'a> {
     pub(crate) parameters: Tensor,
     pub(crate) grads: Tensor,
     pub(crate) state: Vec<Tensor>,
+    /// Tensors above whose contents are still elsewhere: the update first copies the second tensor into the first.
+    pub(crate) moved: Vec<(Tensor, Tensor)>,
     /// The step number, from 1, as an f32 tensor of one element.
     pub(crate) step: &'a Tensor,
     pub(crate) step_number: u32,
@@ -179,7 +181,8 @@ impl Optimizer {
 }
 
 impl Run<'_> {
-    /// The chunk that starts at element `start`, with its gradients in f32 and multiplied by `factor`.
+    /// The chunk that starts at element `start`, with its gradients in f32 and multiplied by `factor`. Its parameters and state must
+    /// be in place.
     fn chunk(&self, start: usize) -> std::result::Result<Run<'_>, TchError> {
         let len = CHUNK.min(self.parameters.numel() - start) as i64;
         let part = |whole: &Tensor| whole.f_narrow(0, start as i64, len);
@@ -190,11 +193,26 @@ impl Run<'_> {
             grads,
             state: self.state.iter().map(part).collect::<std::result::Result<_, _>>()?,
             rounded: self.rounded.as_ref().map(part).transpose()?,
+            moved: Vec::new(),
             ..*self
         })
     }
 
+    /// The chunks of a run, for the first pass over it. Contents that have moved are copied to their new place a chunk at a time:
+    /// the update reads them next, while they are in the cache.
     fn chunks(&self) -> impl Iterator<Item = std::result::Result<Run<'_>, TchError>> {
+        (0..self.parameters.numel()).step_by(CHUNK).map(|start| {
+            for (to, from) in &self.moved {
+                let len = CHUNK.min(to.numel() - start) as i64;
+                let from = from.f_narrow(0, start as i64, len)?;
+                to.f_narrow(0, start as i64, len)?.f_copy_(&from)?;
+            }
+            self.chunk(start)
+        })
+    }
+
+    /// The chunks again, for the second pass over a run.
+    fn chunks_again(&self) -> impl Iterator<Item = std::result::Result<Run<'_>, TchError>> {
         (0..self.parameters.numel()).step_by(CHUNK).map(|start| self.chunk(start))
     }
 
@@ -265,7 +283,7 @@ impl Run<'_> {
             true => (parameter / direction).sqrt(),
             false => 1.,
         };
-        for chunk in self.chunks() {
+        for chunk in self.chunks_again() {
             let mut chunk = chunk?;
             let change = chunk.lamb_direction(lamb)?.f_mul_scalar(lamb.lr * trust)?;
             let _ = chunk.parameters.f_sub_(&change)?;

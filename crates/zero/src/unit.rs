@@ -63,6 +63,8 @@ pub struct CheckpointTensor {
     pub tensor: Tensor,
     /// Whether the tensor keeps its memory until the next update. If not, an all-gather of the unit borrows the memory.
     pub is_stable: bool,
+    /// Whether [`ShardedUnit::detach_checkpoint_tensor`] can detach it.
+    pub is_detachable: bool,
 }
 
 /// A unit of a model, as one rank holds it: parameters that are gathered, used and reduced together (FSDP2: `FSDPParamGroup`).
@@ -130,6 +132,9 @@ struct OptimizerShard {
     master: Option<Tensor>,
     state: Vec<Tensor>,
     spans: Vec<ParameterSpan>,
+    /// The contents of tensors that were detached since the last update, by their index in a checkpoint. The next update reads them
+    /// here and writes its results to the unit's own tensors, whose contents are unspecified until then.
+    detached: Vec<(usize, Tensor)>,
 }
 
 /// The range of a shard that belongs to one parameter.
@@ -187,7 +192,7 @@ impl ShardedUnit {
                     let range = inside.start - range.start..inside.end - range.start;
                     Some(ParameterSpan { parameter, range, decays: spec.decays })
                 });
-                Ok(OptimizerShard { owner, master, state, spans: spans.collect() })
+                Ok(OptimizerShard { owner, master, state, spans: spans.collect(), detached: Vec::new() })
             })
             .collect::<Result<_>>()?;
         let mut unit = ShardedUnit {
@@ -585,6 +590,7 @@ impl ShardedUnit {
             Optimizer::Custom(custom) => self.errors.torch(every.try_for_each(|run| run.custom(custom)))?,
         }
         drop(runs);
+        self.shards.iter_mut().for_each(|shard| shard.detached.clear());
         self.discard_gradients();
         if self.layout.sharding.optimizer { self.trainable.start_update_gather() } else { Ok(()) }
     }
@@ -626,10 +632,15 @@ impl ShardedUnit {
         let rounded = shard.master.as_ref().map(|_| self.trainable.shard(shard.owner));
         let run = |span: &ParameterSpan| {
             let part = |whole: &Tensor| whole.narrow(0, span.range.start as i64, span.range.len() as i64);
+            let moved = shard.detached.iter().map(|(index, from)| {
+                let to = if *index == 0 { &parameters } else { &shard.state[index - 1] };
+                (part(to), part(from))
+            });
             Run {
                 parameters: part(&parameters),
                 grads: part(&grads),
                 state: shard.state.iter().map(part).collect(),
+                moved: moved.collect(),
                 step,
                 step_number: self.steps,
                 decays: span.decays,
@@ -678,16 +689,52 @@ impl ShardedUnit {
     /// dtype of the computation. Call [`ShardedUnit::wait_for_update`] first.
     ///
     /// # Panics
-    /// If a tensor's memory is in use: by sharded parameters that are gathered, or by an all-gather of updated ones.
+    /// If a tensor's memory is in use: by sharded parameters that are gathered, or by an all-gather of updated ones; or if a tensor
+    /// was detached and not updated since.
     pub fn checkpoint_tensors(&self) -> Vec<CheckpointTensor> {
         let own = self.own_shard();
+        assert!(own.detached.is_empty(), "{}: its tensors were detached, but not updated", self.name());
         let gathered = self.layout.sharding.parameters;
-        let master =
-            CheckpointTensor { tensor: self.f32_parameters(own), is_stable: own.master.is_some() || !gathered };
-        let state = own.state.iter().map(|state| CheckpointTensor { tensor: state.shallow_clone(), is_stable: true });
-        let frozen =
-            CheckpointTensor { tensor: self.frozen.shard(self.layout.groups.shard.rank()), is_stable: !gathered };
+        let is_on_host = self.layout.pool.device() == Device::Cpu;
+        let master = CheckpointTensor {
+            tensor: self.f32_parameters(own),
+            is_stable: own.master.is_some() || !gathered,
+            is_detachable: is_on_host && (own.master.is_some() || self.trainable.keeps_only_own()),
+        };
+        let state = own.state.iter().map(|state| CheckpointTensor {
+            tensor: state.shallow_clone(),
+            is_stable: true,
+            is_detachable: is_on_host,
+        });
+        let frozen = CheckpointTensor {
+            tensor: self.frozen.shard(self.layout.groups.shard.rank()),
+            is_stable: !gathered,
+            is_detachable: false,
+        };
         std::iter::once(master).chain(state).chain([frozen]).collect()
+    }
+
+    /// Detaches a tensor of [`ShardedUnit::checkpoint_tensors`], by its index, so that the next update does not overwrite it: the
+    /// update reads it and writes to new memory, with the same results. Returns the tensor with the old memory. An update must
+    /// follow, because until then the unit has no valid contents.
+    ///
+    /// # Panics
+    /// If the tensor is not detachable, or is detached already.
+    pub fn detach_checkpoint_tensor(&mut self, index: usize) -> Result<Tensor> {
+        let rank = self.layout.groups.shard.rank();
+        let own =
+            self.shards.iter_mut().find(|shard| shard.owner == rank).expect("a rank always updates its own shard");
+        assert!(own.detached.iter().all(|(known, _)| *known != index), "{}: detached twice", self.errors.unit());
+        let old = match (index.checked_sub(1), &mut own.master) {
+            (Some(state), _) => replace_with_empty(&self.errors, &mut own.state[state])?,
+            (None, Some(master)) => replace_with_empty(&self.errors, master)?,
+            (None, None) => {
+                assert!(self.trainable.keeps_only_own(), "{}: it cannot be detached", self.errors.unit());
+                self.trainable.replace_memory()?
+            }
+        };
+        own.detached.push((index, old.shallow_clone()));
+        Ok(old)
     }
 
     /// The number of updates so far.
@@ -757,6 +804,12 @@ fn zeros(errors: &UnitErrors, len: usize, device: Device) -> Result<Tensor> {
 fn add_rows(sum: &Tensor, grad: &Tensor) -> std::result::Result<(), TchError> {
     let rows = grad.f_internal_values()?.f_to_kind(sum.kind())?;
     sum.f_view(&grad.size()[..])?.f_index_add_(0, &grad.f_internal_indices()?.f_select(0, 0)?, &rows).map(drop)
+}
+
+/// Replaces a tensor with one of the same shape whose contents are unspecified. Returns the old one.
+fn replace_with_empty(errors: &UnitErrors, tensor: &mut Tensor) -> Result<Tensor> {
+    let new = errors.tch(tensor.f_empty_like())?;
+    Ok(std::mem::replace(tensor, new))
 }
 
 fn is_finite(elements: &Tensor) -> std::result::Result<bool, TchError> {

@@ -171,6 +171,71 @@ fn updates_are_those_of_the_plain_optimizer_on_3_ranks() {
 }
 
 /// A gradient that is not finite is found by the rank that owns it, and so is the parameter that it spoils.
+/// This rank's tensors of a checkpoint, bit by bit.
+fn saved_bits(unit: &mut ShardedUnit) -> Vec<Vec<u32>> {
+    unit.wait_for_update().unwrap();
+    unit.checkpoint_tensors().iter().map(|saved| bits(&saved.tensor)).collect()
+}
+
+fn bits(tensor: &Tensor) -> Vec<u32> {
+    values(tensor).into_iter().map(f32::to_bits).collect()
+}
+
+/// Updates two units in the same way, except that the tensors of one are detached before each update.
+fn detach_tensors(ranks: &Ranks) {
+    // The last parameter is updated in two chunks.
+    let mut specs = specs();
+    specs.push(spec(&[300_001], true, true));
+    let adamw = AdamW { lr: 0.1, beta1: 0.9, beta2: 0.95, weight_decay: 0.1, eps: 1e-8 };
+    let lamb = Lamb { lr: 0.1, beta1: 0.9, beta2: 0.95, weight_decay: 0.1, eps: 1e-6 };
+    for optimizer in [sgd(), Optimizer::AdamW(adamw), Optimizer::Lamb(lamb), Optimizer::custom(Assign)] {
+        for (stage, precision) in
+            STAGES.into_iter().flat_map(|stage| [(stage, Precision::F32), (stage, Precision::BF16)])
+        {
+            let what = format!("{optimizer:?} at stage {stage}, {precision:?}, on {} ranks", ranks.world.size());
+            let [mut plain, mut detached] =
+                [(); 2].map(|()| new_unit(&specs, ranks.layout(stage, precision, &optimizer)));
+            for step in 0..2 {
+                for unit in [&mut plain, &mut detached] {
+                    unit.gather().unwrap();
+                    unit.release().unwrap();
+                    add_gradients(unit, &specs, ranks.world.rank(), step);
+                    reduce(unit);
+                }
+                let before = saved_bits(&mut detached);
+                let detachable: Vec<bool> =
+                    detached.checkpoint_tensors().iter().map(|saved| saved.is_detachable).collect();
+                let has_master = precision.param_dtype != Dtype::F32;
+                assert_eq!(detachable[0], has_master || stage == 3 || ranks.world.size() == 1, "{what}");
+                let indices: Vec<usize> = (0..detachable.len()).filter(|&index| detachable[index]).collect();
+                assert!(indices.len() >= optimizer.states(), "{what}");
+                let old: Vec<Tensor> =
+                    indices.iter().map(|&index| detached.detach_checkpoint_tensor(index).unwrap()).collect();
+                plain.update(&optimizer, 0.5).unwrap();
+                detached.update(&optimizer, 0.5).unwrap();
+                for (old, &index) in old.iter().zip(&indices) {
+                    assert!(bits(old) == before[index], "{what}: tensor {index} was overwritten");
+                }
+                assert!(saved_bits(&mut detached) == saved_bits(&mut plain), "{what}: other bits");
+            }
+            for unit in [&mut plain, &mut detached] {
+                unit.gather().unwrap();
+            }
+            assert!(values_of(&detached) == values_of(&plain), "{what}: other parameters");
+        }
+    }
+}
+
+#[test]
+fn an_update_leaves_detached_tensors_and_has_the_same_bits_on_1_rank() {
+    detach_tensors(&Ranks::alone());
+}
+
+#[test]
+fn an_update_leaves_detached_tensors_and_has_the_same_bits_on_3_ranks() {
+    ranks!(3, || detach_tensors(&Ranks::launched(3)));
+}
+
 fn find_non_finite_values(ranks: &Ranks) {
     let (specs, assign) = (specs(), Optimizer::custom(Assign));
     let shard = &ranks.groups.shard;
