@@ -55,23 +55,23 @@ pub(crate) unsafe fn reduce(dtype: Dtype, reduce: ReduceOp, inputs: &[*const u8]
 
 unsafe fn reduce_typed<T: Reducible>(reduce: ReduceOp, inputs: &[*const u8], output: *mut u8, len: usize) {
     let mut sums = [T::Wide::default(); TILE];
-    let mut wide = [T::Wide::default(); TILE];
     let output = output.cast::<T>();
     for start in (0..len).step_by(TILE) {
         let count = TILE.min(len - start);
-        let (sums, wide) = (&mut sums[..count], &mut wide[..count]);
-        for (index, input) in inputs.iter().enumerate() {
-            // SAFETY: inside the input; the output's tile is written after all inputs' tiles were read.
-            let tile = unsafe { std::slice::from_raw_parts(input.cast::<T>().add(start), count) };
-            if index == 0 {
-                T::widen(tile, sums);
-                continue;
+        let sums = &mut sums[..count];
+        // SAFETY: inside the input; the output's tile is written after all inputs' tiles were read.
+        let tile = |input: &*const u8| unsafe { std::slice::from_raw_parts(input.cast::<T>().add(start), count) };
+        match (reduce, inputs) {
+            (ReduceOp::Sum | ReduceOp::Mean, [first, second, others @ ..]) => {
+                T::combine_pair(tile(first), tile(second), sums, T::Wide::add);
+                others.iter().for_each(|input| T::combine(tile(input), sums, T::Wide::add));
             }
-            T::widen(tile, wide);
-            match reduce {
-                ReduceOp::Sum | ReduceOp::Mean => sums.iter_mut().zip(&*wide).for_each(|(sum, &x)| *sum = sum.add(x)),
-                ReduceOp::Max => sums.iter_mut().zip(&*wide).for_each(|(sum, &x)| *sum = sum.max(x)),
+            (ReduceOp::Max, [first, second, others @ ..]) => {
+                T::combine_pair(tile(first), tile(second), sums, T::Wide::max);
+                others.iter().for_each(|input| T::combine(tile(input), sums, T::Wide::max));
             }
+            (_, [only]) => T::widen(tile(only), sums),
+            (_, []) => unreachable!("a group has ranks"),
         }
         if reduce == ReduceOp::Mean {
             sums.iter_mut().for_each(|sum| *sum = sum.divided(inputs.len()));
@@ -84,8 +84,22 @@ unsafe fn reduce_typed<T: Reducible>(reduce: ReduceOp, inputs: &[*const u8], out
 /// An element type, and the type in which its sums are accumulated.
 trait Reducible: Element {
     type Wide: Wide;
-    fn widen(from: &[Self], to: &mut [Self::Wide]);
+    fn wide(self) -> Self::Wide;
     fn narrow(from: &[Self::Wide], to: &mut [Self]);
+
+    fn widen(from: &[Self], to: &mut [Self::Wide]) {
+        to.iter_mut().zip(from).for_each(|(to, &x)| *to = x.wide());
+    }
+
+    /// Sets each result to that of two elements.
+    fn combine_pair(a: &[Self], b: &[Self], to: &mut [Self::Wide], how: impl Fn(Self::Wide, Self::Wide) -> Self::Wide) {
+        to.iter_mut().zip(a).zip(b).for_each(|((to, &a), &b)| *to = how(a.wide(), b.wide()));
+    }
+
+    /// Combines each result with one more element.
+    fn combine(from: &[Self], to: &mut [Self::Wide], how: impl Fn(Self::Wide, Self::Wide) -> Self::Wide) {
+        to.iter_mut().zip(from).for_each(|(to, &x)| *to = how(*to, x.wide()));
+    }
 }
 
 /// An accumulator type.
@@ -129,8 +143,8 @@ macro_rules! reducible_as_it_is {
     ($number:ty) => {
         impl Reducible for $number {
             type Wide = $number;
-            fn widen(from: &[$number], to: &mut [$number]) {
-                to.copy_from_slice(from);
+            fn wide(self) -> $number {
+                self
             }
             fn narrow(from: &[$number], to: &mut [$number]) {
                 to.copy_from_slice(from);
@@ -142,21 +156,41 @@ reducible_as_it_is!(f64);
 reducible_as_it_is!(f32);
 reducible_as_it_is!(i64);
 
-macro_rules! reducible_half {
-    ($half:ty) => {
-        impl Reducible for $half {
-            type Wide = f32;
-            fn widen(from: &[$half], to: &mut [f32]) {
-                from.convert_to_f32_slice(to);
-            }
-            fn narrow(from: &[f32], to: &mut [$half]) {
-                to.convert_from_f32_slice(from);
-            }
-        }
-    };
+impl Reducible for bf16 {
+    type Wide = f32;
+    fn wide(self) -> f32 {
+        // The upper half of an f32. Unlike `to_f32`, this has no branch.
+        f32::from_bits(u32::from(self.to_bits()) << 16)
+    }
+    fn narrow(from: &[f32], to: &mut [bf16]) {
+        to.convert_from_f32_slice(from);
+    }
 }
-reducible_half!(bf16);
-reducible_half!(f16);
+
+impl Reducible for f16 {
+    type Wide = f32;
+    fn wide(self) -> f32 {
+        self.to_f32()
+    }
+    fn narrow(from: &[f32], to: &mut [f16]) {
+        to.convert_from_f32_slice(from);
+    }
+
+    // Slices are converted by the processor's own instructions, where it has them.
+    fn widen(from: &[f16], to: &mut [f32]) {
+        from.convert_to_f32_slice(to);
+    }
+    fn combine_pair(a: &[f16], b: &[f16], to: &mut [f32], how: impl Fn(f32, f32) -> f32) {
+        Self::widen(a, to);
+        Self::combine(b, to, how);
+    }
+    fn combine(from: &[f16], to: &mut [f32], how: impl Fn(f32, f32) -> f32) {
+        let mut wide = [0.; TILE];
+        let wide = &mut wide[..from.len()];
+        Self::widen(from, wide);
+        to.iter_mut().zip(wide).for_each(|(to, &mut x)| *to = how(*to, x));
+    }
+}
 
 #[cfg(test)]
 mod tests {
