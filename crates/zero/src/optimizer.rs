@@ -135,6 +135,8 @@ pub(crate) struct Run<'a> {
     pub(crate) decays: bool,
     /// The gradients are multiplied by this, to unscale and clip them.
     pub(crate) factor: f64,
+    /// The parameters in the dtype of the computation, if `parameters` are master copies of them.
+    pub(crate) rounded: Option<Tensor>,
 }
 
 /// The sums of squares of a parameter and of its update direction.
@@ -187,6 +189,7 @@ impl Run<'_> {
             parameters: part(&self.parameters)?,
             grads,
             state: self.state.iter().map(part).collect::<std::result::Result<_, _>>()?,
+            rounded: self.rounded.as_ref().map(part).transpose()?,
             ..*self
         })
     }
@@ -198,7 +201,7 @@ impl Run<'_> {
     pub(crate) fn adamw(&self, adamw: AdamW) -> Result<()> {
         let weight_decay = if self.decays { adamw.weight_decay } else { 0. };
         for chunk in self.chunks() {
-            let Run { mut parameters, grads, state, step, .. } = chunk?;
+            let Run { mut parameters, grads, state, step, rounded, .. } = chunk?;
             let [mut first_moments, mut second_moments] = pair(state);
             let tensors = AdamWTensors {
                 parameters: &mut parameters,
@@ -208,13 +211,14 @@ impl Run<'_> {
                 step,
             };
             adamw_step(AdamW { weight_decay, ..adamw }, &mut [tensors])?;
+            round(&parameters, rounded)?;
         }
         Ok(())
     }
 
     pub(crate) fn sgd(&self, sgd: Sgd) -> Result<()> {
         for chunk in self.chunks() {
-            let Run { mut parameters, grads, mut state, decays, .. } = chunk?;
+            let Run { mut parameters, grads, mut state, decays, rounded, .. } = chunk?;
             let grads = match decays && sgd.weight_decay != 0. {
                 true => grads.f_add(&parameters.f_mul_scalar(sgd.weight_decay)?)?,
                 false => grads,
@@ -222,6 +226,7 @@ impl Run<'_> {
             let mut direction = state.remove(0);
             let direction = direction.f_mul_scalar_(sgd.momentum)?.f_add_(&grads)?;
             let _ = parameters.f_sub_(&direction.f_mul_scalar(sgd.lr)?)?;
+            round(&parameters, rounded)?;
         }
         Ok(())
     }
@@ -229,9 +234,11 @@ impl Run<'_> {
     pub(crate) fn custom(&self, custom: &CustomOptimizer) -> Result<()> {
         let CustomOptimizer { optimizer, lr, momentum } = custom;
         for chunk in self.chunks() {
-            let Run { parameters, grads, state, decays, step_number: step, .. } = chunk?;
+            let Run { parameters, grads, state, decays, step_number: step, rounded, .. } = chunk?;
+            let updated = parameters.shallow_clone();
             let elements = Elements { parameters, grads, state, decays, step, lr: *lr, momentum: *momentum };
             no_grad(|| optimizer.update(elements))?;
+            round(&updated, rounded)?;
         }
         Ok(())
     }
@@ -262,6 +269,7 @@ impl Run<'_> {
             let mut chunk = chunk?;
             let change = chunk.lamb_direction(lamb)?.f_mul_scalar(lamb.lr * trust)?;
             let _ = chunk.parameters.f_sub_(&change)?;
+            round(&chunk.parameters, chunk.rounded)?;
         }
         Ok(())
     }
@@ -277,12 +285,19 @@ impl Run<'_> {
     }
 }
 
+/// Rounds updated master parameters to the dtype of the computation, while they are in the cache.
+fn round(masters: &Tensor, rounded: Option<Tensor>) -> std::result::Result<(), TchError> {
+    rounded.map_or(Ok(()), |mut rounded| rounded.f_copy_(masters))
+}
+
 fn pair(state: Vec<Tensor>) -> [Tensor; 2] {
     state.try_into().expect("AdamW has two moments")
 }
 
-/// The number of elements whose squares are added at once in f32, with libtorch's pairwise summation.
-const NORM_CHUNK: usize = 1 << 16;
+/// The number of elements whose squares are added at once. Other dtypes than f32 are widened, this many elements at a time.
+const NORM_CHUNK: usize = 1 << 18;
+/// The number of elements whose squares are added in f32. The sums of such rows are added in f64.
+const NORM_ROW: usize = 1 << 9;
 
 /// The sum of the squares, without a second copy of the elements.
 pub(crate) fn sum_of_squares(elements: &Tensor) -> std::result::Result<f64, TchError> {
@@ -293,15 +308,20 @@ pub(crate) fn sum_of_squares(elements: &Tensor) -> std::result::Result<f64, TchE
 
 fn sum_of_squares_in(elements: &Tensor, kind: Kind) -> std::result::Result<f64, TchError> {
     let len = elements.numel();
-    let chunk = |start: usize| {
-        let chunk = elements.f_narrow(0, start as i64, NORM_CHUNK.min(len - start) as i64)?.f_to_kind(kind)?;
-        chunk.f_square()?.f_sum(kind)
-    };
-    let sums = (0..len).step_by(NORM_CHUNK).map(chunk).collect::<std::result::Result<Vec<_>, _>>()?;
-    if sums.is_empty() {
-        return Ok(0.);
+    let mut total = 0.;
+    for start in (0..len).step_by(NORM_CHUNK) {
+        let count = NORM_CHUNK.min(len - start);
+        let chunk = elements.f_narrow(0, start as i64, count as i64)?.f_to_kind(kind)?;
+        let (rows, rest) = (count / NORM_ROW, count % NORM_ROW);
+        for (start, shape) in [(0, [rows, NORM_ROW]), (count - rest, [1, rest])] {
+            let shape = shape.map(|size| size as i64);
+            let rows = chunk.f_narrow(0, start as i64, shape.iter().product())?.f_view(shape)?;
+            // libtorch's norm of a row makes one pass, without a copy of the squares.
+            let norms = rows.f_norm_scalaropt_dim(2, 1i64, false)?.f_to_kind(Kind::Double)?;
+            total += norms.f_square()?.f_sum(Kind::Double)?.f_double_value(&[])?;
+        }
     }
-    Tensor::f_stack(&sums, 0)?.f_sum(Kind::Double)?.f_double_value(&[])
+    Ok(total)
 }
 
 #[cfg(test)]

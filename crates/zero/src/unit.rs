@@ -583,11 +583,6 @@ impl ShardedUnit {
             Optimizer::Custom(custom) => self.errors.torch(every.try_for_each(|run| run.custom(custom)))?,
         }
         drop(runs);
-        for shard in &self.shards {
-            if let Some(master) = &shard.master {
-                self.errors.tch(self.trainable.shard(shard.owner).f_copy_(master))?;
-            }
-        }
         self.discard_gradients();
         if self.layout.sharding.optimizer { self.trainable.start_update_gather() } else { Ok(()) }
     }
@@ -626,6 +621,7 @@ impl ShardedUnit {
     fn runs<'a>(&self, shard: &OptimizerShard, step: &'a Tensor, factor: f64) -> Vec<Run<'a>> {
         let parameters = self.f32_parameters(shard);
         let grads = self.reduced_shard(shard.owner);
+        let rounded = shard.master.as_ref().map(|_| self.trainable.shard(shard.owner));
         let run = |span: &ParameterSpan| {
             let part = |whole: &Tensor| whole.narrow(0, span.range.start as i64, span.range.len() as i64);
             Run {
@@ -636,6 +632,7 @@ impl ShardedUnit {
                 step_number: self.steps,
                 decays: span.decays,
                 factor,
+                rounded: rounded.as_ref().map(part),
             }
         };
         shard.spans.iter().map(run).collect()
