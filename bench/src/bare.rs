@@ -60,8 +60,10 @@ impl Bare {
         let tokens = batch.inputs.numel() as f32;
         let leaves: Vec<&Tensor> = self.parameters.iter().flatten().collect();
         let grads = autograd::grad(&[&loss], &[Some(&Tensor::from(1. / tokens))], &leaves, Graph::Free)?;
+        // The gradient of an embedding that is not tied is sparse.
+        let dense = |grad: Tensor| if grad.is_sparse() { grad.to_dense(Kind::Float, false) } else { grad };
         let grads: Vec<Option<Tensor>> =
-            grads.into_iter().map(|grad| grad.map(|grad| grad.to_kind(Kind::Float))).collect();
+            grads.into_iter().map(|grad| grad.map(|grad| dense(grad).to_kind(Kind::Float))).collect();
         let before = cpu();
         self.steps += 1.;
         let step = Tensor::from(self.steps);

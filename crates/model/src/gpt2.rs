@@ -6,6 +6,7 @@ use shardwise_torch::tch::{Kind, Tensor};
 use crate::activation_checkpointing::recompute_in_backward;
 use crate::documents::Documents;
 use crate::head::{Head, LmHead, Sizes};
+use crate::unit::embed;
 use crate::{
     Activations, Batch, Cache, Error, Footprint, Init, Layer, Parameter, Parameters, Result, Tied, Unit, attention,
 };
@@ -133,8 +134,8 @@ impl Embedding {
 }
 
 fn lookup(parameters: &Parameters<'_>, tokens: &Tensor, positions: &Tensor) -> Result<Tensor> {
-    let lookup = |name: &str, index: &Tensor| Tensor::f_embedding(parameters.get(name), index, -1, false, false);
-    Ok(lookup("wte.weight", tokens)?.f_add(&lookup("wpe.weight", positions)?)?)
+    let position = Tensor::f_embedding(parameters.get("wpe.weight"), positions, -1, false, false)?;
+    Ok(embed(parameters.get("wte.weight"), tokens)?.f_add(&position)?)
 }
 
 struct Block(Gpt2Config);

@@ -9,6 +9,7 @@ use shardwise_torch::tch::{Device, Kind, Tensor};
 use crate::activation_checkpointing::recompute_in_backward;
 use crate::documents::Documents;
 use crate::head::{Head, LmHead, Sizes};
+use crate::unit::embed;
 use crate::{Activations, Batch, Cache, Footprint, Init, Layer, Parameter, Parameters, Result, Tied, Unit, attention};
 
 /// Builds a unit of the model from its parameters.
@@ -49,7 +50,7 @@ impl Layer for Embedding {
         batch: &Batch,
         _: Activations,
     ) -> Result<Tensor> {
-        Ok(Tensor::f_embedding(parameters.get("embed_tokens.weight"), &batch.inputs, -1, false, false)?)
+        embed(parameters.get("embed_tokens.weight"), &batch.inputs)
     }
 
     fn extend(
@@ -60,7 +61,7 @@ impl Layer for Embedding {
         cache: &mut Cache,
     ) -> Result<Tensor> {
         cache.advance(tokens.size()[1]);
-        Ok(Tensor::f_embedding(parameters.get("embed_tokens.weight"), tokens, -1, false, false)?)
+        embed(parameters.get("embed_tokens.weight"), tokens)
     }
 
     fn footprint(&self, tokens: usize, _: usize, element_bytes: usize, _: Activations) -> Footprint {

@@ -420,6 +420,13 @@ fn repeated<'a>(mut names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     names.find(|name| !seen.insert(*name))
 }
 
+/// Looks up the embeddings of tokens. On the CPU the gradient of the table is sparse (PyTorch: `Embedding(sparse=True)`): it has
+/// one row for each token of the batch, where a dense one has a row of zeros for every other token of the vocabulary. On other
+/// devices it is dense, because adding rows in parallel gives different bits each time.
+pub(crate) fn embed(table: &Tensor, tokens: &Tensor) -> Result<Tensor> {
+    Ok(Tensor::f_embedding(table, tokens, -1, false, table.device() == Device::Cpu)?)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -21,6 +21,11 @@ fn batch(vocabulary: usize) -> Batch {
     Batch::new(tokens, targets)
 }
 
+/// The gradient of an embedding is sparse.
+fn dense(grad: Tensor) -> Tensor {
+    if grad.is_sparse() { grad.to_dense(None, false) } else { grad }
+}
+
 /// The loss, and the gradient of every parameter by name, a tied one's from both of its uses.
 fn run(model: &Model, parameters: &[Vec<Tensor>], batch: &Batch) -> BTreeMap<String, Tensor> {
     let leaves: Vec<Vec<Tensor>> = parameters
@@ -36,7 +41,7 @@ fn run(model: &Model, parameters: &[Vec<Tensor>], batch: &Batch) -> BTreeMap<Str
     let inputs: Vec<&Tensor> = leaves.iter().flatten().collect();
     let grads = autograd::grad(&[&loss], &[None], &inputs, Graph::Free).unwrap();
     let names = model.units().iter().flat_map(|unit| unit.parameters().iter().map(|p| p.name.clone()));
-    let mut results: BTreeMap<String, Tensor> = names.zip(grads.into_iter().map(Option::unwrap)).collect();
+    let mut results: BTreeMap<String, Tensor> = names.zip(grads.into_iter().map(|grad| dense(grad.unwrap()))).collect();
     results.insert("loss".to_string(), loss.detach().view(1));
     results
 }

@@ -14,6 +14,11 @@ const VOCABULARY: i64 = 101;
 /// The documents of each sequence by their positions.
 const LENGTHS: [&[i64]; 2] = [&[11, 6, 1], &[5, 13]];
 
+/// The gradient of an embedding is sparse.
+fn dense(grad: Tensor) -> Tensor {
+    if grad.is_sparse() { grad.to_dense(None, false) } else { grad }
+}
+
 /// What a run of the model gives.
 struct Ran {
     /// Positions, of all sequences one after the other, by vocabulary.
@@ -39,7 +44,7 @@ fn run(model: &Model, parameters: &[Vec<Tensor>], batch: &Batch, activations: Ac
     Ran {
         logits: logits.unwrap().view([-1, VOCABULARY]),
         loss: loss.double_value(&[]),
-        grads: grads.into_iter().map(Option::unwrap).collect(),
+        grads: grads.into_iter().map(|grad| dense(grad.unwrap())).collect(),
     }
 }
 

@@ -13,7 +13,10 @@ fn bits(tensor: &Tensor) -> shardwise_torch::Result<Tensor> {
         Kind::BFloat16 | Kind::Half => Kind::Int16,
         other => return Err(shardwise_torch::Error::UnsupportedKind(other)),
     };
-    Ok(tensor.f_detach()?.f_view_dtype(kind)?)
+    let tensor = tensor.f_detach()?;
+    // A sparse gradient is zero except in these rows.
+    let elements = if tensor.is_sparse() { tensor.f_internal_values()? } else { tensor };
+    Ok(elements.f_view_dtype(kind)?)
 }
 
 /// Fingerprints a tensor.

@@ -29,6 +29,7 @@ pub trait Probe: Send + Sync {
     fn enter(&self, _phase: StepPhase, _unit: usize) {}
 
     /// The backward pass of a unit has computed the gradient of one of its parameters, which is not reduced yet.
+    /// The gradient of an embedding may be sparse.
     fn observe_gradient(&self, _unit: usize, _gradient: &Tensor) -> shardwise_torch::Result<()> {
         Ok(())
     }

@@ -329,6 +329,7 @@ impl ShardedUnit {
     // ---- gradients ----------------------------------------------------------------------------------------------------
 
     /// Adds a gradient of one parameter to its sum over micro-batches. A gradient of another shape is an error, and is not added.
+    /// The gradient may be sparse (COO with one sparse dimension), as that of an embedding: only its rows are then added, in order.
     ///
     /// # Panics
     /// If the parameter is frozen, if gradients are being reduced, or if gradients are not sharded and were already reduced in
@@ -347,10 +348,11 @@ impl ShardedUnit {
         };
         let added = no_grad(|| {
             let mut sum = whole.f_narrow(0, range.start as i64, range.len() as i64)?;
-            let grad = grad.f_reshape(-1)?;
-            match has_grad[parameter] {
-                false => sum.f_copy_(&grad),
-                true => sum.f_add_(&grad).map(drop),
+            match (grad.is_sparse(), has_grad[parameter]) {
+                (true, false) => add_rows(&sum.f_zero_()?, grad),
+                (true, true) => add_rows(&sum, grad),
+                (false, false) => sum.f_copy_(&grad.f_reshape(-1)?),
+                (false, true) => sum.f_add_(&grad.f_reshape(-1)?).map(drop),
             }
         });
         self.errors.tch(added)?;
@@ -749,6 +751,12 @@ fn zeros(errors: &UnitErrors, len: usize, device: Device) -> Result<Tensor> {
         Device::Cpu => errors.torch(Block::zeros(Dtype::F32, len).and_then(Block::into_tensor)),
         device => errors.tch(Tensor::f_zeros([len as i64], (Kind::Float, device))),
     }
+}
+
+/// Adds the rows of a sparse gradient to its parameter's sum, in order.
+fn add_rows(sum: &Tensor, grad: &Tensor) -> std::result::Result<(), TchError> {
+    let rows = grad.f_internal_values()?.f_to_kind(sum.kind())?;
+    sum.f_view(&grad.size()[..])?.f_index_add_(0, &grad.f_internal_indices()?.f_select(0, 0)?, &rows).map(drop)
 }
 
 fn is_finite(elements: &Tensor) -> std::result::Result<bool, TchError> {

@@ -8,7 +8,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use shardwise_harness::ranks;
 use shardwise_plan::Dtype;
-use shardwise_torch::tch::{Kind, Tensor};
+use shardwise_torch::tch::{Device, Kind, Tensor};
 use shardwise_zero::{AdamW, Bytes, Error, Lamb, Optimizer, ParameterSpec, Precision, Sgd, ShardedUnit, Sharding};
 use support::{
     Assign, Plain, Ranks, STAGES, add_gradients, gradient_tensor, new_unit, read_error, reduce, rounded, spec,
@@ -258,6 +258,41 @@ impl<'a> Example<'a> {
         }
         unit.release().unwrap();
     }
+}
+
+/// A sparse gradient counts like the dense one, as the first gradient of a parameter and as a further one.
+fn add_sparse_gradients(ranks: &Ranks) {
+    let options = (Kind::Float, Device::Cpu);
+    for stage in STAGES {
+        let example = Example::new(ranks, stage);
+        let mut unit = example.unit();
+        let rank = ranks.world.rank();
+        let dense = |parameter: usize| gradient_tensor(&example.specs[parameter], rank, parameter, 0);
+        // Out of order, and one row in two halves.
+        let (order, weights) = (Tensor::from_slice(&[1i64, 0, 1]), Tensor::from_slice(&[0.5f32, 1., 0.5]).view([3, 1]));
+        let rows = dense(0).index_select(0, &order) * weights;
+        let sparse = Tensor::sparse_coo_tensor_indices_size(&order.view([1, 3]), &rows, [2, 3], options, false);
+        unit.add_gradient(0, &sparse).unwrap();
+        unit.add_gradient(2, &dense(2)).unwrap();
+        reduce(&mut unit);
+        example.assert_update(&mut unit, &[0]);
+
+        example.add(&mut unit, 1);
+        unit.add_gradient(0, &sparse).unwrap();
+        unit.add_gradient(2, &dense(2)).unwrap();
+        reduce(&mut unit);
+        example.assert_update(&mut unit, &[1, 0]);
+    }
+}
+
+#[test]
+fn sparse_gradients_count_like_dense_ones_on_1_rank() {
+    add_sparse_gradients(&Ranks::alone());
+}
+
+#[test]
+fn sparse_gradients_count_like_dense_ones_on_3_ranks() {
+    ranks!(3, || add_sparse_gradients(&Ranks::launched(3)));
 }
 
 fn misuse_parameters(ranks: &Ranks) {
