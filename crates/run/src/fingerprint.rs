@@ -51,6 +51,10 @@ mod tests {
             flip(&numbers).unwrap();
             assert_ne!(fingerprint(&numbers).unwrap(), before);
             assert_eq!((&numbers + 5.5).argmin(None, false).int64_value(&[]), 0, "a small fault");
+            let sparse = numbers.to_sparse_sparse_dim(1);
+            assert_eq!(fingerprint(&sparse).unwrap(), fingerprint(&numbers).unwrap());
+            flip(&sparse).unwrap();
+            assert_eq!(fingerprint(&sparse).unwrap(), before);
         }
     }
 }
