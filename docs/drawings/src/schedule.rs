@@ -4,8 +4,8 @@
 //! further code. `crates/train/tests/drawings.rs` compares the calls with those of a real step.
 
 use shardwise_plan::program::{
-    CallOp, Costs, GroupKind, Lane, Layout, LinkCost, MemoryKind, ModelParallel, Policy, Program, Simulation, Span,
-    UnitCost, UnitSpec, build, calls, simulate_rank,
+    Call, CallOp, Costs, GroupKind, Lane, Layout, LinkCost, MemoryKind, ModelParallel, Policy, Program, Simulation,
+    Span, UnitCost, UnitSpec, build, calls, simulate_rank,
 };
 
 /// A unit of the drawn model.
@@ -51,6 +51,9 @@ const RANKS: Layout = Layout {
 const GATHER_S: f64 = 0.95;
 const UPDATE_S: f64 = 0.16;
 
+/// Times that differ by less are the same.
+const TICK_S: f64 = 1e-6;
+
 /// The kinds of memory in the drawing, from the bottom. It leaves out what the pool keeps for the next unit, and the temporary
 /// memory of a pass.
 pub(crate) const MEMORY_KINDS: [MemoryKind; 5] = [
@@ -85,11 +88,14 @@ impl Step {
         let specs = UNITS.map(|unit| UnitSpec::new(unit.name, (unit.size * BLOCK) as usize, unit.reads));
         let program = build::train_step(&specs, &policy);
         let simulation = simulate_rank(&program, &specs, &policy, &RANKS, &costs(stage));
-        let issued = calls(&program, &specs, &policy).into_iter().filter(|(_, call)| call.op == CallOp::Issue);
-        let describe = |(_, call): (usize, shardwise_plan::program::Call)| {
-            Some(format!("{} {}", call.collective.kind.name(), UNITS[call.collective.unit?].name))
+        // A group of one rank has no calls.
+        let is_made = |call: &Call| call.op == CallOp::Issue && RANKS.group_size(call.collective.group) > 1;
+        let describe = |(_, call): (usize, Call)| {
+            let unit = call.collective.unit.filter(|_| is_made(&call))?;
+            Some(format!("{} {}", call.collective.kind.name(), UNITS[unit].name))
         };
-        Step { stage, program, simulation, calls: issued.filter_map(describe).collect() }
+        let calls = calls(&program, &specs, &policy).into_iter().filter_map(describe).collect();
+        Step { stage, program, simulation, calls }
     }
 
     /// The time of the step.
@@ -122,13 +128,13 @@ impl Step {
     pub(crate) fn times(&self) -> Vec<f64> {
         let mut times = self.simulation.starts_s.clone();
         times.push(self.duration());
-        times.dedup();
+        times.dedup_by(|next, time| *next - *time < TICK_S);
         times
     }
 
     /// The bytes held just after a time: those of the last instruction that has started by then.
     pub(crate) fn held(&self, kind: MemoryKind, time: f64) -> f64 {
-        let started = self.simulation.starts_s.partition_point(|&start| start <= time);
+        let started = self.simulation.starts_s.partition_point(|&start| start < time + TICK_S);
         self.simulation.memory.during[started.saturating_sub(1)].bytes(kind) as f64
     }
 

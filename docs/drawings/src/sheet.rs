@@ -219,7 +219,7 @@ impl Sheet {
             self.words((x + 20., y), "start", text);
         }
         let signs = "e, 0–2, h: embedding, blocks, head; dotted: waits";
-        let y = place(entries.len()).1 + if self.tall { 0. } else { 18. };
+        let y = first + 18. * shown.len().div_ceil(columns.len()) as f64;
         self.words((columns[0], y), "start", signs);
         if self.tall && stage > 0 {
             self.words((columns[0], y + 18.), "start", "dashed: what stage 0 keeps between steps");

@@ -1,6 +1,7 @@
 //! What computing and sending costs: the times and bytes that a simulation needs besides the program.
 //!
-//! Costs print as text, one line per link and unit, and parse back, so that they can be kept, compared and edited:
+//! Costs print as text, one line per link and unit, and parse back, so that they can be kept, compared and edited. Links of other
+//! groups and of tiers (`tier host …`) are free unless they have a line.
 //!
 //! ```text
 //! optimizer element_bytes=8

@@ -95,10 +95,11 @@ impl Ranks<'_> {
         let Some(first) = parties.next() else { return Ok(()) };
         match parties.find(|&party| updates(party) != updates(first)) {
             Some(party) => {
-                let [own, other] = [party, first].map(|party| self.parties[party].rank);
-                let (one, other) = if updates(party) { (own, other) } else { (other, own) };
-                let problem = format!("rank {one} updates the parameters, and rank {other} does not");
-                Err(self.violation(party, Problem::missing(Rule::Gradients, problem)))
+                let (one, other) = if updates(party) { (party, first) } else { (first, party) };
+                let [updating, skipping] = [one, other].map(|party| self.parties[party].rank);
+                let problem = format!("rank {updating} updates the parameters, and rank {skipping} does not");
+                let at_fault = if self.parties[party].is_exception { party } else { other };
+                Err(self.violation(at_fault, Problem::missing(Rule::Gradients, problem)))
             }
             None => Ok(()),
         }
