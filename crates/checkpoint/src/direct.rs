@@ -12,7 +12,7 @@ use std::sync::mpsc;
 
 use rustix::fs::OFlags;
 
-use crate::ByteSource;
+use crate::byte_source::ByteSource;
 
 /// The size of one write.
 const BUFFER_BYTES: usize = 8 << 20;

@@ -29,6 +29,7 @@
 
 #![forbid(unsafe_code)]
 
+mod byte_source;
 mod direct;
 mod dtype;
 mod error;
@@ -44,6 +45,7 @@ mod save;
 mod save_id;
 mod store;
 
+pub use byte_source::ByteSource;
 pub use error::{Error, Result};
 pub use hash::Hash;
 pub use layout::{FILE_BYTES, FilePlan, FlatBuffer, Segment, Tensor, UnitLayout};
@@ -51,6 +53,6 @@ pub use load::{Checkpoint, UnitReader};
 pub use manifest::{FORMAT, FileEntry, Manifest, ManifestError, ShardEntry, Table, TensorEntry, UnitEntry};
 pub use region::{Overlap, Region, Run, elements};
 pub use retention::RetentionPolicy;
-pub use save::{ByteSource, UPLOAD_BYTES, write_file, write_manifest, write_parts, write_table};
+pub use save::{UPLOAD_BYTES, write_file, write_manifest, write_parts, write_table};
 pub use save_id::SaveId;
 pub use store::{Store, lower_priority, step_folder};

@@ -218,9 +218,9 @@ fn truncate_a_file(checkpoint: &Path) {
 #[test]
 fn a_save_in_the_background_writes_what_a_blocking_one_does_whatever_the_buffer() {
     let cases: [(&str, &[&str]); 2] = [
-        // At stage 3 parameters are lent to the network in every pass; at stage 2 they are overwritten in place.
+        // At stage 3 parameters are lent to the network in every pass; at stage 2 the update overwrites them, or leaves them to the save.
         ("stage = 3", &["buffer_bytes = 0", "background = true"]),
-        ("stage = 2", &["buffer_bytes = 20_000"]),
+        ("stage = 2", &["buffer_bytes = 20_000", "background = true"]),
     ];
     for (settings, hows) in cases {
         let run = |how: &str| {
