@@ -289,7 +289,8 @@ fn measure_costs(
     recipe.zero.prefetch = 0;
     let folder = options.folder.join("without-prefetch");
     let options = ProfileOptions { folder, ..options.clone() };
-    let Some(Baseline { profile, units, layout, .. }) = trace_steps(&recipe, world, position, &options)? else {
+    let Some(Baseline { profile, units, layout, least_step_s, .. }) = trace_steps(&recipe, world, position, &options)?
+    else {
         return Ok(None);
     };
     let shape = step_shape(&recipe, world.size())?;
@@ -304,6 +305,7 @@ fn measure_costs(
         cores_per_host: std::thread::available_parallelism().map_or(1, usize::from),
         threads_per_rank: usize::try_from(shardwise_torch::tch::get_num_threads()).unwrap_or(1),
         latency_s,
+        least_step_s,
     };
     Ok(Some(StepCosts::from_profile(&profile, &measured)))
 }

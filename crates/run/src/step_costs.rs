@@ -92,6 +92,8 @@ impl StepCosts {
     /// The costs from the profile of steps in which nothing was prefetched, so that computation and communication took turns.
     pub(crate) fn from_profile(profile: &Profile, measured: &MeasuredStep<'_>) -> Self {
         let MeasuredStep { units, layout, micro_batches, .. } = *measured;
+        // Other work on the machine only makes steps longer, so the shortest step is the least disturbed one.
+        let undisturbed = measured.least_step_s / profile.step_s.max(1e-12);
         let share = |elements: usize, is_sharded: bool| match elements {
             0 => 1.,
             _ => elements as f64 / layout.kept(elements, is_sharded).max(1) as f64,
@@ -100,21 +102,21 @@ impl StepCosts {
             let times = profile.units.iter().find(|times| times.unit == unit.name).cloned().unwrap_or_default();
             UnitTimes {
                 name: unit.name.clone(),
-                forward_s: times.forward_s / micro_batches as f64,
-                backward_s: times.backward_s / micro_batches as f64,
-                update_s: times.optimizer_s * share(unit.trainable, measured.shards_optimizer),
-                norm_s: times.copy_s * share(unit.trainable, true),
+                forward_s: undisturbed * times.forward_s / micro_batches as f64,
+                backward_s: undisturbed * times.backward_s / micro_batches as f64,
+                update_s: undisturbed * times.optimizer_s * share(unit.trainable, measured.shards_optimizer),
+                norm_s: undisturbed * times.copy_s * share(unit.trainable, true),
             }
         };
         let accounted_s: f64 = profile.units.iter().map(|unit| unit.total_s()).sum();
         StepCosts {
             micro_batch_tokens: measured.micro_batch_tokens,
-            overhead_s: (profile.step_s - accounted_s).max(0.),
+            overhead_s: undisturbed * (profile.step_s - accounted_s).max(0.),
             cores_per_host: measured.cores_per_host,
             threads_per_rank: measured.threads_per_rank,
             ranks_per_host: (measured.hosts > 1).then_some(measured.ranks_per_host),
-            within_host: measured.link(profile),
-            between_hosts: measured.link(profile),
+            within_host: measured.link(profile, undisturbed),
+            between_hosts: measured.link(profile, undisturbed),
             units: units.iter().map(unit_times).collect(),
         }
     }
@@ -193,12 +195,13 @@ pub(crate) struct MeasuredStep<'a> {
     pub(crate) cores_per_host: usize,
     pub(crate) threads_per_rank: usize,
     pub(crate) latency_s: f64,
+    pub(crate) least_step_s: f64,
 }
 
 impl MeasuredStep<'_> {
     /// The link that the steps used. Within a host, a rank's own thread moves every byte.
-    fn link(&self, profile: &Profile) -> Link {
-        let moving_s: f64 = profile.verbs.iter().map(|verb| verb.moving_s).sum();
+    fn link(&self, profile: &Profile, undisturbed: f64) -> Link {
+        let moving_s: f64 = profile.verbs.iter().map(|verb| undisturbed * verb.moving_s).sum();
         let sent_bytes: f64 = profile.verbs.iter().map(|verb| verb.sent_bytes).sum();
         let of_rank = if moving_s > 0. { sent_bytes / moving_s } else { FREE_BYTES_PER_S };
         let cpu_s_per_byte = if self.hosts > 1 { 0. } else { 1. / of_rank };
