@@ -43,7 +43,8 @@ background = false
 /// Short timeouts, in seconds and as recipe keys: 4 s on a quiet machine, longer on a busy one, where ranks are late for good reason.
 pub(crate) fn short_timeouts() -> (u64, String) {
     let limit_s = scale_timeout(Duration::from_secs(4)).as_secs_f64().ceil() as u64;
-    (limit_s, format!("timeout_s = {limit_s}\nheartbeat_timeout_s = {limit_s}\n"))
+    // A rank without a heartbeat is noticed before a call that waits for it times out.
+    (limit_s, format!("timeout_s = {}\nheartbeat_timeout_s = {limit_s}\n", limit_s + 2))
 }
 
 /// A folder with a recipe.
