@@ -189,8 +189,11 @@ impl FromStr for Costs {
     }
 }
 
+/// A field of a unit's costs.
+type BytesField = fn(&mut UnitCost) -> &mut usize;
+
 /// The bytes of a unit, by key.
-const BYTES: [(&str, fn(&mut UnitCost) -> &mut usize); 10] = [
+const BYTES: [(&str, BytesField); 10] = [
     ("kept_bytes", |unit| &mut unit.kept_bytes),
     ("selective_bytes", |unit| &mut unit.selective_bytes),
     ("output_bytes", |unit| &mut unit.output_bytes),
