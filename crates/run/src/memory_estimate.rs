@@ -25,8 +25,9 @@ const PROCESS_BYTES: usize = 170 << 20;
 /// What communication with other ranks adds: measured with Open MPI on one host.
 const COMMUNICATION_BYTES: usize = 85 << 20;
 
-/// The part of both that counts as data, for limits on a process's data: not libraries, and not memory shared with other ranks.
-const PROCESS_DATA_BYTES: usize = 80 << 20;
+/// What counts as data of both, for limits on a process's data: no libraries, no memory shared with other ranks, but memory that is
+/// mapped and not used. Measured like the others, with `cargo xtask show program/limits`.
+const PROCESS_DATA_BYTES: usize = 120 << 20;
 
 /// The peak memory of the rank that needs the most, in bytes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
