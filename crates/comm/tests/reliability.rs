@@ -459,11 +459,12 @@ fn random_calls_between_two_hosts() {
         run_random_calls(&world, 2000..2125);
         // The link has the configured rate: 25 MB each way at 1 Gbit/s take 0.2 s.
         world.barrier("start").wait().unwrap();
-        let started = Stopwatch::start();
+        let (started, watch) = (Instant::now(), Stopwatch::start());
         let part = vec![0u8; 25_000_000];
         drop(world.all_gather("rate", part, vec![0u8; 50_000_000]).wait().unwrap());
-        let seconds = started.elapsed().as_secs_f64();
-        assert!((0.18..2.).contains(&seconds), "25 MB took {seconds} s");
+        // A busy machine makes the call longer, never shorter; only the upper limit follows its pace.
+        let (seconds, scaled) = (started.elapsed().as_secs_f64(), watch.elapsed().as_secs_f64());
+        assert!(seconds > 0.18 && scaled < 2., "25 MB took {seconds} s");
     });
 }
 
