@@ -27,8 +27,14 @@ def attention(query, key, value, window=None):
     return scores.softmax(dim=-1) @ value
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64, and float32 for all others."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def loss_sum(logits, targets):
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    logits = logits.to(wide_dtype(logits.dtype)).flatten(0, 1)
+    return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 class Llama:
@@ -55,7 +61,8 @@ class Llama:
     def turn(self, x):
         """Rotary embedding as a multiplication of complex numbers."""
         half = x.shape[-1] // 2
-        angles = torch.outer(torch.arange(x.shape[2]).double(), torch.tensor(self.frequencies()).double())
+        frequencies = torch.tensor(self.frequencies(), dtype=wide_dtype(x.dtype)).double()
+        angles = torch.outer(torch.arange(x.shape[2]).double(), frequencies)
         turned = torch.complex(x[..., :half].double(), x[..., half:].double()) * torch.polar(torch.ones_like(angles), angles)
         return torch.cat([turned.real, turned.imag], dim=-1).to(x.dtype)
 

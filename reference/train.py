@@ -1,8 +1,8 @@
 """The oracle as a trainer: train.py RUN…
 
 Each RUN is a folder with `config.json` (model, optimizer, clipping, loss scale) and `in.safetensors`: the initial parameters by
-name in f32, and `tokens` and `targets` of all steps (steps, sequences, positions). One process, one batch per step, torch's own
-AdamW, SGD and GradScaler, and the LAMB of lamb.py.
+name in f32, or in f64 if `dtype` is float64, and `tokens` and `targets` of all steps (steps, sequences, positions). One process, one
+batch per step, torch's own AdamW, SGD and GradScaler, and the LAMB of lamb.py.
 
 Prints a line for each step of each run: the mean loss of the tokens that count, the norm of all gradients after unscaling and
 before clipping, the loss scale, and 1 if the update was skipped or 0 if it was made.
@@ -50,7 +50,7 @@ def train(folder: Path):
     scaler = torch.amp.GradScaler("cpu", enabled=config["loss_scale"] is not None, **(config["loss_scale"] or {}))
     for step_tokens, step_targets in zip(tokens, targets):
         optimizer.zero_grad()
-        # The model computes in `dtype`. Autograd casts the gradients back, so those of the masters are f32.
+        # The model computes in `dtype`. Autograd casts the gradients back, so those of the masters are f32 (f64 for float64).
         computed = {name: master.to(getattr(torch, config["dtype"])) for name, master in masters.items()}
         model = FAMILIES[config["model"]["family"]](config["model"], computed)
         loss = model.loss(step_tokens, step_targets) / (step_targets != IGNORED).sum()

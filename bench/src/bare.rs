@@ -5,7 +5,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use rustix::time::{ClockId, clock_gettime};
 use shardwise_model::{Activations, Batch, Model};
-use shardwise_plan::Dtype;
+use shardwise_plan::{Dtype, FloatsMut};
 use shardwise_torch::autograd::{self, Graph};
 use shardwise_torch::exclusive;
 use shardwise_torch::optim::{AdamW, AdamWTensors, adamw_step};
@@ -39,7 +39,7 @@ impl Bare {
         let mut leaf = |parameter: &shardwise_model::Parameter| -> Result<Tensor> {
             let mut tensor = Tensor::zeros(&parameter.shape[..], (Kind::Float, Device::Cpu));
             let elements = exclusive::<f32>(&mut tensor)?;
-            start(parameter, 0..elements.len(), elements).map_err(anyhow::Error::from_boxed)?;
+            start(parameter, 0..elements.len(), FloatsMut::F32(elements)).map_err(anyhow::Error::from_boxed)?;
             masters.push(tensor.shallow_clone());
             Ok(tensor.to_kind(kind).detach().set_requires_grad(true))
         };

@@ -14,6 +14,7 @@ use serde_json::json;
 use shardwise_checkpoint::hugging_face::Weights;
 use shardwise_comm::{Entry, Group, ReduceOp, mpi};
 use shardwise_model::Batch;
+use shardwise_plan::FloatsMut;
 use shardwise_recipe::Recipe;
 use shardwise_run::build;
 use shardwise_run::data::Data;
@@ -164,7 +165,8 @@ fn write_weights(recipe: &Recipe) -> Result<()> {
     let mut tensors = Vec::new();
     for parameter in model.units().iter().flat_map(|unit| unit.parameters()) {
         let mut tensor = Tensor::zeros(&parameter.shape[..], (Kind::Float, Device::Cpu));
-        init(parameter, 0..parameter.elements(), exclusive::<f32>(&mut tensor)?).map_err(anyhow::Error::from_boxed)?;
+        let elements = FloatsMut::F32(exclusive(&mut tensor)?);
+        init(parameter, 0..parameter.elements(), elements).map_err(anyhow::Error::from_boxed)?;
         tensors.push((&parameter.name, tensor));
     }
     let path = recipe.init.weights.as_ref().context("the recipe names no weights")?;

@@ -7,9 +7,9 @@ use bytes::Bytes;
 use half::{bf16, f16};
 use serde::Deserialize;
 use serde_json::json;
-use shardwise_plan::Dtype;
+use shardwise_plan::{Dtype, FloatsMut};
 
-use crate::load::as_f32;
+use crate::load::{convert, is_float};
 use crate::region::elements;
 use crate::safetensors::{self, Entry, TensorInfo};
 use crate::save::{UPLOAD_BYTES, write_in_parts, write_manifest, write_table};
@@ -46,7 +46,7 @@ const COMPANIONS: [&str; 9] = [
 /// The number of elements that are read and converted at once; they fit in the cache.
 const READ_ELEMENTS: usize = 1 << 18;
 
-const READABLE: &str = "but only f32, bf16 and f16 can be read";
+const READABLE: &str = "but only f64, f32, bf16 and f16 can be read";
 
 /// Weights in safetensors files. Opening them reads only the headers.
 #[derive(Debug)]
@@ -118,9 +118,9 @@ impl Weights {
         self.tensors.iter().map(|(name, (_, found))| (name.as_str(), found))
     }
 
-    /// Reads elements of a tensor of this shape, and converts them to f32. In the file, the name may lack the prefix `model.`,
-    /// or have GPT-2's prefix `transformer.`.
-    pub fn read_f32(&self, name: &str, shape: &[u64], range: Range<u64>, out: &mut [f32]) -> Result<()> {
+    /// Reads elements of a tensor of this shape, and converts them to the dtype of `out`. In the file, the name may lack the prefix
+    /// `model.`, or have GPT-2's prefix `transformer.`.
+    pub fn read_floats(&self, name: &str, shape: &[u64], range: Range<u64>, out: FloatsMut<'_>) -> Result<()> {
         let names = [
             Some(name.to_string()),
             Some(format!("transformer.{name}")),
@@ -134,7 +134,7 @@ impl Weights {
             return Err(mismatch(problem));
         }
         let dtype = match &found.dtype {
-            Ok(dtype @ (Dtype::F32 | Dtype::Bf16 | Dtype::F16)) => *dtype,
+            Ok(dtype) if is_float(*dtype) => *dtype,
             Ok(dtype) => return Err(mismatch(format!("{name} has dtype {dtype}, {READABLE}"))),
             Err(dtype) => return Err(mismatch(format!("{name} has dtype {dtype}, {READABLE}"))),
         };
@@ -143,10 +143,10 @@ impl Weights {
         }
         let size = dtype.bytes() as u64;
         let mut from = found.bytes.start + range.start * size;
-        for piece in out.chunks_mut(READ_ELEMENTS) {
+        for piece in out.chunks(READ_ELEMENTS) {
             let bytes = self.store.read_range(&self.files[*file], from..from + piece.len() as u64 * size)?;
             from += bytes.len() as u64;
-            as_f32(dtype, &bytes, piece);
+            convert(dtype, &bytes, piece);
         }
         Ok(())
     }
@@ -172,7 +172,7 @@ fn config(store: &Store) -> Result<Option<serde_json::Value>> {
 /// Options for [`export`].
 #[derive(Clone, Debug)]
 pub struct ExportOptions {
-    /// The dtype of the exported weights: f32, bf16 or f16.
+    /// The dtype of the exported weights: f64, f32, bf16 or f16.
     pub dtype: Dtype,
     /// The maximum size of a file, unless a single tensor is larger.
     pub file_bytes: u64,
@@ -208,8 +208,8 @@ pub fn export(
     progress: &mut dyn FnMut(u64),
 ) -> Result<()> {
     let refuse = |problem: &str| Err(Error::Mismatch { folder: checkpoint.name(), problem: problem.to_string() });
-    if !matches!(export.dtype, Dtype::F32 | Dtype::Bf16 | Dtype::F16) {
-        return refuse("it can only be exported as f32, bf16 or f16");
+    if !is_float(export.dtype) {
+        return refuse("it can only be exported as f64, f32, bf16 or f16");
     }
     if !config.is_object() {
         return refuse("its model has no Hugging Face configuration");
@@ -233,13 +233,13 @@ pub fn export(
             total_size = total_size.saturating_add(tensor_bytes(&entry.shape, entry.dtype));
         }
         let mut open: Option<(&str, UnitReader)> = None;
-        let read = |index: usize, range: Range<u64>, out: &mut [f32]| {
+        let read = |index: usize, range: Range<u64>, out: FloatsMut<'_>| {
             let ExportedTensor { unit, name, entry } = &tensors[index];
             let mut reader = match open.take() {
                 Some((of, reader)) if of == unit => reader,
                 _ => checkpoint.unit(unit)?,
             };
-            reader.read_f32(name, &entry.shape, range, out)?;
+            reader.read_floats(name, &entry.shape, range, out)?;
             open = Some((unit, reader));
             Ok(())
         };
@@ -259,6 +259,7 @@ pub fn export(
     config["dtype"] = json!(match export.dtype {
         Dtype::Bf16 => "bfloat16",
         Dtype::F16 => "float16",
+        Dtype::F64 => "float64",
         _ => "float32",
     });
     if let Some(like) = like {
@@ -339,17 +340,18 @@ pub fn import(weights: &Weights, to: &Store, progress: &mut dyn FnMut(u64)) -> R
             1 => format!("block.{block}"),
             _ => "head".to_string(),
         };
-        let buffer =
-            FlatBuffer { dtype: Dtype::F32, tensors: tensors.iter().map(|(tensor, _)| tensor.clone()).collect() };
+        let is_f64 = tensors.iter().any(|(_, name)| weights.tensors[name].1.dtype == Ok(Dtype::F64));
+        let dtype = if is_f64 { Dtype::F64 } else { Dtype::F32 };
+        let buffer = FlatBuffer { dtype, tensors: tensors.iter().map(|(tensor, _)| tensor.clone()).collect() };
         let layout = UnitLayout { name, buffers: vec![buffer], owners: 1, index, file_bytes: FILE_BYTES };
         let plan = layout.files(save).remove(0);
         let header = plan.header;
-        let read = |index: usize, range: Range<u64>, out: &mut [f32]| {
+        let read = |index: usize, range: Range<u64>, out: FloatsMut<'_>| {
             let (tensor, name) = &tensors[index];
-            weights.read_f32(name, &tensor.shape, range, out)
+            weights.read_floats(name, &tensor.shape, range, out)
         };
         let lens = tensors.iter().map(|(tensor, _)| elements(&tensor.shape).unwrap_or(0)).collect();
-        let stream = Stream { lens, dtype: Dtype::F32, read, at: (0, 0), ready: header, progress: &mut *progress };
+        let stream = Stream { lens, dtype, read, at: (0, 0), ready: header, progress: &mut *progress };
         let pieces = write_in_parts(to, &format!("{}/{}", step_folder(0), plan.name), stream)?;
         let table = layout.table(save, &pieces);
         let entry = layout.entry(save, &table);
@@ -394,26 +396,37 @@ struct Stream<'a, R> {
     progress: &'a mut dyn FnMut(u64),
 }
 
-impl<R: FnMut(usize, Range<u64>, &mut [f32]) -> Result<()>> Stream<'_, R> {
+impl<R: FnMut(usize, Range<u64>, FloatsMut<'_>) -> Result<()>> Stream<'_, R> {
     /// Reads some elements of the next tensor.
     fn read_more(&mut self) -> Result<()> {
         let (index, from) = self.at;
         let to = self.lens[index].min(from + (1 << 20));
-        let mut read = vec![0f32; (to - from) as usize];
-        (self.read)(index, from..to, &mut read)?;
         let before = self.ready.len();
-        match self.dtype {
-            Dtype::Bf16 => self.ready.extend(read.iter().flat_map(|&x| bf16::from_f32(x).to_le_bytes())),
-            Dtype::F16 => self.ready.extend(read.iter().flat_map(|&x| f16::from_f32(x).to_le_bytes())),
-            _ => self.ready.extend(read.iter().flat_map(|x| x.to_le_bytes())),
+        if self.dtype == Dtype::F64 {
+            let mut read = vec![0f64; (to - from) as usize];
+            (self.read)(index, from..to, FloatsMut::F64(&mut read))?;
+            self.ready.extend(read.iter().flat_map(|x| x.to_le_bytes()));
+        } else {
+            let mut read = vec![0f32; (to - from) as usize];
+            (self.read)(index, from..to, FloatsMut::F32(&mut read))?;
+            self.extend_narrow(&read);
         }
         (self.progress)((self.ready.len() - before) as u64);
         self.at = if to == self.lens[index] { (index + 1, 0) } else { (index, to) };
         Ok(())
     }
+
+    /// Converts elements that were read in f32, and adds their bytes.
+    fn extend_narrow(&mut self, read: &[f32]) {
+        match self.dtype {
+            Dtype::Bf16 => self.ready.extend(read.iter().flat_map(|&x| bf16::from_f32(x).to_le_bytes())),
+            Dtype::F16 => self.ready.extend(read.iter().flat_map(|&x| f16::from_f32(x).to_le_bytes())),
+            _ => self.ready.extend(read.iter().flat_map(|x| x.to_le_bytes())),
+        }
+    }
 }
 
-impl<R: FnMut(usize, Range<u64>, &mut [f32]) -> Result<()>> Iterator for Stream<'_, R> {
+impl<R: FnMut(usize, Range<u64>, FloatsMut<'_>) -> Result<()>> Iterator for Stream<'_, R> {
     type Item = Result<Vec<Bytes>>;
 
     fn next(&mut self) -> Option<Self::Item> {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
-use shardwise_plan::Dtype;
+use shardwise_plan::{Dtype, FloatsMut};
 
 use crate::manifest::{FileEntry, MANIFEST_BYTES_MAX, Manifest, PIECE_BYTES, TABLE_BYTES_MAX, Table, TensorEntry};
 use crate::region::{Overlap, Region};
@@ -119,20 +119,20 @@ impl UnitReader {
         &self.table
     }
 
-    /// Reads elements of a tensor of this shape, and converts them to f32.
-    pub fn read_f32(&mut self, name: &str, shape: &[u64], range: Range<u64>, elements: &mut [f32]) -> Result<()> {
+    /// Reads elements of a tensor of this shape, and converts them to the dtype of `elements`.
+    pub fn read_floats(&mut self, name: &str, shape: &[u64], range: Range<u64>, elements: FloatsMut<'_>) -> Result<()> {
         let tensor = self.tensor(name)?;
         if tensor.shape != shape {
             let problem = format!("{name} has shape {:?} in the checkpoint, but {shape:?} in the model", tensor.shape);
             return Err(self.checkpoint.mismatch(problem));
         }
         let dtype = tensor.dtype;
-        if !matches!(dtype, Dtype::F32 | Dtype::Bf16 | Dtype::F16) {
-            return Err(self.checkpoint.mismatch(format!("{name} has dtype {dtype}, not f32, bf16 or f16")));
+        if !is_float(dtype) {
+            return Err(self.checkpoint.mismatch(format!("{name} has dtype {dtype}, not f64, f32, bf16 or f16")));
         }
         let mut bytes = vec![0; elements.len() * dtype.bytes()];
         self.read(name, &Region::flat(range), &mut bytes)?;
-        as_f32(dtype, &bytes, elements);
+        convert(dtype, &bytes, elements);
         Ok(())
     }
 
@@ -228,8 +228,25 @@ fn check_length(store: &Store, path: &str, found: Option<u64>, expected: u64) ->
     }
 }
 
-/// Converts f32, bf16 or f16 elements to f32.
-pub(crate) fn as_f32(dtype: Dtype, bytes: &[u8], elements: &mut [f32]) {
+/// Whether [`convert`] can convert elements of this dtype.
+pub(crate) fn is_float(dtype: Dtype) -> bool {
+    matches!(dtype, Dtype::F64 | Dtype::F32 | Dtype::Bf16 | Dtype::F16)
+}
+
+/// Converts f64, f32, bf16 or f16 elements to the dtype of `elements`.
+pub(crate) fn convert(dtype: Dtype, bytes: &[u8], elements: FloatsMut<'_>) {
+    match (dtype, elements) {
+        (Dtype::F64, elements) => elements.write(bytes.as_chunks().0.iter().map(|&eight| f64::from_le_bytes(eight))),
+        (_, FloatsMut::F32(elements)) => convert_to_f32(dtype, bytes, elements),
+        (_, wide) => {
+            let mut narrow = vec![0f32; wide.len()];
+            convert_to_f32(dtype, bytes, &mut narrow);
+            wide.write(narrow.into_iter().map(f64::from));
+        }
+    }
+}
+
+fn convert_to_f32(dtype: Dtype, bytes: &[u8], elements: &mut [f32]) {
     let halves = || bytes.chunks_exact(2).map(|pair| u16::from_le_bytes([pair[0], pair[1]]));
     match dtype {
         Dtype::F32 => {

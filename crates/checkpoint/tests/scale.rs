@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use shardwise_checkpoint::{Checkpoint, FILE_BYTES, SaveId, Store, elements};
-use shardwise_plan::Partition;
+use shardwise_plan::{FloatsMut, Partition};
 use support::{element, save, units};
 
 #[test]
@@ -38,7 +38,14 @@ fn a_thousand_ranks_write_and_a_thousand_others_read() {
         for tensor in layout.buffers.iter().flat_map(|buffer| &buffer.tensors) {
             let range = Partition::new(elements(&tensor.shape).unwrap() as usize, 1000).range(637);
             let mut found = vec![0f32; range.len()];
-            reader.read_f32(&tensor.name, &tensor.shape, range.start as u64..range.end as u64, &mut found).unwrap();
+            reader
+                .read_floats(
+                    &tensor.name,
+                    &tensor.shape,
+                    range.start as u64..range.end as u64,
+                    FloatsMut::F32(&mut found),
+                )
+                .unwrap();
             for (found, index) in found.iter().zip(range) {
                 assert_eq!(*found, element(1000, &tensor.name, index as u64));
                 read += 4;

@@ -9,7 +9,7 @@ use std::time::Instant;
 use anyhow::{Result, bail};
 use shardwise_checkpoint::hugging_face::{self, ExportOptions, Weights};
 use shardwise_checkpoint::{Checkpoint, RetentionPolicy, Store, UnitReader, elements, step_folder};
-use shardwise_plan::Dtype;
+use shardwise_plan::{Dtype, FloatsMut};
 
 #[derive(clap::Subcommand)]
 pub(crate) enum Command {
@@ -79,7 +79,7 @@ pub(crate) enum Command {
         /// Export the checkpoint of this step instead of the newest
         #[arg(long)]
         step: Option<u64>,
-        /// Convert the parameters to this type: f32, bf16 or f16
+        /// Convert the parameters to this type: f32, bf16, f16 or f64
         #[arg(long, default_value = "f32", value_parser = parse_dtype)]
         dtype: Dtype,
         /// Start a new file after this many megabytes
@@ -103,8 +103,8 @@ pub(crate) enum Command {
 }
 
 fn parse_dtype(text: &str) -> std::result::Result<Dtype, String> {
-    let known = [Dtype::F32, Dtype::Bf16, Dtype::F16];
-    known.into_iter().find(|dtype| dtype.to_string() == text).ok_or_else(|| "use f32, bf16 or f16".to_string())
+    let known = [Dtype::F32, Dtype::Bf16, Dtype::F16, Dtype::F64];
+    known.into_iter().find(|dtype| dtype.to_string() == text).ok_or_else(|| "use f32, bf16, f16 or f64".to_string())
 }
 
 pub(crate) fn run(command: &Command) -> Result<ExitCode> {
@@ -283,14 +283,14 @@ fn diff(one: &Checkpoint, two: &Checkpoint) -> Result<ExitCode> {
             readers = Some((unit.clone(), other_unit.clone(), one.unit(unit)?, two.unit(other_unit)?));
         }
         let Some((_, _, reader, other)) = &mut readers else { continue };
-        let (mut count, mut most) = (0u64, 0f32);
+        let (mut count, mut most) = (0u64, 0f64);
         let len = elements(shape).unwrap_or(0);
         for from in (0..len).step_by(CHUNK as usize) {
             let range = from..len.min(from + CHUNK);
-            let buffer = || vec![0f32; (range.end - range.start) as usize];
+            let buffer = || vec![0f64; (range.end - range.start) as usize];
             let (mut a, mut b) = (buffer(), buffer());
-            reader.read_f32(name, shape, range.clone(), &mut a)?;
-            other.read_f32(name, shape, range.clone(), &mut b)?;
+            reader.read_floats(name, shape, range.clone(), FloatsMut::F64(&mut a))?;
+            other.read_floats(name, shape, range.clone(), FloatsMut::F64(&mut b))?;
             for (a, b) in a.iter().zip(&b).filter(|(a, b)| a.to_bits() != b.to_bits()) {
                 count += 1;
                 most = most.max((a - b).abs());
@@ -298,7 +298,7 @@ fn diff(one: &Checkpoint, two: &Checkpoint) -> Result<ExitCode> {
             progress.add(4 * (range.end - range.start));
         }
         if count > 0 {
-            println!("{name}: {count} of {len} elements differ, by at most {most:e}");
+            println!("{name}: {count} of {len} elements differ, by at most {:e}", most as f32);
             differ += 1;
         }
     }

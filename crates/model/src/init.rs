@@ -3,22 +3,22 @@
 use std::f64::consts::TAU;
 use std::ops::Range;
 
+use shardwise_plan::FloatsMut;
+
 use crate::{Init, Parameter};
 
 /// Writes the initial values of the elements `range` of a parameter.
 ///
 /// A value depends only on the seed, the parameter's name and the element's index. So every rank can compute just the elements
 /// that it keeps, and any number of ranks starts from the same model.
-pub fn fill(seed: u64, parameter: &Parameter, range: Range<usize>, elements: &mut [f32]) {
+pub fn fill(seed: u64, parameter: &Parameter, range: Range<usize>, elements: FloatsMut<'_>) {
     assert_eq!(range.len(), elements.len(), "{}: the range has as many elements as the slice", parameter.name);
     match parameter.init {
         Init::Zeros => elements.fill(0.),
         Init::Ones => elements.fill(1.),
         Init::Normal { std } => {
             let key = parameter.name.bytes().fold(splitmix64(seed), |key, byte| splitmix64(key ^ u64::from(byte)));
-            for (element, index) in elements.iter_mut().zip(range) {
-                *element = (std * normal(key, index)) as f32;
-            }
+            elements.write(range.map(|index| std * normal(key, index)));
         }
     }
 }
@@ -47,7 +47,7 @@ mod tests {
     fn elements(seed: u64, name: &str, range: Range<usize>) -> Vec<f32> {
         let parameter = Parameter::matrix(name.to_string(), [1000, 100], 0.02);
         let mut elements = vec![0.; range.len()];
-        fill(seed, &parameter, range, &mut elements);
+        fill(seed, &parameter, range, FloatsMut::F32(&mut elements));
         elements
     }
 

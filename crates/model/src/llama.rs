@@ -105,10 +105,10 @@ impl Layer for Block {
         let LlamaConfig { hidden_size, intermediate_size, head_dim, .. } = self.0;
         let (query, key) = (self.0.num_attention_heads * head_dim, self.0.num_key_value_heads * head_dim);
         let element = |count: usize| tokens * count * element_bytes;
-        // A norm computes in f32. It keeps its input divided by the root of the mean square and, if that is not in f32, a converted
-        // copy of the input, too.
-        let (is_f32, in_f32) = (element_bytes == 4, tokens * hidden_size * 4);
-        let norm = if is_f32 { in_f32 } else { 2 * in_f32 };
+        // A norm computes in f32 or f64. It keeps its input divided by the root of the mean square and, if the input is narrower, a
+        // converted copy of it, too.
+        let (is_wide, in_wide) = (element_bytes >= 4, tokens * hidden_size * element_bytes.max(4));
+        let norm = if is_wide { in_wide } else { 2 * in_wide };
         // A sliding window needs a mask of positions by positions, first of booleans and then of floats.
         let mask =
             if self.0.sliding_window.is_some_and(|window| window < positions) { positions * positions } else { 0 };
@@ -119,7 +119,7 @@ impl Layer for Block {
             Activations::All => (
                 // The outputs of norms, the residual and the output; query, key, value and output of attention; gate, up, and their
                 // product.
-                element(if is_f32 { 4 } else { 3 } * hidden_size + 4 * query + 3 * intermediate_size),
+                element(if is_wide { 4 } else { 3 } * hidden_size + 4 * query + 3 * intermediate_size),
                 element(intermediate_size),
                 element(3 * intermediate_size),
             ),
@@ -134,7 +134,7 @@ impl Layer for Block {
             output_bytes: element(hidden_size),
             forward_temporary_bytes: forward,
             no_grad_temporary_bytes: element(3 * hidden_size + 4 * intermediate_size),
-            temporary_bytes: backward + down_proj + mask * 4,
+            temporary_bytes: backward + down_proj + mask * element_bytes.max(4),
             sparse_gradient_bytes: 0,
         }
     }
@@ -309,10 +309,10 @@ impl Rope {
             .map(|pair| config.rope_theta.powf(-2. * pair as f64 / config.head_dim as f64))
             .map(|frequency| config.rope_scaling.map_or(frequency, |scaling| stretch(scaling, frequency)))
             .collect();
-        // Angles are f32, as in the original code of the models.
-        let frequencies: Vec<f32> = frequencies.into_iter().map(|frequency| frequency as f32).collect();
-        let frequencies = Tensor::f_from_slice(&frequencies)?.to_device(device);
-        let positions = Tensor::f_arange_start(positions.start, positions.end, (Kind::Float, device))?;
+        // Angles are f32, as in the original code of the models, unless everything is f64.
+        let wide = if kind == Kind::Double { Kind::Double } else { Kind::Float };
+        let frequencies = Tensor::f_from_slice(&frequencies)?.f_to_kind(wide)?.to_device(device);
+        let positions = Tensor::f_arange_start(positions.start, positions.end, (wide, device))?;
         let angles = positions.f_outer(&frequencies)?;
         let angles = Tensor::f_cat(&[&angles, &angles], -1)?;
         Ok(Rope { cosines: angles.f_cos()?.to_kind(kind), sines: angles.f_sin()?.to_kind(kind) })

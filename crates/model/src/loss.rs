@@ -58,18 +58,19 @@ pub(crate) fn footprint(
     chunk_tokens: usize,
     element_bytes: usize,
 ) -> Footprint {
-    let f32_bytes = 4;
-    // The logits of a chunk and their softmax, both in f32.
-    let logits = chunk_tokens.min(tokens) * vocab_size * 2 * f32_bytes;
+    // The size of f32, or of f64 if the model computes in it.
+    let wide_bytes = element_bytes.max(4);
+    // The logits of a chunk and their softmax.
+    let logits = chunk_tokens.min(tokens) * vocab_size * 2 * wide_bytes;
     let weight = vocab_size * hidden_size;
     Footprint {
         // What the norm keeps, its output, the gradient of that, and the gradient of the weight.
-        kept_bytes: tokens * 3 * hidden_size * element_bytes + weight * f32_bytes,
+        kept_bytes: tokens * 3 * hidden_size * element_bytes + weight * wide_bytes,
         output_bytes: 0,
         forward_temporary_bytes: logits,
         no_grad_temporary_bytes: logits + tokens * hidden_size * element_bytes,
-        // The gradient of the weight is accumulated in f32, and converted at the end.
-        temporary_bytes: if element_bytes == f32_bytes { 0 } else { weight * element_bytes },
+        // The gradient of the weight is accumulated in the wide type, and converted at the end.
+        temporary_bytes: if element_bytes == wide_bytes { 0 } else { weight * element_bytes },
         sparse_gradient_bytes: 0,
     }
 }
@@ -90,7 +91,13 @@ fn headroom(kind: Kind) -> Option<f64> {
     (kind == Kind::Half).then_some(1024.)
 }
 
-/// Returns the loss and, if wanted, the gradients of the hidden states (times [`headroom`]) and of the weight (in f32).
+/// The type in which logits and sums are computed: f32, or f64 if the model computes in it.
+fn wide(kind: Kind) -> Kind {
+    if kind == Kind::Double { Kind::Double } else { Kind::Float }
+}
+
+/// Returns the loss and, if wanted, the gradients of the hidden states (times [`headroom`]) and of the weight. All but the gradient
+/// of the hidden states are in the [`wide`] type.
 fn chunked(
     hidden: &Tensor,
     weight: &Tensor,
@@ -98,11 +105,12 @@ fn chunked(
     chunk_tokens: usize,
     wanted: Wanted,
 ) -> shardwise_torch::Result<(Tensor, [Option<Tensor>; 2])> {
+    let wide = wide(weight.kind());
     let mut loss = Tensor::f_zeros([], (Kind::Double, hidden.device()))?;
     let hidden_grad = if wanted.hidden { Some(hidden.f_empty_like()?) } else { None };
-    // A sum of many small terms, so in f32 even if the weight is not.
+    // A sum of many small terms, so in f32 even if the weight is narrower.
     let mut weight_grad = match wanted.weight {
-        true => Some(Tensor::f_zeros(weight.size(), (Kind::Float, weight.device()))?),
+        true => Some(Tensor::f_zeros(weight.size(), (wide, weight.device()))?),
         false => None,
     };
     let tokens = hidden.size()[0];
@@ -113,15 +121,15 @@ fn chunked(
         let target = targets.f_narrow(0, start, count)?.f_unsqueeze(1)?;
         let valid = target.f_ne(IGNORED)?;
         let index = target.f_clamp_min(0)?;
-        let logits = part.f_matmul(&weight.f_transpose(0, 1)?)?.f_to_kind(Kind::Float)?;
-        let mut probabilities = logits.f_log_softmax(1, Kind::Float)?;
+        let logits = part.f_matmul(&weight.f_transpose(0, 1)?)?.f_to_kind(wide)?;
+        let mut probabilities = logits.f_log_softmax(1, wide)?;
         drop(logits);
         let chosen = probabilities.f_gather(1, &index, false)?.f_mul(&valid)?;
         loss = loss.f_sub(&chosen.f_sum(Kind::Double)?)?;
         if hidden_grad.is_some() || weight_grad.is_some() {
             // The gradient of the logits: the probability, minus one for the target.
             let mut grad = probabilities.f_exp_()?;
-            let minus_one = Tensor::f_full([count, 1], -1., (Kind::Float, hidden.device()))?;
+            let minus_one = Tensor::f_full([count, 1], -1., (wide, hidden.device()))?;
             let grad = grad.f_scatter_add_(1, &index, &minus_one)?.f_mul_(&valid)?;
             if let Some(hidden_grad) = &hidden_grad {
                 let enlarged = headroom(weight.kind()).map(|headroom| grad.f_mul_scalar(headroom)).transpose()?;
@@ -129,10 +137,10 @@ fn chunked(
                 hidden_grad.f_narrow(0, start, count)?.f_copy_(&narrow.f_matmul(weight)?)?;
             }
             if let Some(weight_grad) = &mut weight_grad {
-                let _ = weight_grad.f_addmm_(&grad.f_transpose(0, 1)?, &part.f_to_kind(Kind::Float)?)?;
+                let _ = weight_grad.f_addmm_(&grad.f_transpose(0, 1)?, &part.f_to_kind(wide)?)?;
             }
         }
         start += count;
     }
-    Ok((loss.f_to_kind(Kind::Float)?, [hidden_grad, weight_grad]))
+    Ok((loss.f_to_kind(wide)?, [hidden_grad, weight_grad]))
 }

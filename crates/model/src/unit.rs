@@ -180,8 +180,8 @@ impl Footprint {
     /// The footprint of a lookup of `tokens` rows in an embedding.
     pub(crate) fn of_embedding(tokens: usize, vocab_size: usize, hidden_size: usize, element_bytes: usize) -> Self {
         let (rows, table) = (tokens * hidden_size * element_bytes, vocab_size * hidden_size * element_bytes);
-        // The rows and, if they are not f32, the same in f32.
-        let returned = if element_bytes == 4 { rows } else { rows + 2 * rows };
+        // The rows and, if they are narrower than f32, the same in f32.
+        let returned = if element_bytes >= 4 { rows } else { rows + 2 * rows };
         Footprint { sparse_gradient_bytes: table.saturating_sub(returned), ..Footprint::of_output(rows) }
     }
 

@@ -5,7 +5,7 @@ use std::fmt;
 /// The type of one element of a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Dtype {
-    /// IEEE 754 double precision: losses and norms.
+    /// IEEE 754 double precision: losses and norms; parameters, to check numerics.
     F64,
     /// IEEE 754 single precision.
     F32,

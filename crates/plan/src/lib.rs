@@ -22,6 +22,7 @@
 #![forbid(unsafe_code)]
 
 mod dtype;
+mod floats;
 mod hugging_face;
 mod loss_scale;
 mod mesh;
@@ -32,6 +33,7 @@ pub mod program;
 pub mod schedule;
 
 pub use dtype::Dtype;
+pub use floats::FloatsMut;
 pub use loss_scale::DynamicScale;
 pub use mesh::{Axis, Coordinates, Mesh, MeshError, RankSet};
 pub use model_config::{ConfigError, Gpt2Config, Llama3Rope, LlamaConfig, ModelConfig};

@@ -7,14 +7,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use serde_json::json;
+use shardwise_checkpoint::hugging_face::{self, ExportOptions, Weights};
 use shardwise_checkpoint::{Checkpoint, Store, elements};
 use shardwise_comm::{Group, mpi};
 use shardwise_harness::{Launch, ranks};
 use shardwise_model::{Batch, IGNORED, LlamaConfig, Model};
+use shardwise_plan::Dtype;
 use shardwise_run::save;
 use shardwise_torch::tch::{Device, Kind, Tensor};
 use shardwise_train::{DynamicScale, LossScale, OnNonFinite, Options, Ranks, Schedule, Trainer, init};
-use shardwise_zero::{AdamW, Optimizer, Precision, Sharding};
+use shardwise_zero::{AdamW, FloatsMut, Optimizer, Precision, Sharding};
 
 const VOCAB_SIZE: i64 = 101;
 /// The micro-batches of a step on all ranks.
@@ -79,16 +81,16 @@ fn store(folder: &Path) -> Arc<Store> {
     Arc::new(Store::create(folder.to_str().unwrap()).unwrap())
 }
 
-/// All tensors of a checkpoint, as bits: master weights, moments and frozen parameters.
-fn contents(checkpoint: &Checkpoint) -> Vec<(String, Vec<u32>)> {
+/// All tensors of a checkpoint, as bits of f64, which holds every dtype exactly: master weights, moments and frozen parameters.
+fn contents(checkpoint: &Checkpoint) -> Vec<(String, Dtype, Vec<u64>)> {
     let mut all = Vec::new();
     for unit in &checkpoint.manifest().units {
         let mut reader = checkpoint.unit(&unit.name).unwrap();
         for tensor in reader.table().tensors.clone() {
             let len = elements(&tensor.shape).unwrap();
-            let mut elements = vec![0f32; len as usize];
-            reader.read_f32(&tensor.name, &tensor.shape, 0..len, &mut elements).unwrap();
-            all.push((tensor.name, elements.iter().map(|x| x.to_bits()).collect()));
+            let mut elements = vec![0f64; len as usize];
+            reader.read_floats(&tensor.name, &tensor.shape, 0..len, FloatsMut::F64(&mut elements)).unwrap();
+            all.push((tensor.name, tensor.dtype, elements.iter().map(|x| x.to_bits()).collect()));
         }
     }
     all.sort();
@@ -100,7 +102,12 @@ fn steps_before(precision: Precision) -> i64 {
     if precision == Precision::F16 { 14 } else { 3 }
 }
 
-/// Four ranks at stage 3 train, save, and train three more steps, whose losses are written to a file.
+/// The number of ranks that save.
+fn saved_by(precision: Precision) -> usize {
+    if precision == Precision::F64 { 2 } else { 4 }
+}
+
+/// Ranks at stage 3 train, save, and train three more steps, whose losses are written to a file.
 fn save_run(precision: Precision) {
     let (world, folder) = (world(), folder());
     let ranks = Ranks::sharded(world.clone());
@@ -129,8 +136,9 @@ fn resume_and_compare(precision: Precision) {
     let bits: Vec<u64> = serde_json::from_slice(&std::fs::read(folder.join("losses.json")).unwrap()).unwrap();
     let expected: Vec<f64> = bits.into_iter().map(f64::from_bits).collect();
     let saved = contents(&checkpoint);
+    let tolerance = if precision == Precision::F64 { 1e-12 } else { 1e-5 };
     // In half precision, sums over replicas round, so only the same layout gives the same bits.
-    let most_replicas = if precision == Precision::F32 { world.size() } else { 1 };
+    let most_replicas = if [Precision::F32, Precision::F64].contains(&precision) { world.size() } else { 1 };
     for replicas in (1..=most_replicas).filter(|replicas| world.size().is_multiple_of(*replicas)) {
         let ranks = Ranks::hybrid(world.clone(), replicas).unwrap();
         for stage in 0..=3 {
@@ -146,10 +154,13 @@ fn resume_and_compare(precision: Precision) {
 
             let losses = train(&mut trainer, &world, before..before + 3);
             for (loss, expected) in losses.iter().zip(&expected) {
-                assert!((loss - expected).abs() <= 1e-5 * expected.abs(), "{case}: {losses:?}, and not {expected:?}");
+                assert!(
+                    (loss - expected).abs() <= tolerance * expected.abs(),
+                    "{case}: {losses:?}, and not {expected:?}"
+                );
             }
             // The same number of ranks in one replica adds in the same order.
-            if world.size() == 4 && replicas == 1 {
+            if world.size() == saved_by(precision) && replicas == 1 {
                 assert_eq!(losses, expected, "{case}");
                 save(&mut trainer, &again, json!({})).unwrap();
                 let ended = Checkpoint::open(&store, before as u64 + 3).unwrap();
@@ -180,6 +191,36 @@ fn a_checkpoint_is_read_by_any_number_of_ranks_at_any_stage() {
     ranks!(launch(3, folder.path()), || resume_and_compare(Precision::F32));
     ranks!(launch(4, folder.path()), || resume_and_compare(Precision::F32));
     ranks!(launch(8, folder.path()), || resume_and_compare(Precision::F32));
+}
+
+#[test]
+fn f64_resumes_with_the_same_bits_and_is_exported() {
+    let folder = scratch();
+    ranks!(launch(2, folder.path()), || save_run(Precision::F64));
+    ranks!(launch(2, folder.path()), || resume_and_compare(Precision::F64));
+    let store = store(folder.path());
+    let checkpoint = Checkpoint::open(&store, steps_before(Precision::F64) as u64).unwrap();
+    let saved = contents(&checkpoint);
+    assert!(saved.iter().all(|(_, dtype, _)| *dtype == Dtype::F64));
+    let is_finer = |bits: &u64| f64::from(f64::from_bits(*bits) as f32).to_bits() != *bits;
+    assert!(saved.iter().any(|(.., elements)| elements.iter().any(is_finer)), "some numbers need more than f32");
+
+    let exported = folder.path().join("exported");
+    let options = ExportOptions { dtype: Dtype::F64, file_bytes: 1 << 30 };
+    let config = json!({ "model_type": "llama" });
+    hugging_face::export(&checkpoint, &self::store(&exported), &config, None, &options, &mut |_| ()).unwrap();
+    let weights = Weights::open(exported.to_str().unwrap()).unwrap();
+    assert_eq!(weights.config().unwrap().unwrap()["dtype"], "float64");
+    let ranks = Ranks::sharded(Arc::new(shardwise_comm::single::group()));
+    let mut from_export = init::from_weights(&weights);
+    let mut trainer = Trainer::new(model(), ranks, self::options(0, Precision::F64), &mut from_export).unwrap();
+    let again = self::store(&folder.path().join("again"));
+    save(&mut trainer, &again, json!({})).unwrap();
+    let parameters = |contents: Vec<(String, Dtype, Vec<u64>)>| -> Vec<_> {
+        contents.into_iter().filter(|(name, ..)| !name.contains('/')).collect()
+    };
+    let loaded = contents(&Checkpoint::open(&again, 0).unwrap());
+    assert!(parameters(loaded) == parameters(saved), "the exported parameters are those of the checkpoint");
 }
 
 #[test]

@@ -86,7 +86,7 @@ pub mod spikes {
 /// Parameter initialization.
 pub mod init {
     pub use shardwise_train::init::{ParameterInit, from_seed, from_weights};
-    pub use shardwise_zero::InitError;
+    pub use shardwise_zero::{FloatsMut, InitError};
 }
 
 /// Built-in models, and the parts of custom ones: a model is a chain of units.

@@ -1,7 +1,6 @@
 //! What the units of a model cost in bytes, from their shapes.
 
 use shardwise_model::{Activations, Model, Unit};
-use shardwise_plan::Dtype;
 use shardwise_plan::program::{Costs, GroupKind, LinkCost, Tier, UnitCost};
 
 use crate::options::Options;
@@ -19,12 +18,12 @@ pub struct StepShape {
 
 /// The costs of a step in bytes, from the shapes of the model. Nothing takes any time.
 pub fn memory_costs(model: &Model, options: &Options, shape: StepShape) -> Costs {
-    let masters = usize::from(options.precision.param_dtype != Dtype::F32);
+    let masters = usize::from(options.precision.has_masters());
     Costs {
         units: model.units().iter().map(|unit| unit_cost(model, unit, options, shape)).collect(),
         links: [LinkCost::FREE; GroupKind::ALL.len()],
         tiers: [LinkCost::FREE; Tier::ALL.len()],
-        optimizer_element_bytes: (masters + options.optimizer.states()) * Dtype::F32.bytes(),
+        optimizer_element_bytes: (masters + options.optimizer.states()) * options.precision.state_dtype().bytes(),
     }
 }
 

@@ -88,13 +88,19 @@ impl Options {
                 states[bad],
             ));
         }
-        let floats = [Dtype::F32, Dtype::Bf16, Dtype::F16];
-        for (what, dtype) in [("parameters", self.precision.param_dtype), ("gradients", self.precision.reduce_dtype)] {
+        let Precision { param_dtype, reduce_dtype } = self.precision;
+        let floats = [Dtype::F64, Dtype::F32, Dtype::Bf16, Dtype::F16];
+        for (what, dtype) in [("parameters", param_dtype), ("gradients", reduce_dtype)] {
             if !floats.contains(&dtype) {
-                return refuse(&format!("{what} in {dtype} cannot be trained; use f32, bf16 or f16"));
+                return refuse(&format!("{what} in {dtype} cannot be trained; use f32, bf16, f16 or f64"));
             }
         }
-        if self.precision.reduce_dtype == Dtype::F16 && self.precision.param_dtype != Dtype::F16 {
+        if (param_dtype == Dtype::F64) != (reduce_dtype == Dtype::F64) {
+            return refuse(&format!(
+                "parameters in {param_dtype} cannot be trained with gradients in {reduce_dtype}; use f64 for both or for neither"
+            ));
+        }
+        if reduce_dtype == Dtype::F16 && param_dtype != Dtype::F16 {
             return refuse("gradients in f16 overflow unless parameters are f16, too; use f32 or bf16 for them");
         }
         let (LossScale::Fixed(value) | LossScale::Dynamic(DynamicScale { initial: value, .. })) = self.loss_scale;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use shardwise_checkpoint::{Checkpoint, FILE_BYTES, FlatBuffer, UnitLayout, UnitReader};
 use shardwise_model::{Model, Parameter, Unit};
-use shardwise_plan::Dtype;
+use shardwise_plan::FloatsMut;
 use shardwise_zero::{CheckpointTensor, InitError};
 
 use crate::error::{Error, Result};
@@ -37,9 +37,10 @@ fn buffers(parameters: &[Parameter], options: &Options) -> Vec<FlatBuffer> {
             .map(|parameter| shardwise_checkpoint::Tensor { name: name(parameter), shape: shape(parameter) })
             .collect(),
     };
-    let masters = buffer(Dtype::F32, true, &|parameter| parameter.name.clone());
+    let state_dtype = options.precision.state_dtype();
+    let masters = buffer(state_dtype, true, &|parameter| parameter.name.clone());
     let states = options.optimizer.state_names().iter();
-    let states = states.map(|state| buffer(Dtype::F32, true, &|parameter| state_name(parameter, state)));
+    let states = states.map(|state| buffer(state_dtype, true, &|parameter| state_name(parameter, state)));
     let frozen = buffer(options.precision.param_dtype, false, &|parameter| parameter.name.clone());
     std::iter::once(masters).chain(states).chain([frozen]).collect()
 }
@@ -166,12 +167,12 @@ impl Readers<'_> {
         parameter: &Parameter,
         tensor: &str,
         range: Range<usize>,
-        elements: &mut [f32],
+        elements: FloatsMut<'_>,
     ) -> std::result::Result<(), InitError> {
         if self.open.as_ref().is_none_or(|(name, _)| name != unit) {
             self.open = Some((unit.to_string(), self.checkpoint.unit(unit)?));
         }
         let (_, reader) = self.open.as_mut().expect("opened above");
-        Ok(reader.read_f32(tensor, &shape(parameter), range.start as u64..range.end as u64, elements)?)
+        Ok(reader.read_floats(tensor, &shape(parameter), range.start as u64..range.end as u64, elements)?)
     }
 }

@@ -8,8 +8,10 @@ use std::sync::Arc;
 
 use shardwise_comm::ReduceOp;
 use shardwise_model::{Activations, Batch, IGNORED, Model, Parameter, Unit};
+use shardwise_plan::FloatsMut;
 use shardwise_plan::program::{Codec, Instruction, Keep, Policy, Program, Programs, UnitSpec, build, check};
 use shardwise_torch::autograd::{self, Graph};
+use shardwise_torch::kind_of;
 use shardwise_torch::tch::{Kind, Tensor, no_grad};
 use shardwise_zero::{Bytes, Layout, ParameterSpec, Pool, ShardedUnit};
 
@@ -108,7 +110,7 @@ impl Trainer {
                 |p: &Parameter| ParameterSpec { shape: p.shape.clone(), decays: p.decays, trainable: p.trainable };
             let specs: Vec<ParameterSpec> = unit.parameters().iter().map(spec).collect();
             let mut init_parameter =
-                |index: usize, range, elements: &mut [f32]| init(&unit.parameters()[index], range, elements);
+                |index: usize, range, elements: FloatsMut<'_>| init(&unit.parameters()[index], range, elements);
             ShardedUnit::new(unit.name(), &specs, layout.clone(), &mut init_parameter)
         };
         let shards: Vec<ShardedUnit> = model.units().iter().map(&mut shard).collect::<std::result::Result<_, _>>()?;
@@ -495,7 +497,8 @@ impl Trainer {
 
     /// The weight of a target's loss: the derivative with which the backward pass starts.
     fn token_weight(&self, loss_scale: f64, tokens: u64) -> Tensor {
-        Tensor::from((loss_scale / tokens as f64) as f32).to_device(self.options.device)
+        let kind = kind_of(self.options.precision.state_dtype());
+        Tensor::from(loss_scale / tokens as f64).to_kind(kind).to_device(self.options.device)
     }
 
     /// Counts the targets of all ranks that are not ignored. The same collective returns the largest `signal` of any rank. Fails

@@ -13,7 +13,7 @@ use shardwise_torch::tch::{Device, Kind, Tensor};
 use shardwise_train::{
     ActivationCheckpointing, DynamicScale, LossScale, OnNonFinite, Options, Ranks, Schedule, Trainer, init,
 };
-use shardwise_zero::{AdamW, Lamb, Optimizer, Precision, Sgd, ShardedUnit, Sharding};
+use shardwise_zero::{AdamW, FloatsMut, Lamb, Optimizer, Precision, Sgd, ShardedUnit, Sharding};
 
 const VOCAB_SIZE: i64 = 101;
 
@@ -367,11 +367,12 @@ fn sixteen_ranks_train_like_one() {
 fn spoiled(
     parameter_name: &'static str,
     value: f32,
-) -> impl FnMut(&shardwise_model::Parameter, std::ops::Range<usize>, &mut [f32]) -> Result<(), shardwise_zero::InitError>
+) -> impl FnMut(&shardwise_model::Parameter, std::ops::Range<usize>, FloatsMut<'_>) -> Result<(), shardwise_zero::InitError>
 {
     let mut seed = init::from_seed(5);
     move |parameter, range, elements| {
-        seed(parameter, range.clone(), elements)?;
+        let FloatsMut::F32(elements) = elements else { panic!("the parameters are f32") };
+        seed(parameter, range.clone(), FloatsMut::F32(elements))?;
         if parameter.name == parameter_name && range.contains(&7) {
             elements[7 - range.start] = value;
         }

@@ -68,6 +68,7 @@ pub use error::{Error, InitError, Result};
 pub use optimizer::{CustomOptimizer, Elements, Elementwise, Lamb, Optimizer, Sgd};
 pub use pool::Pool;
 pub use sharding::{Groups, Precision};
+pub use shardwise_plan::FloatsMut;
 pub use shardwise_plan::program::{Sharding, StageError};
 pub use shardwise_torch::optim::AdamW;
 pub use unit::{Bytes, CheckpointTensor, InitFn, Layout, ParameterSpec, ShardedUnit, StateInitFn};

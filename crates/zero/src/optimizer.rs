@@ -56,22 +56,23 @@ pub enum Optimizer {
 /// assert_eq!(optimizer.states(), 1);
 /// ```
 pub trait Elementwise: Debug + Send + Sync {
-    /// The names of the state values per element, which are f32 and start at zero. Checkpoints use these names.
+    /// The names of the state values per element, which start at zero. Checkpoints use these names.
     fn state_names(&self) -> &[&str];
 
     /// Updates parameters and state in place. Called under `no_grad`, for any number of elements at a time.
     fn update(&self, elements: Elements) -> Result<()>;
 }
 
-/// Consecutive elements of one parameter to update; all tensors are one-dimensional and of the same length.
+/// Consecutive elements of one parameter to update; all tensors are one-dimensional and of the same length. They are f32, or f64 if
+/// the parameters of the computation are.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Elements {
-    /// The f32 parameters, to update in place.
+    /// The parameters, to update in place.
     pub parameters: Tensor,
-    /// The f32 gradients, clipped and unscaled.
+    /// The gradients, clipped and unscaled.
     pub grads: Tensor,
-    /// The f32 optimizer state, in the order of [`Elementwise::state_names`], to update in place.
+    /// The optimizer state, in the order of [`Elementwise::state_names`], to update in place.
     pub state: Vec<Tensor>,
     /// Whether weight decay applies.
     pub decays: bool,
@@ -124,7 +125,8 @@ pub struct Lamb {
 /// The number of elements of a run that are updated at once, to keep temporaries small.
 const CHUNK: usize = 1 << 18;
 
-/// Consecutive elements of one parameter, all tensors of the same length: f32 parameters, f32 state, gradients of any dtype.
+/// Consecutive elements of one parameter, all tensors of the same length: parameters and state of one dtype, f32 or
+/// f64, and gradients of any dtype.
 pub(crate) struct Run<'a> {
     pub(crate) parameters: Tensor,
     pub(crate) grads: Tensor,
@@ -165,7 +167,7 @@ impl Optimizer {
         }
     }
 
-    /// The number of f32 values that it keeps per element.
+    /// The number of values that it keeps per element.
     pub fn states(&self) -> usize {
         self.state_names().len()
     }
@@ -181,12 +183,12 @@ impl Optimizer {
 }
 
 impl Run<'_> {
-    /// The chunk that starts at element `start`, with its gradients in f32 and multiplied by `factor`. Its parameters and state must
-    /// be in place.
+    /// The chunk that starts at element `start`, with its gradients in the dtype of the parameters and multiplied by `factor`. Its
+    /// parameters and state must be in place.
     fn chunk(&self, start: usize) -> std::result::Result<Run<'_>, TchError> {
         let len = CHUNK.min(self.parameters.numel() - start) as i64;
         let part = |whole: &Tensor| whole.f_narrow(0, start as i64, len);
-        let grads = part(&self.grads)?.f_to_kind(Kind::Float)?;
+        let grads = part(&self.grads)?.f_to_kind(self.parameters.kind())?;
         let grads = if self.factor == 1. { grads } else { grads.f_mul_scalar(self.factor)? };
         Ok(Run {
             parameters: part(&self.parameters)?,
@@ -312,14 +314,15 @@ fn pair(state: Vec<Tensor>) -> [Tensor; 2] {
     state.try_into().expect("AdamW has two moments")
 }
 
-/// The number of elements whose squares are added at once. Other dtypes than f32 are widened, this many elements at a time.
+/// The number of elements whose squares are added at once. 16-bit dtypes are widened, this many elements at a time.
 const NORM_CHUNK: usize = 1 << 18;
-/// The number of elements whose squares are added in f32. The sums of such rows are added in f64.
+/// The number of elements whose squares are added in f32, unless they are f64. The sums of such rows are added in f64.
 const NORM_ROW: usize = 1 << 9;
 
 /// The sum of the squares, without a second copy of the elements.
 pub(crate) fn sum_of_squares(elements: &Tensor) -> std::result::Result<f64, TchError> {
-    let sum = sum_of_squares_in(elements, Kind::Float)?;
+    let kind = if elements.kind() == Kind::Double { Kind::Double } else { Kind::Float };
+    let sum = sum_of_squares_in(elements, kind)?;
     // The square of a large number can overflow f32 although the number does not.
     if sum.is_finite() { Ok(sum) } else { sum_of_squares_in(elements, Kind::Double) }
 }

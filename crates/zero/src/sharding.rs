@@ -22,21 +22,38 @@ impl Groups {
     }
 }
 
-/// Mixed precision (FSDP2: `MixedPrecisionPolicy`). Optimizer state and the parameters that it updates are always f32.
+/// Mixed precision (FSDP2: `MixedPrecisionPolicy`). Optimizer state and the parameters that it updates are f32, or f64 if all
+/// parameters are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Precision {
-    /// The dtype of parameters in the computation and in all-gathers. If it is not f32, a rank also keeps f32 master copies of
-    /// the shards that it updates.
+    /// The dtype of parameters in the computation and in all-gathers. If it is bf16 or f16, a rank also keeps f32 master copies
+    /// of the shards that it updates.
     pub param_dtype: Dtype,
-    /// The dtype in which gradients are accumulated over micro-batches and sent. The reduction itself accumulates in f32.
+    /// The dtype in which gradients are accumulated over micro-batches and sent. The reduction itself accumulates in f32, or
+    /// in f64 if this is f64.
     pub reduce_dtype: Dtype,
 }
 
 impl Precision {
+    /// Everything in f64, to check numerics.
+    pub const F64: Precision = Precision { param_dtype: Dtype::F64, reduce_dtype: Dtype::F64 };
     /// Everything in f32.
     pub const F32: Precision = Precision { param_dtype: Dtype::F32, reduce_dtype: Dtype::F32 };
     /// bf16 with f32 masters and f32 reduction.
     pub const BF16: Precision = Precision { param_dtype: Dtype::Bf16, reduce_dtype: Dtype::F32 };
     /// f16 with f32 masters and f32 reduction. Gradients need a loss scale.
     pub const F16: Precision = Precision { param_dtype: Dtype::F16, reduce_dtype: Dtype::F32 };
+
+    /// The dtype of optimizer state, and of the parameters that the optimizer updates.
+    pub const fn state_dtype(self) -> Dtype {
+        match self.param_dtype {
+            Dtype::F64 => Dtype::F64,
+            _ => Dtype::F32,
+        }
+    }
+
+    /// Whether the optimizer updates master copies of the parameters, and not the parameters themselves.
+    pub fn has_masters(self) -> bool {
+        self.param_dtype != self.state_dtype()
+    }
 }

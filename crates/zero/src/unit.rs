@@ -4,9 +4,9 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use shardwise_comm::{Part, Pending, ReduceOp};
-use shardwise_plan::{Dtype, Partition};
-use shardwise_torch::tch::{Device, Kind, TchError, Tensor, no_grad};
-use shardwise_torch::{Block, storage};
+use shardwise_plan::{Dtype, FloatsMut, Partition};
+use shardwise_torch::tch::{Device, TchError, Tensor, no_grad};
+use shardwise_torch::{Block, kind_of, storage};
 
 use crate::error::{InitError, UnitErrors};
 use crate::flat_parameter::FlatParameter;
@@ -40,11 +40,12 @@ pub struct Layout {
 }
 
 /// Initializes some elements of a parameter. Arguments: the parameter's index, the range of its elements, the output.
-pub type InitFn<'a> = dyn FnMut(usize, Range<usize>, &mut [f32]) -> std::result::Result<(), InitError> + 'a;
+pub type InitFn<'a> = dyn FnMut(usize, Range<usize>, FloatsMut<'_>) -> std::result::Result<(), InitError> + 'a;
 
 /// Initializes some elements of the optimizer state. Arguments: the parameter's index, the index of the state, the range of
 /// the parameter's elements, the output.
-pub type StateInitFn<'a> = dyn FnMut(usize, usize, Range<usize>, &mut [f32]) -> std::result::Result<(), InitError> + 'a;
+pub type StateInitFn<'a> =
+    dyn FnMut(usize, usize, Range<usize>, FloatsMut<'_>) -> std::result::Result<(), InitError> + 'a;
 
 /// The memory that a rank holds for a unit, by purpose. Excludes memory of the pool.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -53,7 +54,7 @@ pub struct Bytes {
     pub parameters: usize,
     /// Gradients, from the backward pass to the update. Unsharded gradients that will be sharded are in the pool.
     pub gradients: usize,
-    /// f32 masters and optimizer state.
+    /// Masters and optimizer state.
     pub optimizer: usize,
 }
 
@@ -128,7 +129,7 @@ enum ReducedGrads {
 /// The optimizer state of one shard. A rank has one for its own shard or, if optimizer state is not sharded, for each rank's.
 struct OptimizerShard {
     owner: usize,
-    /// The f32 master parameters, if the unit computes in a different dtype.
+    /// The master parameters, if the unit computes in a different dtype than the optimizer.
     master: Option<Tensor>,
     state: Vec<Tensor>,
     spans: Vec<ParameterSpan>,
@@ -184,8 +185,8 @@ impl ShardedUnit {
         let shards = owners
             .map(|owner| {
                 let range = trainable.partition().range(owner);
-                let zeros = || zeros(&errors, range.len(), layout.pool.device());
-                let master = (layout.precision.param_dtype != Dtype::F32).then(zeros).transpose()?;
+                let zeros = || zeros(&errors, layout.precision.state_dtype(), range.len(), layout.pool.device());
+                let master = layout.precision.has_masters().then(zeros).transpose()?;
                 let state = (0..layout.states).map(|_| zeros()).collect::<Result<_>>()?;
                 let spans = trainable_ranges.iter().zip(specs).enumerate().filter_map(|(parameter, (whole, spec))| {
                     let inside = intersection(whole.as_ref()?, &range)?;
@@ -233,18 +234,15 @@ impl ShardedUnit {
             targets.extend(masters.map(|(master, owner)| (master.shallow_clone(), flat.partition().range(owner))));
         }
         if let [(target, target_range)] = &targets[..]
-            && (flat.dtype(), self.layout.pool.device()) == (Dtype::F32, Device::Cpu)
+            && (flat.dtype(), self.layout.pool.device()) == (self.layout.precision.state_dtype(), Device::Cpu)
         {
             let inside = wanted.start - target_range.start..wanted.end - target_range.start;
             return self.init_in_place(parameter, target, inside, wanted.start - whole.start, init);
         }
-        let mut elements = Vec::new();
         for from in wanted.clone().step_by(INIT_CHUNK) {
             let range = from..wanted.end.min(from + INIT_CHUNK);
-            elements.resize(range.len(), 0f32);
-            init(parameter, range.start - whole.start..range.end - whole.start, &mut elements)
-                .map_err(|error| Error::Init { unit: self.name().to_string(), error })?;
-            let chunk = self.errors.tch(Tensor::f_from_slice(&elements))?;
+            let within = range.start - whole.start..range.end - whole.start;
+            let chunk = self.init_chunk(range.len(), |elements| init(parameter, within, elements))?;
             for (target, target_range) in &targets {
                 self.errors.tch(copy_overlap(&chunk, &range, target, target_range))?;
             }
@@ -262,14 +260,26 @@ impl ShardedUnit {
         init: &mut InitFn<'_>,
     ) -> Result<()> {
         let mut memory = self.errors.torch(storage::take(target, "it is being initialized"))?;
-        let elements = self.errors.torch(memory.as_mut_slice::<f32>())?;
+        let elements = self.errors.torch(floats_mut(&mut memory))?;
         let mut initialized = Ok(());
-        for (index, chunk) in elements[inside].chunks_mut(INIT_CHUNK).enumerate() {
+        for (index, chunk) in elements.slice(inside).chunks(INIT_CHUNK).enumerate() {
             let from = first + index * INIT_CHUNK;
             initialized = initialized.and_then(|()| init(parameter, from..from + chunk.len(), chunk));
         }
         self.errors.torch(storage::put(target, memory).map_err(|failure| failure.error))?;
         initialized.map_err(|error| Error::Init { unit: self.name().to_string(), error })
+    }
+
+    /// Creates a tensor for `len` parameters or values of optimizer state, which `init` writes.
+    fn init_chunk(
+        &self,
+        len: usize,
+        init: impl FnOnce(FloatsMut<'_>) -> std::result::Result<(), InitError>,
+    ) -> Result<Tensor> {
+        let mut memory = self.errors.torch(Block::new(self.layout.precision.state_dtype(), len, Device::Cpu))?;
+        init(self.errors.torch(floats_mut(&mut memory))?)
+            .map_err(|error| Error::Init { unit: self.name().to_string(), error })?;
+        self.errors.torch(memory.into_tensor())
     }
 
     /// The unit's name, which is also the label of its collectives.
@@ -290,7 +300,7 @@ impl ShardedUnit {
 
     /// The memory that this rank holds for the unit.
     pub fn bytes(&self) -> Bytes {
-        let floats = |tensor: &Tensor| tensor.numel() * Dtype::F32.bytes();
+        let state_bytes = |tensor: &Tensor| tensor.numel() * self.layout.precision.state_dtype().bytes();
         let gradient_bytes = self.layout.precision.reduce_dtype.bytes();
         Bytes {
             parameters: self.trainable.bytes() + self.frozen.bytes(),
@@ -302,7 +312,12 @@ impl ShardedUnit {
                 // The memory holds this rank's gradients, or is being written by a reduction.
                 (ReducedGrads::None, _) => self.reduced_len() * gradient_bytes,
             },
-            optimizer: self.shards.iter().flat_map(|shard| shard.master.iter().chain(&shard.state)).map(floats).sum(),
+            optimizer: self
+                .shards
+                .iter()
+                .flat_map(|shard| shard.master.iter().chain(&shard.state))
+                .map(state_bytes)
+                .sum(),
         }
     }
 
@@ -533,7 +548,7 @@ impl ShardedUnit {
         Ok(None)
     }
 
-    /// Whether all elements of a parameter in this rank's shard are finite: in the f32 copy that is updated, if it is trainable.
+    /// Whether all elements of a parameter in this rank's shard are finite: in the copy that is updated, if it is trainable.
     pub fn is_parameter_finite(&self, parameter: usize) -> Result<bool> {
         let part = match &self.frozen_ranges[parameter] {
             Some(whole) => {
@@ -545,7 +560,7 @@ impl ShardedUnit {
             None => {
                 let own = self.own_shard();
                 let span = own.spans.iter().find(|span| span.parameter == parameter);
-                span.map(|span| (self.f32_parameters(own), span.range.clone()))
+                span.map(|span| (self.updated_parameters(own), span.range.clone()))
             }
         };
         let Some((elements, range)) = part else { return Ok(true) };
@@ -627,7 +642,7 @@ impl ShardedUnit {
     }
 
     fn runs<'a>(&self, shard: &OptimizerShard, step: &'a Tensor, factor: f64) -> Vec<Run<'a>> {
-        let parameters = self.f32_parameters(shard);
+        let parameters = self.updated_parameters(shard);
         let grads = self.reduced_shard(shard.owner);
         let rounded = shard.master.as_ref().map(|_| self.trainable.shard(shard.owner));
         let run = |span: &ParameterSpan| {
@@ -651,8 +666,8 @@ impl ShardedUnit {
         shard.spans.iter().map(run).collect()
     }
 
-    /// The f32 parameters of a shard, which the optimizer updates.
-    fn f32_parameters(&self, shard: &OptimizerShard) -> Tensor {
+    /// The parameters of a shard that the optimizer updates: the masters, if there are any.
+    fn updated_parameters(&self, shard: &OptimizerShard) -> Tensor {
         match &shard.master {
             Some(master) => master.shallow_clone(),
             None => self.trainable.shard(shard.owner),
@@ -685,7 +700,7 @@ impl ShardedUnit {
         self.trainable.wait_for_update()
     }
 
-    /// Returns this rank's shard for a checkpoint: the f32 parameters, the optimizer states, then the frozen parameters in the
+    /// Returns this rank's shard for a checkpoint: the updated parameters, the optimizer states, then the frozen parameters in the
     /// dtype of the computation. Call [`ShardedUnit::wait_for_update`] first.
     ///
     /// # Panics
@@ -697,7 +712,7 @@ impl ShardedUnit {
         let gathered = self.layout.sharding.parameters;
         let is_on_host = self.layout.pool.device() == Device::Cpu;
         let master = CheckpointTensor {
-            tensor: self.f32_parameters(own),
+            tensor: self.updated_parameters(own),
             is_stable: own.master.is_some() || !gathered,
             is_detachable: is_on_host && (own.master.is_some() || self.trainable.keeps_only_own()),
         };
@@ -745,7 +760,6 @@ impl ShardedUnit {
     /// Restores the number of updates, and the optimizer state of the shards that this rank updates, which `init` supplies.
     pub fn resume(&mut self, updates: u32, init: &mut StateInitFn<'_>) -> Result<()> {
         self.steps = updates;
-        let mut elements = Vec::new();
         for shard in &self.shards {
             let first = self.partition().range(shard.owner).start;
             for span in &shard.spans {
@@ -754,12 +768,10 @@ impl ShardedUnit {
                 for (index, state) in shard.state.iter().enumerate() {
                     for from in span.range.clone().step_by(INIT_CHUNK) {
                         let range = from..span.range.end.min(from + INIT_CHUNK);
-                        elements.resize(range.len(), 0f32);
                         // The same elements, as a range of the parameter.
                         let within = first + range.start - whole.start..first + range.end - whole.start;
-                        init(span.parameter, index, within, &mut elements)
-                            .map_err(|error| Error::Init { unit: self.name().to_string(), error })?;
-                        let chunk = self.errors.tch(Tensor::f_from_slice(&elements))?;
+                        let chunk =
+                            self.init_chunk(range.len(), |elements| init(span.parameter, index, within, elements))?;
                         self.errors.tch(copy_overlap(&chunk, &range, state, &(0..state.numel())))?;
                     }
                 }
@@ -792,11 +804,19 @@ impl ShardedUnit {
     }
 }
 
-/// Allocates f32 zeros. On the CPU this touches no page, so moments become resident in the first update, not at startup.
-fn zeros(errors: &UnitErrors, len: usize, device: Device) -> Result<Tensor> {
+/// Allocates zeros. On the CPU this touches no page, so moments become resident in the first update, not at startup.
+fn zeros(errors: &UnitErrors, dtype: Dtype, len: usize, device: Device) -> Result<Tensor> {
     match device {
-        Device::Cpu => errors.torch(Block::zeros(Dtype::F32, len).and_then(Block::into_tensor)),
-        device => errors.tch(Tensor::f_zeros([len as i64], (Kind::Float, device))),
+        Device::Cpu => errors.torch(Block::zeros(dtype, len).and_then(Block::into_tensor)),
+        device => errors.tch(Tensor::f_zeros([len as i64], (kind_of(dtype), device))),
+    }
+}
+
+/// The elements of f32 or f64 memory, to write.
+fn floats_mut(memory: &mut Block) -> shardwise_torch::Result<FloatsMut<'_>> {
+    match memory.dtype() {
+        Dtype::F64 => memory.as_mut_slice().map(FloatsMut::F64),
+        _ => memory.as_mut_slice().map(FloatsMut::F32),
     }
 }
 

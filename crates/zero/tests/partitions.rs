@@ -14,8 +14,12 @@ use support::{
     sum_gradients, total_len, values, values_of,
 };
 
-const PRECISIONS: [Precision; 3] =
-    [Precision::F32, Precision::BF16, Precision { param_dtype: Dtype::Bf16, reduce_dtype: Dtype::Bf16 }];
+const PRECISIONS: [Precision; 4] = [
+    Precision::F32,
+    Precision::BF16,
+    Precision { param_dtype: Dtype::Bf16, reduce_dtype: Dtype::Bf16 },
+    Precision::F64,
+];
 
 /// One to four parameters of 1 to 25 elements; some are frozen, and some do not decay.
 fn random_specs(seed: u64) -> Vec<ParameterSpec> {
@@ -108,8 +112,12 @@ impl Case<'_> {
         unit.wait_for_update().unwrap();
         let tensors = unit.checkpoint_tensors();
         let stable: Vec<bool> = tensors.iter().map(|tensor| tensor.is_stable).collect();
-        let has_master = self.precision.param_dtype != Dtype::F32;
-        assert_eq!(stable, [self.stage < 3 || has_master, true, self.stage < 3], "{}", self.describe());
+        assert_eq!(
+            stable,
+            [self.stage < 3 || self.precision.has_masters(), true, self.stage < 3],
+            "{}",
+            self.describe()
+        );
         let [trainable, frozen] = [true, false].map(|trainable| total_len(&self.specs, trainable));
         let mut buffers = tensors.iter().zip([trainable, trainable, frozen]);
         std::array::from_fn(|_| {
@@ -161,10 +169,10 @@ impl Case<'_> {
         let mut counts: Vec<Vec<usize>> = self.specs.iter().map(|spec| vec![0; len_of(spec)]).collect();
         let unit = ShardedUnit::new("unit", &self.specs, layout, &mut |parameter, range, elements| {
             assert_eq!(range.len(), elements.len());
-            for (element, index) in elements.iter_mut().zip(range) {
+            elements.write(range.map(|index| {
                 counts[parameter][index] += 1;
-                *element = initial(parameter, index);
-            }
+                f64::from(initial(parameter, index))
+            }));
             Ok(())
         });
         let shard = &self.ranks.groups.shard;
@@ -190,12 +198,10 @@ impl Case<'_> {
         }
         let layout = self.ranks.layout(self.stage, self.precision, &self.assign);
         let restored = ShardedUnit::new("unit", &self.specs, layout, &mut |parameter, range, elements| {
-            for (element, index) in elements.iter_mut().zip(range) {
-                *element = match self.specs[parameter].trainable {
-                    true => parameters[starts[parameter] + index],
-                    false => initial(parameter, index),
-                };
-            }
+            elements.write(range.map(|index| match self.specs[parameter].trainable {
+                true => f64::from(parameters[starts[parameter] + index]),
+                false => f64::from(initial(parameter, index)),
+            }));
             Ok(())
         });
         let mut restored = restored.unwrap();
@@ -205,7 +211,7 @@ impl Case<'_> {
             assert_eq!((state_index, range.len()), (0, elements.len()));
             count += range.len();
             let start = starts[parameter];
-            elements.copy_from_slice(&state[start + range.start..start + range.end]);
+            elements.write(state[start + range.start..start + range.end].iter().map(|&value| f64::from(value)));
             Ok(())
         });
         resumed.unwrap();

@@ -7,7 +7,6 @@ mod support;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use shardwise_harness::ranks;
-use shardwise_plan::Dtype;
 use shardwise_torch::tch::{Device, Kind, Tensor};
 use shardwise_zero::{AdamW, Bytes, Error, Lamb, Optimizer, ParameterSpec, Precision, Sgd, ShardedUnit, Sharding};
 use support::{
@@ -40,7 +39,7 @@ fn walk_through_states(ranks: &Ranks, stage: u8, precision: Precision) {
     let (trainable, frozen) = (total_len(&specs, true), total_len(&specs, false));
     let element = precision.param_dtype.bytes();
     let kept = |from_stage: u8, len: usize| if stage >= from_stage { ranks.shard_len(len) } else { len };
-    let copies = if precision.param_dtype == Dtype::F32 { 1 } else { 2 };
+    let copies = if precision.has_masters() { 2 } else { 1 };
     let expect = |unit: &ShardedUnit, gradients: usize, when: &str| {
         let expected = Bytes {
             parameters: (kept(3, trainable) + kept(3, frozen)) * element,
@@ -205,8 +204,7 @@ fn detach_tensors(ranks: &Ranks) {
                 let before = saved_bits(&mut detached);
                 let detachable: Vec<bool> =
                     detached.checkpoint_tensors().iter().map(|saved| saved.is_detachable).collect();
-                let has_master = precision.param_dtype != Dtype::F32;
-                assert_eq!(detachable[0], has_master || stage == 3 || ranks.world.size() == 1, "{what}");
+                assert_eq!(detachable[0], precision.has_masters() || stage == 3 || ranks.world.size() == 1, "{what}");
                 let indices: Vec<usize> = (0..detachable.len()).filter(|&index| detachable[index]).collect();
                 assert!(indices.len() >= optimizer.states(), "{what}");
                 let old: Vec<Tensor> =

@@ -9,7 +9,7 @@ use shardwise_checkpoint::{
     Checkpoint, FORMAT, FlatBuffer, Hash, Manifest, SaveId, Store, Tensor, UnitLayout, elements, write_file,
     write_manifest, write_table,
 };
-use shardwise_plan::Dtype;
+use shardwise_plan::{Dtype, FloatsMut};
 
 /// Units of tensors with these shapes, each with a master and two moments, in files of at least `file_bytes`.
 pub(crate) fn units(shapes: &[&[&[u64]]], owners: usize, file_bytes: u64) -> Vec<UnitLayout> {
@@ -90,7 +90,7 @@ pub(crate) fn load(store: &Arc<Store>, step: u64, layouts: &[UnitLayout]) -> Res
         for tensor in layout.buffers.iter().flat_map(|buffer| &buffer.tensors) {
             let len = elements(&tensor.shape).unwrap();
             let mut found = vec![0f32; len as usize];
-            reader.read_f32(&tensor.name, &tensor.shape, 0..len, &mut found)?;
+            reader.read_floats(&tensor.name, &tensor.shape, 0..len, FloatsMut::F32(&mut found))?;
             let key = key(step, &tensor.name);
             for (index, found) in found.iter().enumerate() {
                 assert_eq!(*found, at(key, index as u64), "{} {index}", tensor.name);

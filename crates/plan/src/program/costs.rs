@@ -27,7 +27,7 @@ pub struct Costs {
     pub links: [LinkCost; GroupKind::ALL.len()],
     /// The links to memory outside the device, in the order of [`Tier::ALL`].
     pub tiers: [LinkCost; Tier::ALL.len()],
-    /// The bytes of f32 masters and optimizer state per trainable element.
+    /// The bytes of masters and optimizer state per trainable element.
     pub optimizer_element_bytes: usize,
 }
 

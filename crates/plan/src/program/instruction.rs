@@ -196,7 +196,7 @@ pub struct Offload {
 pub enum Buffer {
     /// The parameters that a rank keeps: a shard, or all.
     Parameters,
-    /// f32 masters and optimizer state.
+    /// Masters and optimizer state.
     Optimizer,
     /// What a forward pass has kept.
     Activations {

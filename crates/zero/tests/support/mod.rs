@@ -98,7 +98,7 @@ pub(crate) fn sum_gradients(
 /// A unit with the values of [`initial`].
 pub(crate) fn new_unit(specs: &[ParameterSpec], layout: Layout) -> ShardedUnit {
     let unit = ShardedUnit::new("block.3", specs, layout, &mut |parameter, range, elements| {
-        elements.iter_mut().zip(range).for_each(|(element, index)| *element = initial(parameter, index));
+        elements.write(range.map(|index| f64::from(initial(parameter, index))));
         Ok(())
     });
     unit.unwrap()

@@ -17,7 +17,7 @@ pub enum MemoryKind {
     Parameters,
     /// Gradients, from the backward pass to the update. Unsharded gradients that will be sharded are in the pool.
     Gradients,
-    /// f32 masters and optimizer state.
+    /// Masters and optimizer state.
     Optimizer,
     /// Buffers of the pool in use: unsharded parameters, and gradients until they are reduced.
     Unsharded,
