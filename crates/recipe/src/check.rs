@@ -283,11 +283,17 @@ impl Recipe {
 
     fn check_precision(&self) -> Checked {
         let precision = &self.precision;
-        if precision.reduce_dtype == FloatRecipe::F16 && precision.param_dtype != FloatRecipe::F16 {
-            let keys = [
-                ("precision.reduce_dtype", word(&precision.reduce_dtype)),
-                ("precision.param_dtype", word(&precision.param_dtype)),
-            ];
+        let (param_dtype, reduce_dtype) = (precision.param_dtype, self.resolve_reduce_dtype());
+        let keys = [("precision.reduce_dtype", word(&reduce_dtype)), ("precision.param_dtype", word(&param_dtype))];
+        if param_dtype == FloatRecipe::F64 && reduce_dtype != FloatRecipe::F64 {
+            let problem = "parameters in f64 need gradients in f64: leave `precision.reduce_dtype` out";
+            return Err(Invalid::between(&keys, problem));
+        }
+        if reduce_dtype == FloatRecipe::F64 && param_dtype != FloatRecipe::F64 {
+            let problem = "gradients in f64 need parameters in f64: use \"f64\" for both, or \"f32\" for gradients";
+            return Err(Invalid::between(&keys, problem));
+        }
+        if reduce_dtype == FloatRecipe::F16 && param_dtype != FloatRecipe::F16 {
             let problem = "gradients in f16 overflow where parameters are not f16: use \"f32\" or \"bf16\" for them";
             return Err(Invalid::between(&keys, problem));
         }

@@ -265,8 +265,9 @@ impl Default for ParallelRecipe {
 pub struct PrecisionRecipe {
     /// The dtype of parameters in forward and backward passes and in all-gathers.
     pub param_dtype: FloatRecipe,
-    /// The dtype in which gradients are accumulated and sent. They are always summed in f32.
-    pub reduce_dtype: FloatRecipe,
+    /// The dtype in which gradients are accumulated and sent. They are summed in f32, or in f64 if they are f64. Defaults to f64 if
+    /// `param_dtype` is f64, and to f32 otherwise.
+    pub reduce_dtype: Option<FloatRecipe>,
     /// The initial loss scale, for f16. Defaults to 65536.
     pub loss_scale_initial: Option<f64>,
     /// Double the loss scale after this many consecutive steps without an overflow. Defaults to 2000.
@@ -283,7 +284,7 @@ impl Default for PrecisionRecipe {
     fn default() -> Self {
         PrecisionRecipe {
             param_dtype: FloatRecipe::F32,
-            reduce_dtype: FloatRecipe::F32,
+            reduce_dtype: None,
             loss_scale_initial: None,
             loss_scale_window: None,
             loss_scale_hysteresis: None,
@@ -303,6 +304,8 @@ pub enum FloatRecipe {
     Bf16,
     /// 16 bits, with a dynamic loss scale.
     F16,
+    /// 64 bits, to check numerics: slow, and twice the memory of f32.
+    F64,
 }
 
 impl FloatRecipe {
@@ -312,6 +315,7 @@ impl FloatRecipe {
             FloatRecipe::F32 => Dtype::F32,
             FloatRecipe::Bf16 => Dtype::Bf16,
             FloatRecipe::F16 => Dtype::F16,
+            FloatRecipe::F64 => Dtype::F64,
         }
     }
 }

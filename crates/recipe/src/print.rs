@@ -130,6 +130,7 @@ fn fill_defaults(recipe: &Recipe, ranks: Option<usize>) -> Result<Recipe> {
         precision.loss_scale_min = Some(scale.min);
     }
     full.run.folder = Some(recipe.folder());
+    full.precision.reduce_dtype = Some(recipe.resolve_reduce_dtype());
     full.run.on_nonfinite = Some(recipe.resolve_on_nonfinite());
     Ok(full)
 }

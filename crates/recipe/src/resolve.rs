@@ -227,6 +227,14 @@ impl Recipe {
         Schedule { lr: self.optimizer.lr, warmup_steps: given.warmup_steps, steps: self.run.steps, kind }
     }
 
+    /// The dtype of gradients: `precision.reduce_dtype` or its default.
+    pub fn resolve_reduce_dtype(&self) -> FloatRecipe {
+        self.precision.reduce_dtype.unwrap_or(match self.precision.param_dtype {
+            FloatRecipe::F64 => FloatRecipe::F64,
+            _ => FloatRecipe::F32,
+        })
+    }
+
     /// The dynamic loss scale, with its defaults filled in; `None` if parameters are not f16.
     pub fn resolve_loss_scale(&self) -> Option<DynamicScale> {
         let (given, default) = (&self.precision, DynamicScale::DEFAULT);

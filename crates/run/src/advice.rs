@@ -183,10 +183,13 @@ pub(crate) fn candidates(recipe: &Recipe, ranks: usize, hosts: usize, room: usiz
         FloatRecipe::F32 => (FloatRecipe::Bf16, "bf16"),
         _ => (FloatRecipe::F32, "f32"),
     };
-    add(Knob::OtherDtype, 1., format!("precision.param_dtype = \"{name}\""), &|r| r.precision.param_dtype = other);
-    if recipe.precision.reduce_dtype == FloatRecipe::F32 {
+    add(Knob::OtherDtype, 1., format!("precision.param_dtype = \"{name}\""), &|recipe| {
+        recipe.precision.param_dtype = other;
+        recipe.precision.reduce_dtype = recipe.precision.reduce_dtype.filter(|dtype| *dtype != FloatRecipe::F64);
+    });
+    if recipe.resolve_reduce_dtype() == FloatRecipe::F32 {
         let text = "precision.reduce_dtype = \"bf16\"".to_string();
-        add(Knob::Bf16Gradients, 1., text, &|recipe| recipe.precision.reduce_dtype = FloatRecipe::Bf16);
+        add(Knob::Bf16Gradients, 1., text, &|recipe| recipe.precision.reduce_dtype = Some(FloatRecipe::Bf16));
     }
     if recipe.zero.stage == 3 && ranks > 1 {
         add(Knob::Stage2, 1., "zero.stage = 2".to_string(), &|recipe| recipe.zero.stage = 2);

@@ -59,7 +59,7 @@ pub fn options(recipe: &Recipe, device: Device) -> Result<Options> {
         sharding,
         precision: Precision {
             param_dtype: recipe.precision.param_dtype.dtype(),
-            reduce_dtype: recipe.precision.reduce_dtype.dtype(),
+            reduce_dtype: recipe.resolve_reduce_dtype().dtype(),
         },
         activation_checkpointing: match recipe.activation_checkpointing {
             ActivationCheckpointingRecipe::None => ActivationCheckpointing::None,

@@ -9,6 +9,7 @@ pub(crate) type Fingerprints = Vec<i64>;
 /// A tensor's elements, reinterpreted as integers of the same size.
 fn bits(tensor: &Tensor) -> shardwise_torch::Result<Tensor> {
     let kind = match tensor.f_kind()? {
+        Kind::Double => Kind::Int64,
         Kind::Float => Kind::Int,
         Kind::BFloat16 | Kind::Half => Kind::Int16,
         other => return Err(shardwise_torch::Error::UnsupportedKind(other)),
@@ -44,7 +45,7 @@ mod tests {
 
     #[test]
     fn fingerprints_do_not_depend_on_the_order_and_see_one_bit() {
-        for kind in [Kind::Float, Kind::BFloat16, Kind::Half] {
+        for kind in [Kind::Double, Kind::Float, Kind::BFloat16, Kind::Half] {
             let numbers = (Tensor::arange(12, (Kind::Float, Device::Cpu)).view([3, 4]) - 5.5).to_kind(kind);
             let before = fingerprint(&numbers).unwrap();
             assert_eq!(fingerprint(&numbers.tr().flip([1])).unwrap(), before);

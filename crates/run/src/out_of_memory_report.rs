@@ -32,7 +32,7 @@ pub struct MemoryInUse {
     pub parameters: usize,
     /// Reduced gradients.
     pub gradients: usize,
-    /// f32 master weights and optimizer state.
+    /// Master weights and optimizer state.
     pub optimizer: usize,
     /// Unsharded parameters and gradients of units.
     pub unsharded: usize,

@@ -488,10 +488,11 @@ fn journal_start(recipe: &Recipe, trainer: &Trainer, workload: &Workload, resume
 /// The first lines that a run prints: its size, and all data types.
 fn describe_run(recipe: &Recipe, options: &Options, elements: usize, ranks: &Ranks) -> Result<String> {
     let tokens = recipe.batch(ranks.world.size())?.global_batch_size * recipe.batch.seq_len;
+    let sums = options.precision.state_dtype();
     Ok(format!(
         "{:.1} million parameters, stage {} on {} ranks ({} × {}), {tokens} tokens per step\n\
-         parameters in {}; gradients stored and sent in {}, summed in f32; loss and grad norm in f64; master weights and \
-         optimizer state in f32",
+         parameters in {}; gradients stored and sent in {}, summed in {sums}; loss and grad norm in f64; master weights and \
+         optimizer state in {sums}",
         elements as f64 / 1e6,
         recipe.zero.stage,
         ranks.world.size(),
