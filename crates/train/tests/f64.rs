@@ -115,41 +115,54 @@ impl Elementwise for SmoothSign {
     }
 }
 
-fn assert_trains_like_one_rank(size: usize) {
+fn alone() -> Ranks {
+    Ranks::sharded(Arc::new(single::group()))
+}
+
+fn launched(size: usize) -> Ranks {
     let world = mpi::world(mpi::Options { timeout: Duration::from_secs(60), ..mpi::Options::default() }).unwrap();
     assert_eq!(world.size(), size);
-    let (ranks, alone) = (Ranks::sharded(Arc::new(world)), Ranks::sharded(Arc::new(single::group())));
+    Ranks::sharded(Arc::new(world))
+}
+
+fn compare_stages(ranks: &Ranks) {
     let adamw = Optimizer::AdamW(ADAMW);
-    let expected = train(&alone, options(0, &adamw));
+    let expected = train(&alone(), options(0, &adamw));
     assert!(expected.numbers[2 * STEPS as usize - 2] < 0.99 * expected.numbers[0], "it learns: {:?}", expected.numbers);
     for stage in 0..=3 {
-        assert_near(&train(&ranks, options(stage, &adamw)), &expected, &format!("AdamW, stage {stage}"));
+        assert_near(&train(ranks, options(stage, &adamw)), &expected, &format!("AdamW, stage {stage}"));
     }
+}
+
+fn compare_optimizers(ranks: &Ranks) {
     for optimizer in [
         Optimizer::Sgd(Sgd { lr: 0., momentum: 0.9, weight_decay: 0.02 }),
         Optimizer::Lamb(Lamb { lr: 0., beta1: 0.9, beta2: 0.999, weight_decay: 0.1, eps: 1e-6 }),
         Optimizer::custom(SmoothSign),
     ] {
-        let expected = train(&alone, options(0, &optimizer));
-        assert_near(&train(&ranks, options(3, &optimizer)), &expected, &format!("{optimizer:?}"));
+        let expected = train(&alone(), options(0, &optimizer));
+        assert_near(&train(ranks, options(3, &optimizer)), &expected, &format!("{optimizer:?}"));
     }
 }
 
 #[test]
 fn f64_trains_like_one_rank_on_2_ranks() {
-    ranks!(2, || assert_trains_like_one_rank(2));
+    ranks!(2, || compare_stages(&launched(2)));
 }
 
 #[test]
 fn f64_trains_like_one_rank_on_3_ranks() {
-    ranks!(3, || assert_trains_like_one_rank(3));
+    ranks!(3, || {
+        let ranks = launched(3);
+        compare_stages(&ranks);
+        compare_optimizers(&ranks);
+    });
 }
 
 #[test]
 fn f64_needs_no_masters() {
-    let ranks = Ranks::sharded(Arc::new(single::group()));
     let options = options(0, &Optimizer::AdamW(ADAMW));
-    let mut trainer = Trainer::new(model(), ranks, options, &mut init::from_seed(5)).unwrap();
+    let mut trainer = Trainer::new(model(), alone(), options, &mut init::from_seed(5)).unwrap();
     let elements = trainer.model().elements();
     let (bytes, _) = trainer.bytes();
     assert_eq!((bytes.parameters, bytes.optimizer), (8 * elements, 2 * 8 * elements));
