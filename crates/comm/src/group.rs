@@ -84,6 +84,10 @@ impl Group {
         Partition::new(len, self.size())
     }
 
+    fn partition_rows(&self, len: usize, row_len: usize) -> Partition {
+        Partition::of_rows(len / row_len.max(1), row_len, self.size())
+    }
+
     /// Creates this rank's group along `axes`: all ranks with the same mesh coordinates on every other axis. Must be called on
     /// the world group, and all ranks must make the same `split_along` calls in the same order. Finishes earlier calls first.
     pub fn split_along(&self, mesh: &Mesh, axes: &[Axis]) -> Result<Group> {
@@ -109,11 +113,23 @@ impl Group {
     }
 
     /// Concatenates the `part`s of all ranks into `whole` on every rank.
-    pub fn all_gather<I: Payload, O: PayloadMut>(&self, label: &str, part: I, mut whole: O) -> Pending<(I, O)> {
+    pub fn all_gather<I: Payload, O: PayloadMut>(&self, label: &str, part: I, whole: O) -> Pending<(I, O)> {
+        self.all_gather_rows(label, 1, part, whole)
+    }
+
+    /// Like [`Group::all_gather`], for rows of `row_len` elements: a part consists of whole rows ([`Partition::of_rows`]).
+    pub fn all_gather_rows<I: Payload, O: PayloadMut>(
+        &self,
+        label: &str,
+        row_len: usize,
+        part: I,
+        mut whole: O,
+    ) -> Pending<(I, O)> {
         let call = self.call(Verb::AllGather, label, whole.len(), whole.dtype());
-        let partition = self.partition(whole.len());
+        let partition = self.partition_rows(whole.len(), row_len);
         let checks = self
             .check_pair(&call, &part, &whole)
+            .and_then(|()| check_length(&call, "buffer, in whole rows,", partition.len(), whole.len()))
             .and_then(|()| check_length(&call, "part", partition.part_len(self.rank), part.len()));
         let operation = Operation::AllGather { part: part.as_ptr(), whole: whole.as_mut_ptr(), partition };
         self.start(checks, call, operation, (part, whole))
@@ -134,12 +150,25 @@ impl Group {
         label: &str,
         reduce: ReduceOp,
         whole: I,
+        part: O,
+    ) -> Pending<(I, O)> {
+        self.reduce_scatter_rows(label, reduce, 1, whole, part)
+    }
+
+    /// Like [`Group::reduce_scatter`], for rows of `row_len` elements: a part consists of whole rows ([`Partition::of_rows`]).
+    pub fn reduce_scatter_rows<I: Payload, O: PayloadMut>(
+        &self,
+        label: &str,
+        reduce: ReduceOp,
+        row_len: usize,
+        whole: I,
         mut part: O,
     ) -> Pending<(I, O)> {
         let call = self.call(Verb::ReduceScatter, label, whole.len(), whole.dtype());
-        let partition = self.partition(whole.len());
+        let partition = self.partition_rows(whole.len(), row_len);
         let checks = self
             .check_pair(&call, &whole, &part)
+            .and_then(|()| check_length(&call, "buffer, in whole rows,", partition.len(), whole.len()))
             .and_then(|()| check_length(&call, "part", partition.part_len(self.rank), part.len()))
             .and_then(|()| check_reduction(&call, reduce));
         let operation = Operation::ReduceScatter { whole: whole.as_ptr(), part: part.as_mut_ptr(), partition, reduce };

@@ -70,10 +70,10 @@ impl Operation {
 
 /// Fault injection.
 impl Operation {
-    /// Drops the last element of each buffer, as if rank `rank` had made the call with shorter buffers. Every part still lies
+    /// Drops the last element (or row) of each buffer, as if rank `rank` had made the call with shorter buffers. Every part still lies
     /// within the call's memory: a part of a shorter whole never gets longer, and never ends later.
     pub(crate) fn shorten(self, rank: usize, element_bytes: usize) -> Self {
-        let shorter = |partition: Partition| Partition::new(partition.len().saturating_sub(1), partition.parts());
+        let shorter = Partition::without_last_row;
         // The part of an in-place call moves to its new position in the whole.
         let in_place = |whole: *const u8, partition: Partition| {
             whole.wrapping_add(partition.range(rank).start * element_bytes).cast_mut()

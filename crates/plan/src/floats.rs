@@ -49,6 +49,20 @@ impl<'a> FloatsMut<'a> {
         }
     }
 
+    /// The first `len` elements, and the rest.
+    pub fn split_at(self, len: usize) -> (Self, Self) {
+        match self {
+            FloatsMut::F32(elements) => {
+                let (first, rest) = elements.split_at_mut(len);
+                (FloatsMut::F32(first), FloatsMut::F32(rest))
+            }
+            FloatsMut::F64(elements) => {
+                let (first, rest) = elements.split_at_mut(len);
+                (FloatsMut::F64(first), FloatsMut::F64(rest))
+            }
+        }
+    }
+
     /// Consecutive chunks of `len` elements; the last one may be shorter.
     pub fn chunks(self, len: usize) -> impl Iterator<Item = FloatsMut<'a>> {
         let (f32s, f64s) = match self {

@@ -31,6 +31,7 @@ mod parameters;
 mod partition;
 pub mod program;
 pub mod schedule;
+mod tensor_parallel;
 
 pub use dtype::Dtype;
 pub use floats::FloatsMut;
@@ -39,3 +40,4 @@ pub use mesh::{Axis, Coordinates, Mesh, MeshError, RankSet};
 pub use model_config::{ConfigError, Gpt2Config, Llama3Rope, LlamaConfig, ModelConfig};
 pub use parameters::{ParameterShape, check_frozen_prefixes};
 pub use partition::Partition;
+pub use tensor_parallel::{Slice, SliceRun, Split, TensorPlacement};

@@ -109,6 +109,25 @@ impl ModelConfig {
             ModelConfig::Gpt2(gpt2) => gpt2.check(),
         }
     }
+
+    /// Checks that `ranks` ranks can share each layer: every rank needs the same number of attention heads, and a part of
+    /// everything else that is split.
+    pub fn check_tensor_parallel(&self, ranks: usize) -> Result<(), ConfigError> {
+        let (key, heads, inner) = match self {
+            ModelConfig::Llama(llama) => {
+                ("num_attention_heads", llama.num_attention_heads, llama.intermediate_size.min(llama.vocab_size))
+            }
+            ModelConfig::Gpt2(gpt2) => ("n_head", gpt2.n_head, gpt2.vocab_size),
+        };
+        let works = |ranks: &usize| heads.is_multiple_of(*ranks) && *ranks <= inner;
+        if works(&ranks) {
+            return Ok(());
+        }
+        let nearest = (1..=ranks.min(heads)).rev().find(works).unwrap_or(1);
+        let problem =
+            format!("{heads} heads cannot be divided among {ranks} tensor-parallel ranks; {nearest} would work");
+        Err(ConfigError { key, problem })
+    }
 }
 
 impl From<LlamaConfig> for ModelConfig {
@@ -219,6 +238,20 @@ mod tests {
 
     fn problem(config: impl Into<ModelConfig>) -> Option<String> {
         config.into().check().err().map(|error| error.to_string())
+    }
+
+    #[test]
+    fn a_number_of_ranks_that_works_is_named() {
+        let said =
+            |config: ModelConfig, ranks| config.check_tensor_parallel(ranks).err().map(|error| error.to_string());
+        let llama = ModelConfig::from(LlamaConfig { num_key_value_heads: 2, ..LlamaConfig::new(101, 48, 2, 12, 52) });
+        for ranks in [1, 2, 3, 4, 6, 12] {
+            assert_eq!(said(llama.clone(), ranks), None);
+        }
+        let expected = "num_attention_heads: 12 heads cannot be divided among 5 tensor-parallel ranks; 4 would work";
+        assert_eq!(said(llama, 5).as_deref(), Some(expected));
+        let expected = "n_head: 6 heads cannot be divided among 12 tensor-parallel ranks; 6 would work";
+        assert_eq!(said(Gpt2Config::new(101, 8, 36, 1, 6).into(), 12).as_deref(), Some(expected));
     }
 
     #[test]

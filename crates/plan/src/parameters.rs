@@ -2,7 +2,7 @@
 //!
 //! They are those of Hugging Face checkpoints. The model that is trained declares its parameters from this list.
 
-use crate::{ConfigError, Gpt2Config, LlamaConfig, ModelConfig};
+use crate::{ConfigError, Gpt2Config, LlamaConfig, ModelConfig, Split, TensorPlacement};
 
 /// The name and shape of a parameter.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -13,6 +13,8 @@ pub struct ParameterShape {
     pub name: String,
     /// Its shape in that checkpoint.
     pub shape: Vec<usize>,
+    /// How it is placed on the ranks of a tensor-parallel group.
+    pub placement: TensorPlacement,
 }
 
 impl ParameterShape {
@@ -67,36 +69,42 @@ pub fn check_frozen_prefixes<'a, P: AsRef<str>>(
 
 impl LlamaConfig {
     fn parameters(&self) -> Vec<ParameterShape> {
-        let (hidden, intermediate) = (self.hidden_size, self.intermediate_size);
-        let (query, key) = (self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim);
+        let (hidden, intermediate, heads) = (self.hidden_size, self.intermediate_size, self.num_attention_heads);
+        let (query, key) = (heads * self.head_dim, self.num_key_value_heads * self.head_dim);
+        let whole = TensorPlacement::Replicated;
+        let rows = |items| TensorPlacement::Split(Split::along(0, items));
+        let columns = |items| TensorPlacement::Split(Split::along(1, items));
+        // The query heads of a group share a key head and a value head.
+        let shared_by = heads / self.num_key_value_heads.max(1);
+        let key_heads = TensorPlacement::Split(Split { shared_by, ..Split::along(0, heads) });
         let mut list = List::default();
-        list.add("embedding", "model.embed_tokens.weight", &[self.vocab_size, hidden]);
+        list.add("embedding", "model.embed_tokens.weight", &[self.vocab_size, hidden], rows(self.vocab_size));
         for index in 0..self.num_hidden_layers {
-            let mut add = |name: &str, shape: &[usize]| {
-                list.add(&format!("block.{index}"), &format!("model.layers.{index}.{name}"), shape);
+            let mut add = |name: &str, shape: &[usize], placement| {
+                list.add(&format!("block.{index}"), &format!("model.layers.{index}.{name}"), shape, placement);
             };
-            add("input_layernorm.weight", &[hidden]);
-            add("self_attn.q_proj.weight", &[query, hidden]);
-            add("self_attn.k_proj.weight", &[key, hidden]);
-            add("self_attn.v_proj.weight", &[key, hidden]);
-            add("self_attn.o_proj.weight", &[hidden, query]);
+            add("input_layernorm.weight", &[hidden], whole);
+            add("self_attn.q_proj.weight", &[query, hidden], rows(heads));
+            add("self_attn.k_proj.weight", &[key, hidden], key_heads);
+            add("self_attn.v_proj.weight", &[key, hidden], key_heads);
+            add("self_attn.o_proj.weight", &[hidden, query], columns(heads));
             if self.qkv_bias {
-                add("self_attn.q_proj.bias", &[query]);
-                add("self_attn.k_proj.bias", &[key]);
-                add("self_attn.v_proj.bias", &[key]);
+                add("self_attn.q_proj.bias", &[query], rows(heads));
+                add("self_attn.k_proj.bias", &[key], key_heads);
+                add("self_attn.v_proj.bias", &[key], key_heads);
             }
             if self.qk_norm {
-                add("self_attn.q_norm.weight", &[self.head_dim]);
-                add("self_attn.k_norm.weight", &[self.head_dim]);
+                add("self_attn.q_norm.weight", &[self.head_dim], TensorPlacement::ReplicatedInside);
+                add("self_attn.k_norm.weight", &[self.head_dim], TensorPlacement::ReplicatedInside);
             }
-            add("post_attention_layernorm.weight", &[hidden]);
-            add("mlp.gate_proj.weight", &[intermediate, hidden]);
-            add("mlp.up_proj.weight", &[intermediate, hidden]);
-            add("mlp.down_proj.weight", &[hidden, intermediate]);
+            add("post_attention_layernorm.weight", &[hidden], whole);
+            add("mlp.gate_proj.weight", &[intermediate, hidden], rows(intermediate));
+            add("mlp.up_proj.weight", &[intermediate, hidden], rows(intermediate));
+            add("mlp.down_proj.weight", &[hidden, intermediate], columns(intermediate));
         }
-        list.add("head", "model.norm.weight", &[hidden]);
+        list.add("head", "model.norm.weight", &[hidden], whole);
         if !self.tie_word_embeddings {
-            list.add("head", "lm_head.weight", &[self.vocab_size, hidden]);
+            list.add("head", "lm_head.weight", &[self.vocab_size, hidden], rows(self.vocab_size));
         }
         list.0
     }
@@ -104,26 +112,30 @@ impl LlamaConfig {
 
 impl Gpt2Config {
     fn parameters(&self) -> Vec<ParameterShape> {
-        let width = self.n_embd;
+        let (width, heads) = (self.n_embd, self.n_head);
+        let whole = TensorPlacement::Replicated;
+        let along = |dimension, items| TensorPlacement::Split(Split::along(dimension, items));
+        // Query, key and value are three blocks of one matrix, and of its bias.
+        let fused = |dimension| TensorPlacement::Split(Split { blocks: 3, ..Split::along(dimension, heads) });
         let mut list = List::default();
-        list.add("embedding", "wte.weight", &[self.vocab_size, width]);
-        list.add("embedding", "wpe.weight", &[self.n_positions, width]);
+        list.add("embedding", "wte.weight", &[self.vocab_size, width], along(0, self.vocab_size));
+        list.add("embedding", "wpe.weight", &[self.n_positions, width], whole);
         for index in 0..self.n_layer {
             // Published GPT-2 checkpoints store matrices as (in, out). The size of a bias is the last dimension of its weight.
-            let mut add = |name: &str, weight: &[usize]| {
+            let mut add = |name: &str, weight: &[usize], of_weight, of_bias| {
                 let bias = &weight[weight.len() - 1..];
-                list.add(&format!("block.{index}"), &format!("h.{index}.{name}.weight"), weight);
-                list.add(&format!("block.{index}"), &format!("h.{index}.{name}.bias"), bias);
+                list.add(&format!("block.{index}"), &format!("h.{index}.{name}.weight"), weight, of_weight);
+                list.add(&format!("block.{index}"), &format!("h.{index}.{name}.bias"), bias, of_bias);
             };
-            add("ln_1", &[width]);
-            add("attn.c_attn", &[width, 3 * width]);
-            add("attn.c_proj", &[width, width]);
-            add("ln_2", &[width]);
-            add("mlp.c_fc", &[width, 4 * width]);
-            add("mlp.c_proj", &[4 * width, width]);
+            add("ln_1", &[width], whole, whole);
+            add("attn.c_attn", &[width, 3 * width], fused(1), fused(0));
+            add("attn.c_proj", &[width, width], along(0, heads), whole);
+            add("ln_2", &[width], whole, whole);
+            add("mlp.c_fc", &[width, 4 * width], along(1, 4 * width), along(0, 4 * width));
+            add("mlp.c_proj", &[4 * width, width], along(0, 4 * width), whole);
         }
-        list.add("head", "ln_f.weight", &[width]);
-        list.add("head", "ln_f.bias", &[width]);
+        list.add("head", "ln_f.weight", &[width], whole);
+        list.add("head", "ln_f.bias", &[width], whole);
         list.0
     }
 }
@@ -132,8 +144,9 @@ impl Gpt2Config {
 struct List(Vec<ParameterShape>);
 
 impl List {
-    fn add(&mut self, unit: &str, name: &str, shape: &[usize]) {
-        self.0.push(ParameterShape { unit: unit.to_string(), name: name.to_string(), shape: shape.to_vec() });
+    fn add(&mut self, unit: &str, name: &str, shape: &[usize], placement: TensorPlacement) {
+        let (unit, name) = (unit.to_string(), name.to_string());
+        self.0.push(ParameterShape { unit, name, shape: shape.to_vec(), placement });
     }
 }
 

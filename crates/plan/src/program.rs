@@ -33,7 +33,9 @@ pub use collectives::{Call, CallOp, Collective, Element, calls, collectives_of};
 pub use costs::{Costs, LinkCost, UnitCost};
 pub use groups::{CollectiveKind, GroupKind};
 pub use instruction::{Buffer, Codec, Instruction, Keep, Message, Offload, Payload, Tier};
-pub use policy::{ActivationCheckpointing, InnerCollective, InnerCollectives, Policy, Sharding, StageError, UnitSpec};
+pub use policy::{
+    ActivationCheckpointing, InnerCollective, InnerCollectives, Policy, Replicated, Sharding, StageError, UnitSpec,
+};
 pub use programs::Programs;
 pub use simulate::{
     CommunicationTime, Lane, Memory, MemoryKind, MemoryUse, Simulation, Span, StepSimulation, WaitingTime, memory_use,

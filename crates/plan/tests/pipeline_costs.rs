@@ -133,8 +133,10 @@ fn scarce_cores_and_shared_links_slow_a_step_down() {
 
 #[test]
 fn collectives_inside_units_are_counted_and_take_time() {
-    let reduce = InnerCollective { group: GroupKind::Tensor, kind: CollectiveKind::AllReduce, bytes: 4096 };
-    let exchange = InnerCollective { group: GroupKind::Expert, kind: CollectiveKind::AllToAll, bytes: 800 };
+    let reduce =
+        InnerCollective { group: GroupKind::Tensor, kind: CollectiveKind::AllReduce, bytes: 4096, row_bytes: 1 };
+    let exchange =
+        InnerCollective { group: GroupKind::Expert, kind: CollectiveKind::AllToAll, bytes: 800, row_bytes: 1 };
     let inner = InnerCollectives {
         forward: vec![reduce, exchange, exchange],
         recompute: vec![exchange],
@@ -247,7 +249,12 @@ fn a_405b_pipeline_on_16384_ranks_is_built_checked_and_simulated_in_seconds() {
     let (intermediate, key_value, vocab) = (53_248, 1024, 128_256);
     let block = 2 * hidden * hidden + 2 * hidden * key_value + 3 * hidden * intermediate + 2 * hidden;
     let output_bytes = seq_len * hidden * 2;
-    let reduce = InnerCollective { group: GroupKind::Tensor, kind: CollectiveKind::AllReduce, bytes: output_bytes };
+    let reduce = InnerCollective {
+        group: GroupKind::Tensor,
+        kind: CollectiveKind::AllReduce,
+        bytes: output_bytes,
+        row_bytes: 1,
+    };
     let passes = vec![reduce; 2];
     let inner = InnerCollectives { forward: passes.clone(), recompute: passes.clone(), backward: passes };
     // 126 blocks, the embedding and the head.

@@ -53,6 +53,6 @@ pub fn kind_of(dtype: Dtype) -> Kind {
 }
 
 /// Returns the dtype of a libtorch kind, or an error if Shardwise does not support it.
-pub(crate) fn dtype_of(kind: Kind) -> Result<Dtype> {
+pub fn dtype_of(kind: Kind) -> Result<Dtype> {
     Dtype::ALL.into_iter().find(|&dtype| kind_of(dtype) == kind).ok_or(Error::UnsupportedKind(kind))
 }

@@ -24,8 +24,7 @@ pub mod optim;
 pub mod storage;
 
 pub use block::Block;
-pub(crate) use element::dtype_of;
-pub use element::{Element, kind_of};
+pub use element::{Element, dtype_of, kind_of};
 pub use error::{Error, OutOfMemory, Result};
 pub use memory::{allocated_bytes, enable_caching_allocator, exclusive, take_peak_bytes};
 pub use tch;

@@ -6,7 +6,7 @@
 use super::Program;
 use super::groups::{CollectiveKind, GroupKind};
 use super::instruction::{Codec, Instruction};
-use super::policy::{InnerCollective, Policy, Sharding, UnitSpec};
+use super::policy::{InnerCollective, Policy, Replicated, Sharding, UnitSpec};
 
 /// A collective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -24,9 +24,11 @@ pub struct Collective {
     pub element: Element,
     /// How they travel.
     pub codec: Codec,
-    /// Whether it is called on the caller's part of `elements` in the shard group, instead of on all of them. All members of a
-    /// replicate group have the same part.
-    pub on_shard: bool,
+    /// The number of elements that stay together when they are divided among the ranks.
+    pub row_len: usize,
+    /// The group that `elements` are sharded among, if it is called on the caller's part of them instead of on all. All members
+    /// of a replicate group have the same part.
+    pub on_shard_of: Option<GroupKind>,
 }
 
 /// An element of a collective.
@@ -71,29 +73,42 @@ pub fn collectives_of(instruction: &Instruction, units: &[UnitSpec], policy: &Po
     let Some(spec) = units.get(unit) else { return Vec::new() };
     let Sharding { optimizer, gradients, parameters } = policy.sharding;
     let sums_part = optimizer || gradients;
-    let gather = |elements, codec| {
-        of_unit(unit, GroupKind::Shard, CollectiveKind::AllGather, elements, Element::Parameter, codec)
+    let gather =
+        |(group, elements), codec| of_unit(unit, group, CollectiveKind::AllGather, elements, Element::Parameter, codec);
+    // What tensor-parallel ranks split is sharded by each of them, and what they replicate by all of them together.
+    let Replicated { trainable: both, frozen: both_frozen } = spec.replicated;
+    let trainable = [(GroupKind::Shard, spec.trainable - both), (GroupKind::ShardTensor, both)];
+    let frozen = [(GroupKind::Shard, spec.frozen - both_frozen), (GroupKind::ShardTensor, both_frozen)];
+    let reduce = |kind, codec| {
+        let each = trainable.into_iter();
+        each.filter_map(|(group, elements)| of_unit(unit, group, kind, elements, Element::Gradient, codec)).collect()
     };
-    let reduce = |group, kind, codec| {
-        let collective = of_unit(unit, group, kind, spec.trainable, Element::Gradient, codec)?;
-        Some(Collective { on_shard: group == GroupKind::Replicate && sums_part, ..collective })
+    let reduce_replicas = |(group, elements)| {
+        let (kind, element) = (CollectiveKind::AllReduce, Element::Gradient);
+        let collective = of_unit(unit, GroupKind::Replicate, kind, elements, element, Codec::None)?;
+        Some(Collective { on_shard_of: sums_part.then_some(group), ..collective })
     };
     let inner = |passes: &[InnerCollective]| {
-        let of_pass =
-            |inner: &InnerCollective| of_unit(unit, inner.group, inner.kind, inner.bytes, Element::Byte, Codec::None);
+        let of_pass = |inner: &InnerCollective| {
+            let collective = of_unit(unit, inner.group, inner.kind, inner.bytes, Element::Byte, Codec::None)?;
+            Some(Collective { row_len: inner.row_bytes, ..collective })
+        };
         passes.iter().filter_map(of_pass).collect()
     };
-    let one = |collective: Option<Collective>| collective.into_iter().collect();
     match *instruction {
+        // Each flat buffer has trainable and frozen elements.
         Instruction::StartGather { codec, .. } if parameters => {
-            [spec.trainable, spec.frozen].into_iter().filter_map(|elements| gather(elements, codec)).collect()
+            let buffers = trainable.into_iter().zip(frozen).flat_map(|(trainable, frozen)| [trainable, frozen]);
+            buffers.filter_map(|buffer| gather(buffer, codec)).collect()
         }
         Instruction::StartReduce { codec, .. } => {
             let kind = if sums_part { CollectiveKind::ReduceScatter } else { CollectiveKind::AllReduce };
-            one(reduce(GroupKind::Shard, kind, codec))
+            reduce(kind, codec)
         }
-        Instruction::WaitReduceScatter(_) => one(reduce(GroupKind::Replicate, CollectiveKind::AllReduce, Codec::None)),
-        Instruction::Update(_) if updates_are_gathered(policy) => one(gather(spec.trainable, Codec::None)),
+        Instruction::WaitReduceScatter(_) => trainable.into_iter().filter_map(reduce_replicas).collect(),
+        Instruction::Update(_) if updates_are_gathered(policy) => {
+            trainable.into_iter().filter_map(|buffer| gather(buffer, Codec::None)).collect()
+        }
         Instruction::Forward { .. } => inner(&spec.inner.forward),
         Instruction::Recompute { .. } => inner(&spec.inner.recompute),
         Instruction::Backward { .. } | Instruction::BackwardInput { .. } => inner(&spec.inner.backward),
@@ -109,7 +124,7 @@ fn control_call(instruction: &Instruction) -> Option<Collective> {
         _ => return None,
     };
     let (group, element, codec) = (GroupKind::World, Element::Byte, Codec::None);
-    Some(Collective { group, kind, unit: None, elements: 0, element, codec, on_shard: false })
+    Some(Collective { group, kind, unit: None, elements: 0, element, codec, row_len: 1, on_shard_of: None })
 }
 
 /// A collective on all elements of a unit, if it has any.
@@ -121,7 +136,8 @@ fn of_unit(
     element: Element,
     codec: Codec,
 ) -> Option<Collective> {
-    (elements > 0).then_some(Collective { group, kind, unit: Some(unit), elements, element, codec, on_shard: false })
+    let unit = Some(unit);
+    (elements > 0).then_some(Collective { group, kind, unit, elements, element, codec, row_len: 1, on_shard_of: None })
 }
 
 /// All calls of a program in order, each with the position of its instruction.
@@ -202,12 +218,11 @@ impl Expansion<'_> {
     /// Waits for a unit's reduction within the shard group, and issues the one between replicas, which travels alike.
     fn wait_reduce_scatter(&mut self, position: usize, unit: usize) {
         let issued = std::mem::take(&mut self.pending[unit].within_shards);
-        for reduction in issued {
+        let between = collectives_of(&Instruction::WaitReduceScatter(unit), self.units, self.policy);
+        for (reduction, between) in issued.into_iter().zip(between.iter().cycle()) {
             self.wait(position, vec![reduction]);
-            for between in collectives_of(&Instruction::WaitReduceScatter(unit), self.units, self.policy) {
-                let issued = self.issue(position, Collective { codec: reduction.0.codec, ..between });
-                self.pending[unit].between_replicas.push(issued);
-            }
+            let issued = self.issue(position, Collective { codec: reduction.0.codec, ..*between });
+            self.pending[unit].between_replicas.push(issued);
         }
     }
 

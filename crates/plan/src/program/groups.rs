@@ -19,11 +19,13 @@ pub enum GroupKind {
     Context,
     /// The ranks that hold the parts of one layer's matrices.
     Tensor,
+    /// The ranks of one replica: all shards of all parts. They share what tensor parallelism does not split.
+    ShardTensor,
 }
 
 impl GroupKind {
     /// All kinds, in the order of their indices.
-    pub const ALL: [GroupKind; 7] = [
+    pub const ALL: [GroupKind; 8] = [
         GroupKind::World,
         GroupKind::Shard,
         GroupKind::Replicate,
@@ -31,6 +33,7 @@ impl GroupKind {
         GroupKind::Expert,
         GroupKind::Context,
         GroupKind::Tensor,
+        GroupKind::ShardTensor,
     ];
 
     /// The name in texts, such as `world` or `shard`.
@@ -43,19 +46,21 @@ impl GroupKind {
             GroupKind::Expert => "expert",
             GroupKind::Context => "context",
             GroupKind::Tensor => "tensor",
+            GroupKind::ShardTensor => "shard×tensor",
         }
     }
 
-    /// The axis of the mesh along which the group lies; `None` for the world.
-    pub fn axis(self) -> Option<Axis> {
+    /// The axes of the mesh along which the group lies.
+    pub fn axes(self) -> &'static [Axis] {
         match self {
-            GroupKind::World => None,
-            GroupKind::Shard => Some(Axis::Shard),
-            GroupKind::Replicate => Some(Axis::Replicate),
-            GroupKind::Pipeline => Some(Axis::Pipeline),
-            GroupKind::Expert => Some(Axis::Expert),
-            GroupKind::Context => Some(Axis::Context),
-            GroupKind::Tensor => Some(Axis::Tensor),
+            GroupKind::World => &Axis::ALL,
+            GroupKind::Shard => &[Axis::Shard],
+            GroupKind::Replicate => &[Axis::Replicate],
+            GroupKind::Pipeline => &[Axis::Pipeline],
+            GroupKind::Expert => &[Axis::Expert],
+            GroupKind::Context => &[Axis::Context],
+            GroupKind::Tensor => &[Axis::Tensor],
+            GroupKind::ShardTensor => &[Axis::Shard, Axis::Tensor],
         }
     }
 
@@ -64,9 +69,9 @@ impl GroupKind {
     /// # Panics
     /// If the mesh has no such rank.
     pub fn ranks(self, mesh: &Mesh, rank: usize) -> RankSet {
-        match self.axis() {
-            Some(axis) => mesh.group(rank, &[axis]),
-            None => RankSet::world(mesh.ranks()),
+        match self {
+            GroupKind::World => RankSet::world(mesh.ranks()),
+            _ => mesh.group(rank, self.axes()),
         }
     }
 

@@ -85,10 +85,12 @@ impl Policy {
 pub struct UnitSpec {
     /// The unit's name.
     pub name: String,
-    /// The number of trainable elements.
+    /// The number of trainable elements on one tensor-parallel rank, including those that all of these ranks have.
     pub trainable: usize,
-    /// The number of frozen elements.
+    /// The number of frozen elements on one tensor-parallel rank, including those that all of these ranks have.
     pub frozen: usize,
+    /// The elements that all tensor-parallel ranks have. They are sharded among all ranks of a replica.
+    pub replicated: Replicated,
     /// The unit whose parameter this unit also computes with, as a head does with a tied embedding.
     pub tied: Option<usize>,
     /// Whether the backward pass reads the parameters.
@@ -107,12 +109,22 @@ impl UnitSpec {
             name: name.to_string(),
             trainable,
             frozen: 0,
+            replicated: Replicated::default(),
             tied: None,
             backward_reads_parameters,
             output_bytes: 0,
             inner: InnerCollectives::default(),
         }
     }
+}
+
+/// The elements of a unit that all tensor-parallel ranks have.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Replicated {
+    /// The number of trainable ones.
+    pub trainable: usize,
+    /// The number of frozen ones.
+    pub frozen: usize,
 }
 
 /// The collectives inside a unit's passes, in order: tensor, context and expert parallelism need them. Each pass issues and awaits
@@ -136,4 +148,6 @@ pub struct InnerCollective {
     pub kind: CollectiveKind,
     /// The bytes of the tensor: over all parts of an all-gather or a reduce-scatter, and of one rank's buffer otherwise.
     pub bytes: usize,
+    /// The bytes that stay together when the tensor is divided among the ranks: those of a row, or of an element.
+    pub row_bytes: usize,
 }

@@ -102,24 +102,21 @@ impl Layout {
 
     /// This rank's place in a group.
     fn place(&self, group: GroupKind) -> Place {
-        let shard = Place { size: self.shard, index: self.shard_rank };
-        let replicate = Place { size: self.replicate, index: self.replicate_rank };
-        let ModelParallel { pipeline, expert, context, tensor } = self.model_parallel;
-        match group {
-            GroupKind::World => {
-                let axes = [pipeline, replicate, shard, expert, context, tensor];
-                let within = |outer: Place, inner: Place| Place {
-                    size: outer.size * inner.size,
-                    index: outer.index * inner.size + inner.index,
-                };
-                axes.into_iter().fold(Place::default(), within)
-            }
-            GroupKind::Shard => shard,
-            GroupKind::Replicate => replicate,
-            GroupKind::Pipeline => pipeline,
-            GroupKind::Expert => expert,
-            GroupKind::Context => context,
-            GroupKind::Tensor => tensor,
+        let within = |outer: Place, inner: Place| Place {
+            size: outer.size * inner.size,
+            index: outer.index * inner.size + inner.index,
+        };
+        group.axes().iter().map(|&axis| self.place_along(axis)).fold(Place::ALONE, within)
+    }
+
+    fn place_along(&self, axis: Axis) -> Place {
+        match axis {
+            Axis::Pipeline => self.model_parallel.pipeline,
+            Axis::Replicate => Place { size: self.replicate, index: self.replicate_rank },
+            Axis::Shard => Place { size: self.shard, index: self.shard_rank },
+            Axis::Expert => self.model_parallel.expert,
+            Axis::Context => self.model_parallel.context,
+            Axis::Tensor => self.model_parallel.tensor,
         }
     }
 
@@ -128,7 +125,7 @@ impl Layout {
     /// # Panics
     /// If this rank's index is not in its groups.
     pub fn sent_bytes(&self, collective: &Collective) -> usize {
-        self.sent_by(collective, self.shard_rank, self.place(collective.group).index)
+        self.sent_by(collective, |group| self.place(group).index)
     }
 
     /// The bytes of a message that a rank sends or receives; 0 if it names a unit that does not exist.
@@ -149,22 +146,39 @@ impl Layout {
             CollectiveKind::AllGather | CollectiveKind::AllReduce => 0,
             CollectiveKind::ReduceScatter | CollectiveKind::AllToAll => self.group_size(collective.group) - 1,
         };
-        self.sent_by(collective, 0, rank)
+        self.sent_by(collective, |group| if group == collective.group { rank } else { 0 })
     }
 
-    /// The elements of a tensor that this rank keeps.
-    pub fn kept(&self, elements: usize, sharded: bool) -> usize {
-        if sharded { Partition::new(elements, self.shard).part_len(self.shard_rank) } else { elements }
+    /// A unit's trainable elements that this rank keeps.
+    pub fn kept_trainable(&self, unit: &UnitSpec, sharded: bool) -> usize {
+        self.kept(unit.trainable, unit.replicated.trainable, sharded)
     }
 
-    /// The bytes that rank `rank` of the collective's group sends, if its index in its shard group is `shard_rank`.
-    fn sent_by(&self, collective: &Collective, shard_rank: usize, rank: usize) -> usize {
-        let len = match collective.on_shard {
-            true => Partition::new(collective.elements, self.shard).part_len(shard_rank),
-            false => collective.elements,
+    /// A unit's frozen elements that this rank keeps.
+    pub fn kept_frozen(&self, unit: &UnitSpec, sharded: bool) -> usize {
+        self.kept(unit.frozen, unit.replicated.frozen, sharded)
+    }
+
+    fn kept(&self, elements: usize, replicated: usize, sharded: bool) -> usize {
+        let own = |elements: usize, group| {
+            let Place { size, index } = self.place(group);
+            Partition::new(elements, size).part_len(index)
+        };
+        match sharded {
+            true => own(elements - replicated, GroupKind::Shard) + own(replicated, GroupKind::ShardTensor),
+            false => elements,
+        }
+    }
+
+    /// The bytes that a rank with these indices in its groups sends.
+    fn sent_by(&self, collective: &Collective, index_in: impl Fn(GroupKind) -> usize) -> usize {
+        let len = match collective.on_shard_of {
+            Some(group) => Partition::new(collective.elements, self.group_size(group)).part_len(index_in(group)),
+            None => collective.elements,
         };
         let size = self.group_size(collective.group);
-        let part = Partition::new(len, size).part_len(rank);
+        let (rows, row_len) = (len / collective.row_len, collective.row_len);
+        let part = Partition::of_rows(rows, row_len, size).part_len(index_in(collective.group));
         let (gathered, scattered) = (part * (size - 1), len - part);
         let elements = match collective.kind {
             CollectiveKind::AllGather => gathered,

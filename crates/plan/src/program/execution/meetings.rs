@@ -33,7 +33,7 @@ impl Meetings {
         let mut indices = BTreeMap::new();
         let mut groups: Vec<Group> = Vec::new();
         let mut join = |kind: GroupKind, party: &Party<'_>| {
-            let is_alone = kind.axis().is_some_and(|axis| mesh.size(axis) == 1);
+            let is_alone = kind != GroupKind::World && kind.axes().iter().all(|&axis| mesh.size(axis) == 1);
             let key = match kind.spans_stages() && !is_alone {
                 true => (kind, 0, 0),
                 false => (kind, party.stage, if is_alone { party.rank } else { 0 }),

@@ -278,7 +278,7 @@ impl<'a> Tracker<'a> {
                 // A unit without gradients contributes zeros.
                 self.start_accumulating(unit);
                 if self.policy.sharding.gradients && self.units[unit].trainable > 0 {
-                    let bytes = self.layout.kept(self.units[unit].trainable, true) * self.layout.gradient_bytes;
+                    let bytes = self.layout.kept_trainable(&self.units[unit], true) * self.layout.gradient_bytes;
                     match self.held[unit].gradients {
                         None => self.held[unit].gradients = Some(bytes),
                         Some(_) => self.held[unit].summand = Some(self.pool.allocate(bytes)),
@@ -366,14 +366,13 @@ pub(super) fn buffer_bytes(
     layout: &Layout,
     costs: &Costs,
 ) -> usize {
-    let kept = |elements, is_sharded| layout.kept(elements, is_sharded);
     let sharding = policy.sharding;
     match buffer {
         UnitBuffer::Parameters => {
-            (kept(unit.trainable, sharding.parameters) + kept(unit.frozen, sharding.parameters))
+            (layout.kept_trainable(unit, sharding.parameters) + layout.kept_frozen(unit, sharding.parameters))
                 * layout.parameter_bytes
         }
-        UnitBuffer::Optimizer => kept(unit.trainable, sharding.optimizer) * costs.optimizer_element_bytes,
+        UnitBuffer::Optimizer => layout.kept_trainable(unit, sharding.optimizer) * costs.optimizer_element_bytes,
         UnitBuffer::Activations { .. } => 0,
     }
 }
