@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use rustix::time::{ClockId, clock_gettime};
-use shardwise_model::{Activations, Batch, Model};
+use shardwise_model::{Activations, Batch, Model, Pass};
 use shardwise_plan::{Dtype, FloatsMut};
 use shardwise_torch::autograd::{self, Graph};
 use shardwise_torch::exclusive;
@@ -54,7 +54,7 @@ impl Bare {
         let mut x: Option<Tensor> = None;
         for (unit, parameters) in self.model.units().iter().zip(&self.parameters) {
             let tied = unit.tied().map(|tied| &self.parameters[tied.unit][tied.parameter]);
-            x = Some(unit.forward(parameters, tied, x.as_ref(), batch, Activations::All)?);
+            x = Some(unit.forward(parameters, tied, x.as_ref(), batch, &Pass::new(Activations::All))?);
         }
         let loss = x.context("a model has units")?;
         let tokens = batch.inputs.numel() as f32;

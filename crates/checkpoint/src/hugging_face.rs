@@ -10,12 +10,14 @@ use serde_json::json;
 use shardwise_plan::{Dtype, FloatsMut};
 
 use crate::load::{convert, is_float};
+use crate::manifest::TensorEntry;
 use crate::region::elements;
 use crate::safetensors::{self, Entry, TensorInfo};
 use crate::save::{UPLOAD_BYTES, write_in_parts, write_manifest, write_table};
 use crate::store::step_folder;
 use crate::{
-    Checkpoint, Error, FILE_BYTES, FORMAT, FlatBuffer, Manifest, Result, SaveId, Store, Tensor, UnitLayout, UnitReader,
+    Checkpoint, Error, FILE_BYTES, FORMAT, FlatBuffer, Manifest, Owners, Result, SaveId, Store, Tensor, UnitLayout,
+    UnitReader,
 };
 
 /// The name of the file with the model's configuration.
@@ -284,16 +286,18 @@ fn tensor_bytes(shape: &[u64], dtype: Dtype) -> u64 {
     elements(shape).unwrap_or(0).saturating_mul(dtype.bytes() as u64)
 }
 
-/// Assigns the tensors to files, in model order.
+/// Assigns the tensors to files: unit by unit, and by name within a unit, because the order in a checkpoint depends on the layout that
+/// wrote it.
 fn plan_files(checkpoint: &Checkpoint, prefix: &str, export: &ExportOptions) -> Result<Vec<Vec<ExportedTensor>>> {
     let mut files: Vec<Vec<ExportedTensor>> = vec![Vec::new()];
     let (mut file_bytes, mut names) = (0u64, BTreeSet::new());
     for unit in &checkpoint.manifest().units {
-        for tensor in &checkpoint.unit(&unit.name)?.table().tensors {
-            // Skip optimizer state.
-            if tensor.name.contains('/') {
-                continue;
-            }
+        let reader = checkpoint.unit(&unit.name)?;
+        // Skip optimizer state.
+        let parameters = reader.table().tensors.iter().filter(|tensor| !tensor.name.contains('/'));
+        let mut parameters: Vec<&TensorEntry> = parameters.collect();
+        parameters.sort_by(|one, other| one.name.cmp(&other.name));
+        for tensor in parameters {
             let bytes = tensor_bytes(&tensor.shape, export.dtype);
             if !names.insert(tensor.name.clone()) {
                 let problem = format!("two of its units have a tensor named {}", tensor.name);
@@ -329,7 +333,7 @@ pub fn import(weights: &Weights, to: &Store, progress: &mut dyn FnMut(u64)) -> R
         if is_buffer(own) || tied && own == "lm_head.weight" {
             continue;
         }
-        let tensor = Tensor { name: own.to_string(), shape: found.shape.clone() };
+        let tensor = Tensor::whole(own, found.shape.clone());
         units.entry(unit_of(own)).or_default().push((tensor, name.to_string()));
     }
     let save = SaveId::new();
@@ -342,7 +346,8 @@ pub fn import(weights: &Weights, to: &Store, progress: &mut dyn FnMut(u64)) -> R
         };
         let is_f64 = tensors.iter().any(|(_, name)| weights.tensors[name].1.dtype == Ok(Dtype::F64));
         let dtype = if is_f64 { Dtype::F64 } else { Dtype::F32 };
-        let buffer = FlatBuffer { dtype, tensors: tensors.iter().map(|(tensor, _)| tensor.clone()).collect() };
+        let tensors_of_unit = tensors.iter().map(|(tensor, _)| tensor.clone()).collect();
+        let buffer = FlatBuffer { dtype, tensors: tensors_of_unit, owners: Owners::all(1) };
         let layout = UnitLayout { name, buffers: vec![buffer], owners: 1, index, file_bytes: FILE_BYTES };
         let plan = layout.files(save).remove(0);
         let header = plan.header;

@@ -1,13 +1,15 @@
 //! The assignment of a unit's bytes to files, and of files to writers.
 //!
 //! A unit consists of flat buffers of one dtype each, which hold its tensors one after the other: the masters, the first
-//! moments, and so on. All buffers are sharded among the same owners. A file has the shards of consecutive owners, as many as
-//! make it large enough; so the number of files depends on the number of bytes and units, not on the number of owners. Whole
-//! tensors are stored under their own name and shape, so that a unit in one file is plain safetensors.
+//! moments, and so on. Each buffer is sharded among some of the owners: all of them or, if it has one part of tensors that are split
+//! by tensor parallelism, every n-th. A file has the shards of consecutive owners, as many as make it large enough; so the number of
+//! files depends on the number of bytes and units, not on the number of owners. Whole tensors are stored under their own name and
+//! shape, so that a unit in one file is plain safetensors.
 
+use std::collections::HashMap;
 use std::ops::Range;
 
-use shardwise_plan::{Dtype, Partition};
+use shardwise_plan::{Dtype, Partition, Slice};
 
 use crate::manifest::{FileEntry, PIECE_BYTES, ShardEntry, Table, TensorEntry, UnitEntry};
 use crate::region::{Region, elements};
@@ -21,13 +23,77 @@ pub const FILE_BYTES: u64 = 64 << 20;
 pub struct Tensor {
     /// The parameter's name, with a suffix for optimizer state.
     pub name: String,
-    /// The unsharded shape.
+    /// The shape of the whole tensor.
     pub shape: Vec<u64>,
+    /// The part of it that is in the buffer; `None` for all of it.
+    pub slice: Option<Slice>,
 }
 
 impl Tensor {
+    /// A whole tensor.
+    pub fn whole(name: impl Into<String>, shape: Vec<u64>) -> Self {
+        Tensor { name: name.into(), shape, slice: None }
+    }
+
     fn elements(&self) -> u64 {
-        elements(&self.shape).expect("a tensor in memory has a number of elements")
+        elements(&self.kept_shape()).expect("a tensor in memory has a number of elements")
+    }
+
+    /// The shape of what is in the buffer.
+    fn kept_shape(&self) -> Vec<u64> {
+        let mut shape = self.shape.clone();
+        if let Some(slice) = &self.slice {
+            shape[slice.dimension] = slice.len() as u64;
+        }
+        shape
+    }
+
+    /// A range of what is in the buffer, as a region of the whole tensor.
+    fn region(&self, range: Range<u64>) -> Region {
+        match &self.slice {
+            Some(slice) => Region::of_slice(&self.shape, slice).part(range),
+            None => Region::flat(range),
+        }
+    }
+
+    /// The name of what is in the buffer: that of the tensor, with the ranges of a slice.
+    fn kept_name(&self) -> String {
+        match &self.slice {
+            Some(Slice { dimension, ranges }) => {
+                let ranges: Vec<String> =
+                    ranges.iter().map(|range| format!("{}..{}", range.start, range.end)).collect();
+                format!("{}[{dimension}: {}]", self.name, ranges.join(", "))
+            }
+            None => self.name.clone(),
+        }
+    }
+}
+
+/// The owners of a buffer's shards: `count` of them, every `stride`-th from `first` on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Owners {
+    /// The first.
+    pub first: usize,
+    /// The difference between one and the next.
+    pub stride: usize,
+    /// How many there are.
+    pub count: usize,
+}
+
+impl Owners {
+    /// All owners of a unit.
+    pub fn all(count: usize) -> Self {
+        Owners { first: 0, stride: 1, count }
+    }
+
+    /// The shards that owners in this range have.
+    fn shards(&self, owners: &Range<usize>) -> Range<usize> {
+        let before = |owner: usize| owner.saturating_sub(self.first).div_ceil(self.stride).min(self.count);
+        before(owners.start)..before(owners.end)
+    }
+
+    fn owner(&self, shard: usize) -> usize {
+        self.first + shard * self.stride
     }
 }
 
@@ -38,6 +104,8 @@ pub struct FlatBuffer {
     pub dtype: Dtype,
     /// The tensors, in order.
     pub tensors: Vec<Tensor>,
+    /// The owners of its shards.
+    pub owners: Owners,
 }
 
 impl FlatBuffer {
@@ -53,7 +121,7 @@ pub struct UnitLayout {
     pub name: String,
     /// The unit's buffers.
     pub buffers: Vec<FlatBuffer>,
-    /// The number of shards of each buffer, one per owner.
+    /// The number of owners.
     pub owners: usize,
     /// The unit's index in the model. Owners take turns as writers, so that several write at once.
     pub index: usize,
@@ -110,13 +178,14 @@ impl UnitLayout {
         let mut rest = pieces;
         let mut files = Vec::new();
         let mut tensors: Vec<TensorEntry> = Vec::new();
-        for buffer in &self.buffers {
-            tensors.extend(buffer.tensors.iter().map(|tensor| TensorEntry {
-                name: tensor.name.clone(),
-                dtype: buffer.dtype,
-                shape: tensor.shape.clone(),
-                shards: Vec::new(),
-            }));
+        // Slices of one tensor are in several buffers.
+        let mut entry_of: HashMap<&str, usize> = HashMap::new();
+        for (buffer, tensor) in self.buffers.iter().flat_map(|buffer| buffer.tensors.iter().map(move |t| (buffer, t))) {
+            entry_of.entry(&tensor.name).or_insert_with(|| {
+                let (name, shape) = (tensor.name.clone(), tensor.shape.clone());
+                tensors.push(TensorEntry { name, dtype: buffer.dtype, shape, shards: Vec::new() });
+                tensors.len() - 1
+            });
         }
         for (index, (plan, owners)) in self.files(save).iter().zip(self.groups()).enumerate() {
             let (own, others) = rest.split_at(plan.pieces());
@@ -124,8 +193,9 @@ impl UnitLayout {
             files.push(FileEntry { name: plan.name.clone(), bytes: plan.bytes(), pieces: own.to_vec() });
             let mut offset_bytes = plan.header.len() as u64;
             for part in self.parts(owners) {
-                let region = Region::flat(part.range.clone());
-                tensors[part.tensor].shards.push(ShardEntry { file: index as u32, offset_bytes, region });
+                let tensor = self.tensor(part.tensor);
+                let shard = ShardEntry { file: index as u32, offset_bytes, region: tensor.region(part.range.clone()) };
+                tensors[entry_of[tensor.name.as_str()]].shards.push(shard);
                 offset_bytes += part.bytes();
             }
         }
@@ -156,9 +226,9 @@ impl UnitLayout {
         let entries: Vec<safetensors::Entry> = self.parts(owners.clone()).map(|part| part.entry(self)).collect();
         let mut segments = Vec::new();
         for (index, buffer) in self.buffers.iter().enumerate() {
-            let cut = Partition::new(buffer.len() as usize, self.owners);
-            segments.extend(owners.clone().map(|owner| {
-                let range = cut.range(owner);
+            let cut = Partition::new(buffer.len() as usize, buffer.owners.count);
+            segments.extend(buffer.owners.shards(&owners).map(|shard| {
+                let (range, owner) = (cut.range(shard), buffer.owners.owner(shard));
                 let bytes = (range.len() * buffer.dtype.bytes()) as u64;
                 Segment { owner, buffer: index, range: range.start as u64..range.end as u64, bytes }
             }));
@@ -175,8 +245,12 @@ impl UnitLayout {
     fn parts(&self, owners: Range<usize>) -> impl Iterator<Item = Part> {
         let mut tensors_before = 0;
         self.buffers.iter().flat_map(move |buffer| {
-            let cut = Partition::new(buffer.len() as usize, self.owners);
-            let (from, to) = (cut.range(owners.start).start as u64, cut.range(owners.end - 1).end as u64);
+            let cut = Partition::new(buffer.len() as usize, buffer.owners.count);
+            let shards = buffer.owners.shards(&owners);
+            let (from, to) = match shards.is_empty() {
+                true => (0, 0),
+                false => (cut.range(shards.start).start as u64, cut.range(shards.end - 1).end as u64),
+            };
             let (first, mut offset) = (tensors_before, 0);
             tensors_before += buffer.tensors.len();
             let parts: Vec<Part> = buffer
@@ -220,9 +294,9 @@ impl Part {
     fn entry(&self, unit: &UnitLayout) -> safetensors::Entry {
         let tensor = unit.tensor(self.tensor);
         let (name, shape) = match self.range == (0..tensor.elements()) {
-            true => (tensor.name.clone(), tensor.shape.clone()),
+            true => (tensor.kept_name(), tensor.kept_shape()),
             false => (
-                format!("{}[{}..{}]", tensor.name, self.range.start, self.range.end),
+                format!("{}[{}..{}]", tensor.kept_name(), self.range.start, self.range.end),
                 vec![self.range.end - self.range.start],
             ),
         };
@@ -247,8 +321,9 @@ mod tests {
                     tensors: shapes
                         .into_iter()
                         .enumerate()
-                        .map(|(t, shape)| Tensor { name: format!("{b}.{t}"), shape })
+                        .map(|(t, shape)| Tensor::whole(format!("{b}.{t}"), shape))
                         .collect(),
+                    owners: Owners::all(owners),
                 });
                 UnitLayout { name: "unit".to_string(), buffers: buffers.collect(), owners, index, file_bytes }
             },
@@ -281,10 +356,10 @@ mod tests {
 
     #[test]
     fn the_number_of_files_depends_on_size_not_on_owners() {
-        let tensors = vec![Tensor { name: "w".to_string(), shape: vec![1 << 12, 1 << 14] }];
+        let tensors = vec![Tensor::whole("w", vec![1 << 12, 1 << 14])];
         let unit = |owners| UnitLayout {
             name: "block.0".to_string(),
-            buffers: vec![FlatBuffer { dtype: Dtype::F32, tensors: tensors.clone() }],
+            buffers: vec![FlatBuffer { dtype: Dtype::F32, tensors: tensors.clone(), owners: Owners::all(owners) }],
             owners,
             index: 5,
             file_bytes: FILE_BYTES,

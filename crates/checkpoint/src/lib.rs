@@ -48,7 +48,7 @@ mod store;
 pub use byte_source::ByteSource;
 pub use error::{Error, Result};
 pub use hash::Hash;
-pub use layout::{FILE_BYTES, FilePlan, FlatBuffer, Segment, Tensor, UnitLayout};
+pub use layout::{FILE_BYTES, FilePlan, FlatBuffer, Owners, Segment, Tensor, UnitLayout};
 pub use load::{Checkpoint, UnitReader};
 pub use manifest::{FORMAT, FileEntry, Manifest, ManifestError, ShardEntry, Table, TensorEntry, UnitEntry};
 pub use region::{Overlap, Region, Run, elements};

@@ -1,19 +1,20 @@
 //! Regions of tensors, and the overlap of two regions.
 //!
-//! A region is a box (a range along every dimension) and a range of that box's elements in row-major order. So it can be a
-//! flat range of the whole tensor (ZeRO), a range along one dimension (tensor parallelism), or a flat range of the latter (both).
+//! A region is a box (ranges along every dimension) and a range of that box's elements in row-major order. So it can be a
+//! flat range of the whole tensor (ZeRO), ranges along one dimension (tensor parallelism), or a flat range of the latter (both).
 
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
+use shardwise_plan::Slice;
 
 /// The region of a tensor that a shard holds.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Region {
-    /// A range along every dimension; empty for the whole tensor.
+    /// The ranges along every dimension, ascending; empty for the whole tensor.
     #[serde(rename = "box", default, skip_serializing_if = "Vec::is_empty")]
-    ranges: Vec<[u64; 2]>,
+    ranges: Vec<Vec<[u64; 2]>>,
     /// The range of the box's elements, in row-major order.
     flat: [u64; 2],
 }
@@ -51,11 +52,12 @@ impl Region {
         Region { ranges: Vec::new(), flat: [range.start, range.end] }
     }
 
-    /// A range along one dimension.
-    pub fn along(shape: &[u64], dimension: usize, range: Range<u64>) -> Self {
-        let mut ranges: Vec<[u64; 2]> = shape.iter().map(|&size| [0, size]).collect();
-        ranges[dimension] = [range.start, range.end];
-        let len = ranges.iter().map(|[start, end]| end - start).product();
+    /// A slice of a tensor.
+    pub fn of_slice(shape: &[u64], slice: &Slice) -> Self {
+        let mut ranges: Vec<Vec<[u64; 2]>> = shape.iter().map(|&size| vec![[0, size]]).collect();
+        let of_slice = slice.ranges.iter().map(|range| [range.start as u64, range.end as u64]);
+        ranges[slice.dimension] = of_slice.collect();
+        let len = ranges.iter().map(|ranges| total(ranges)).product();
         Region { ranges, flat: [0, len] }
     }
 
@@ -81,9 +83,9 @@ impl Region {
             true => elements(shape),
             false => {
                 let within = self.ranges.len() == shape.len()
-                    && self.ranges.iter().zip(shape).all(|([start, end], &size)| start <= end && *end <= size);
-                let sizes: Vec<u64> = self.ranges.iter().map(|[start, end]| end.saturating_sub(*start)).collect();
-                elements(&sizes).filter(|_| within && elements(shape).is_some())
+                    && self.ranges.iter().zip(shape).all(|(ranges, &size)| are_ascending(ranges, size));
+                let sizes = || self.ranges.iter().map(|ranges| total(ranges)).collect::<Vec<_>>();
+                if within && elements(shape).is_some() { elements(&sizes()) } else { None }
             }
         };
         boxed.is_some_and(|boxed| self.flat[0] <= self.flat[1] && self.flat[1] <= boxed)
@@ -91,29 +93,62 @@ impl Region {
 
     /// The region's contiguous runs, in order.
     pub fn runs(&self, shape: &[u64]) -> impl Iterator<Item = Run> + use<> {
-        let (ranges, sizes) = match self.ranges.is_empty() {
-            true => (shape.iter().map(|&size| [0, size]).collect(), shape.to_vec()),
-            false => (self.ranges.clone(), self.ranges.iter().map(|[start, end]| end - start).collect::<Vec<u64>>()),
+        self.runs_from(shape, 0)
+    }
+
+    /// The number of elements of the box that come before an offset in the tensor.
+    fn elements_before(&self, shape: &[u64], offset: u64) -> u64 {
+        if self.ranges.is_empty() {
+            return offset;
+        }
+        let mut before = 0;
+        for (dimension, ranges) in self.ranges.iter().enumerate() {
+            let inner: u64 = shape[dimension + 1..].iter().product();
+            let coordinate = offset / inner.max(1) % shape[dimension].max(1);
+            let boxed_inner: u64 = self.ranges[dimension + 1..].iter().map(|ranges| total(ranges)).product();
+            let lower = ranges.iter().map(|&[start, end]| end.min(coordinate).saturating_sub(start)).sum::<u64>();
+            before += lower * boxed_inner;
+            if !ranges.iter().any(|&[start, end]| (start..end).contains(&coordinate)) {
+                break;
+            }
+        }
+        before
+    }
+
+    /// The runs with elements from an offset in the tensor on. The first one may start earlier.
+    fn runs_from(&self, shape: &[u64], offset: u64) -> impl Iterator<Item = Run> + use<> {
+        let skipped = match offset {
+            0 => 0,
+            _ => self.elements_before(shape, offset).clamp(self.flat[0], self.flat[1]) - self.flat[0],
         };
+        let ranges: Vec<Vec<[u64; 2]>> = match self.ranges.is_empty() {
+            true => shape.iter().map(|&size| vec![[0, size]]).collect(),
+            false => self.ranges.clone(),
+        };
+        let sizes: Vec<u64> = ranges.iter().map(|ranges| total(ranges)).collect();
         let shape = shape.to_vec();
         // From this dimension on, the box is as wide as the tensor, so its elements are contiguous.
         let whole = (0..shape.len()).rev().take_while(|&d| sizes[d] == shape[d]).last().unwrap_or(shape.len());
         // An empty region has no runs, but the product of its sizes may overflow.
-        let row = sizes[whole.saturating_sub(1)..].iter().fold(1u64, |row, &size| row.saturating_mul(size));
-        let [mut at, end] = self.flat;
-        let start = at;
+        let row = sizes[whole..].iter().fold(1u64, |row, &size| row.saturating_mul(size));
+        let [start, end] = self.flat;
+        let mut at = start + skipped;
         std::iter::from_fn(move || {
             if at >= end {
                 return None;
             }
             // Convert the element's coordinates in the box to an offset in the tensor.
-            let (mut rest, mut global, mut stride) = (at, 0, 1);
+            let (mut rest, mut global, mut stride, mut left) = (at, 0, 1, 1);
             for dimension in (0..shape.len()).rev() {
-                global += (rest % sizes[dimension] + ranges[dimension][0]) * stride;
+                let (coordinate, left_in_range) = locate(&ranges[dimension], rest % sizes[dimension]);
+                if dimension + 1 == whole {
+                    left = left_in_range;
+                }
+                global += coordinate * stride;
                 rest /= sizes[dimension];
                 stride *= shape[dimension];
             }
-            let len = (row - at % row).min(end - at);
+            let len = (row.saturating_mul(left) - at % row).min(end - at);
             let run = Run { global, local: at - start, len };
             at += len;
             Some(run)
@@ -122,7 +157,11 @@ impl Region {
 
     /// The overlaps with another region of the same tensor.
     pub fn overlaps(&self, other: &Region, shape: &[u64]) -> Vec<Overlap> {
-        let (mut ours, mut theirs) = (self.runs(shape).peekable(), other.runs(shape).peekable());
+        // A part of a row is looked up in shards that may have many rows.
+        let first = |region: &Region| region.runs(shape).next().map(|run| run.global);
+        let (Some(one), Some(two)) = (first(self), first(other)) else { return Vec::new() };
+        let from = one.max(two);
+        let (mut ours, mut theirs) = (self.runs_from(shape, from).peekable(), other.runs_from(shape, from).peekable());
         let mut overlaps = Vec::new();
         while let (Some(a), Some(b)) = (ours.peek(), theirs.peek()) {
             let (start, end) = (a.global.max(b.global), (a.global + a.len).min(b.global + b.len));
@@ -142,6 +181,33 @@ impl Region {
     }
 }
 
+/// The number of indices in these ranges.
+fn total(ranges: &[[u64; 2]]) -> u64 {
+    ranges.iter().fold(0u64, |sum, [start, end]| sum.saturating_add(end.saturating_sub(*start)))
+}
+
+/// Whether ranges are ascending, do not overlap, and end within `size`.
+fn are_ascending(ranges: &[[u64; 2]], size: u64) -> bool {
+    let mut at = 0;
+    ranges.iter().all(|&[start, end]| {
+        let fits = at <= start && start <= end && end <= size;
+        at = end;
+        fits
+    })
+}
+
+/// The index of the element at `offset` in these ranges, and the number of elements from it to the end of its range.
+fn locate(ranges: &[[u64; 2]], offset: u64) -> (u64, u64) {
+    let mut rest = offset;
+    for &[start, end] in ranges {
+        if rest < end - start {
+            return (start + rest, end - start - rest);
+        }
+        rest -= end - start;
+    }
+    unreachable!("the offset is within the ranges")
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -150,30 +216,33 @@ mod tests {
 
     /// Lists the elements of a region, in order, the slow way.
     fn listed(region: &Region, shape: &[u64]) -> Vec<u64> {
-        let ranges: Vec<[u64; 2]> = match region.ranges.is_empty() {
-            true => shape.iter().map(|&size| [0, size]).collect(),
+        let ranges: Vec<Vec<[u64; 2]>> = match region.ranges.is_empty() {
+            true => shape.iter().map(|&size| vec![[0, size]]).collect(),
             false => region.ranges.clone(),
         };
         let mut all = vec![0];
-        for (dimension, [start, end]) in ranges.into_iter().enumerate() {
-            all = all.iter().flat_map(|before| (start..end).map(move |i| before * shape[dimension] + i)).collect();
+        for (dimension, ranges) in ranges.into_iter().enumerate() {
+            let indices: Vec<u64> = ranges.iter().flat_map(|&[start, end]| start..end).collect();
+            all = all.iter().flat_map(|before| indices.iter().map(move |i| before * shape[dimension] + i)).collect();
         }
         all[region.flat[0] as usize..region.flat[1] as usize].to_vec()
     }
 
     fn region(shape: Vec<u64>) -> impl Strategy<Value = Region> {
         let dimensions = shape.len();
-        (0..=dimensions, any::<[prop::sample::Index; 4]>()).prop_map(move |(dimension, cuts)| {
-            let cut = |index: &prop::sample::Index, len: u64| index.index(len as usize + 1) as u64;
+        (0..=dimensions, any::<[prop::sample::Index; 6]>()).prop_map(move |(dimension, cuts)| {
+            let cut = |index: &prop::sample::Index, len: u64| index.index(len as usize + 1);
             let whole = elements(&shape).unwrap();
             let base = match dimension < dimensions {
                 true => {
-                    let (a, b) = (cut(&cuts[0], shape[dimension]), cut(&cuts[1], shape[dimension]));
-                    Region::along(&shape, dimension, a.min(b)..a.max(b))
+                    let mut ends: Vec<usize> = cuts[..4].iter().map(|index| cut(index, shape[dimension])).collect();
+                    ends.sort_unstable();
+                    let ranges = vec![ends[0]..ends[1], ends[2]..ends[3]];
+                    Region::of_slice(&shape, &Slice { dimension, ranges })
                 }
                 false => Region::flat(0..whole),
             };
-            let (a, b) = (cut(&cuts[2], base.len()), cut(&cuts[3], base.len()));
+            let (a, b) = (cut(&cuts[4], base.len()) as u64, cut(&cuts[5], base.len()) as u64);
             base.part(a.min(b)..a.max(b))
         })
     }
@@ -211,7 +280,7 @@ mod tests {
 
         #[test]
         fn invalid_regions_are_refused(
-            ranges in prop::collection::vec([number(), number()], 0..4),
+            ranges in prop::collection::vec(prop::collection::vec([number(), number()], 0..3), 0..4),
             flat in [number(), number()],
             shape in prop::collection::vec(number(), 0..4),
         ) {

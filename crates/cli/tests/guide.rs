@@ -191,10 +191,18 @@ fn a_run_is_watched_profiled_and_reported() {
 }
 
 #[test]
+fn two_ranks_share_each_layer() {
+    let folder = tempfile::tempdir().unwrap();
+    let (said, _) = follow("tensor-parallelism.md", folder.path());
+    assert!(said.contains("stage 3 on 2 ranks (1 × 1 × tensor 2)"), "{said}");
+}
+
+#[test]
 fn every_command_is_run_or_says_why_not() {
     let followed = [
         "quick-start",
         "choosing-a-stage",
+        "tensor-parallelism",
         "fine-tuning",
         "from-deepspeed",
         "checkpoints",

@@ -106,6 +106,9 @@ pub struct Start {
     /// The number of replicas of the sharded state (`parallel.replicate`).
     #[serde(alias = "replicas")]
     pub replicate: usize,
+    /// The number of ranks that share each layer (`parallel.tensor`).
+    #[serde(default = "one")]
+    pub tensor: usize,
     /// The dtype that units compute in (`precision.param_dtype`).
     #[serde(alias = "precision")]
     pub param_dtype: String,
@@ -328,6 +331,11 @@ mod float_or_text {
     }
 }
 
+/// Journals of earlier versions do not say how many ranks share a layer: each rank had its own.
+fn one() -> usize {
+    1
+}
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test may fail")]
@@ -376,6 +384,7 @@ mod tests {
                 ranks_per_host: 2,
                 zero_stage: 3,
                 replicate: 2,
+                tensor: 1,
                 param_dtype: "bf16".to_string(),
                 parameters: 42,
                 tokens_per_step: 64,

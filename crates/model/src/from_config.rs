@@ -18,7 +18,7 @@ impl Model {
                 ModelConfig::Gpt2(config) => gpt2::unit(config, name, owned),
             }
         });
-        Model::new(units.collect())
+        Model::new(units.collect()).map(Model::built_in)
     }
 }
 

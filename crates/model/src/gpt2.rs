@@ -1,14 +1,17 @@
 //! GPT-2: LayerNorm, learned positions, GELU, biases, and a head that shares the embedding's matrix.
 
+use shardwise_plan::program::InnerCollectives;
 use shardwise_plan::{Gpt2Config, ParameterShape};
 use shardwise_torch::tch::{Kind, Tensor};
 
 use crate::activation_checkpointing::recompute_in_backward;
 use crate::documents::Documents;
 use crate::head::{Head, LmHead, Sizes};
+use crate::pass::Region;
 use crate::unit::embed;
 use crate::{
-    Activations, Batch, Cache, Error, Footprint, Init, Layer, Parameter, Parameters, Result, Tied, Unit, attention,
+    Activations, Batch, Cache, Error, Footprint, Init, Layer, Parameter, Parameters, Pass, PassShape, Result,
+    TensorParallel, Tied, Unit, attention,
 };
 
 /// Builds a unit of the model from its parameters.
@@ -34,7 +37,7 @@ fn with_init(config: &Gpt2Config, parameter: &ParameterShape) -> Parameter {
         }
         _ => Init::Normal { std: config.initializer_range },
     };
-    Parameter::new(name, &parameter.shape, init)
+    Parameter::new(name, &parameter.shape, init).placed(parameter.placement)
 }
 
 struct Norm {
@@ -61,29 +64,34 @@ impl Norm {
     }
 }
 
+/// A matrix and its bias, by columns: every rank computes its own features.
 fn linear(parameters: &Parameters<'_>, x: &Tensor, name: &str) -> Result<Tensor> {
     let weight = parameters.get(&format!("{name}.weight")).f_transpose(0, 1)?;
     Ok(x.f_linear(&weight, Some(parameters.get(&format!("{name}.bias"))))?)
 }
 
+/// A matrix by rows, with which a tensor-parallel region ends, and its bias, which is added once.
+fn row_linear(parameters: &Parameters<'_>, x: &Tensor, name: &str, parallel: &TensorParallel) -> Result<Tensor> {
+    if parallel.size() == 1 {
+        return linear(parameters, x, name);
+    }
+    let weight = parameters.get(&format!("{name}.weight")).f_transpose(0, 1)?;
+    let summed = parallel.leave(&x.f_linear(&weight, None::<&Tensor>)?)?;
+    Ok(summed.f_add(parameters.get(&format!("{name}.bias")))?)
+}
+
 /// Splits a joint projection into query, key and value (sequences, heads, positions, head dim).
-fn heads(projected: &Tensor, heads: usize) -> Result<[Tensor; 3]> {
+fn heads(projected: &Tensor, head_dim: usize) -> Result<[Tensor; 3]> {
     let (sequences, positions) = (projected.size()[0], projected.size()[1]);
     let all = projected.f_chunk(3, 2)?;
-    let split = |joined: &Tensor| joined.f_view([sequences, positions, heads as i64, -1])?.f_transpose(1, 2);
+    let split = |joined: &Tensor| joined.f_view([sequences, positions, -1, head_dim as i64])?.f_transpose(1, 2);
     Ok([split(&all[0])?, split(&all[1])?, split(&all[2])?])
 }
 
 struct Embedding(Gpt2Config);
 
 impl Layer for Embedding {
-    fn forward(
-        &self,
-        parameters: &Parameters<'_>,
-        _: Option<&Tensor>,
-        batch: &Batch,
-        _: Activations,
-    ) -> Result<Tensor> {
+    fn forward(&self, parameters: &Parameters<'_>, _: Option<&Tensor>, batch: &Batch, pass: &Pass) -> Result<Tensor> {
         let positions = match Documents::of(batch)? {
             Some(documents) => {
                 self.check("documents", documents.longest())?;
@@ -94,7 +102,7 @@ impl Layer for Embedding {
                 Tensor::f_arange(batch.inputs.size()[1], (Kind::Int64, batch.inputs.device()))?
             }
         };
-        lookup(parameters, &batch.inputs, &positions)
+        self.look_up(parameters, &batch.inputs, &positions, &pass.parallel)
     }
 
     fn extend(
@@ -103,22 +111,28 @@ impl Layer for Embedding {
         _: Option<&Tensor>,
         tokens: &Tensor,
         cache: &mut Cache,
+        parallel: &TensorParallel,
     ) -> Result<Tensor> {
         let first = cache.advance(tokens.size()[1]);
         let end = first + tokens.size()[1];
         self.check("sequences", end)?;
-        lookup(parameters, tokens, &Tensor::f_arange_start(first, end, (Kind::Int64, tokens.device()))?)
+        let positions = Tensor::f_arange_start(first, end, (Kind::Int64, tokens.device()))?;
+        self.look_up(parameters, tokens, &positions, parallel)
     }
 
     fn max_positions(&self) -> Option<usize> {
         Some(self.0.n_positions)
     }
 
-    fn footprint(&self, tokens: usize, _: usize, element_bytes: usize, _: Activations) -> Footprint {
-        let embedding = Footprint::of_embedding(tokens, self.0.vocab_size, self.0.n_embd, element_bytes);
+    fn footprint(&self, shape: &PassShape) -> Footprint {
+        let embedding = Footprint::of_embedding(shape, self.0.vocab_size, self.0.n_embd);
         // The tokens' part of the sum.
-        let (forward_temporary_bytes, no_grad_temporary_bytes) = (embedding.output_bytes, embedding.output_bytes);
-        Footprint { forward_temporary_bytes, no_grad_temporary_bytes, ..embedding }
+        let temporary = embedding.forward_temporary_bytes.max(embedding.output_bytes);
+        Footprint { forward_temporary_bytes: temporary, no_grad_temporary_bytes: temporary, ..embedding }
+    }
+
+    fn collectives(&self, shape: &PassShape, is_trained: &dyn Fn(&str) -> bool) -> InnerCollectives {
+        shape.collectives_of_embedding(is_trained("wte.weight"), self.0.n_embd)
     }
 
     fn backward_reads_parameters(&self) -> bool {
@@ -127,6 +141,26 @@ impl Layer for Embedding {
 }
 
 impl Embedding {
+    /// The sum of the embeddings of tokens and of their positions, which may be those of one sequence.
+    fn look_up(
+        &self,
+        parameters: &Parameters<'_>,
+        tokens: &Tensor,
+        positions: &Tensor,
+        parallel: &TensorParallel,
+    ) -> Result<Tensor> {
+        let positions = match parallel.splits_sequence() {
+            true => {
+                let own = parallel.own_rows(tokens.numel());
+                let all = positions.f_expand_as(tokens)?.f_reshape(-1)?;
+                all.f_narrow(0, own.start as i64, own.len() as i64)?
+            }
+            false => positions.shallow_clone(),
+        };
+        let position = Tensor::f_embedding(parameters.get("wpe.weight"), &positions, -1, false, false)?;
+        Ok(embed(parameters.get("wte.weight"), tokens, self.0.vocab_size, parallel)?.f_add(&position)?)
+    }
+
     fn check(&self, what: &str, positions: i64) -> Result<()> {
         if positions > self.0.n_positions as i64 {
             let problem = format!("{what} have {positions} positions, and the model has {}", self.0.n_positions);
@@ -134,11 +168,6 @@ impl Embedding {
         }
         Ok(())
     }
-}
-
-fn lookup(parameters: &Parameters<'_>, tokens: &Tensor, positions: &Tensor) -> Result<Tensor> {
-    let position = Tensor::f_embedding(parameters.get("wpe.weight"), positions, -1, false, false)?;
-    Ok(embed(parameters.get("wte.weight"), tokens)?.f_add(&position)?)
 }
 
 struct Block(Gpt2Config);
@@ -149,48 +178,78 @@ impl Layer for Block {
         parameters: &Parameters<'_>,
         input: Option<&Tensor>,
         batch: &Batch,
-        activations: Activations,
+        pass: &Pass,
     ) -> Result<Tensor> {
         let x = input.expect("a block has an input");
-        let x = x.f_add(&self.attend(parameters, x, Documents::of(batch)?, activations)?)?;
-        Ok(x.f_add(&self.mlp(parameters, &x, activations)?)?)
+        let x = x.f_add(&self.attend(parameters, x, batch, pass)?)?;
+        Ok(x.f_add(&self.mlp(parameters, &x, batch.inputs.numel(), pass)?)?)
     }
 
     fn extend(
         &self,
         parameters: &Parameters<'_>,
         input: Option<&Tensor>,
-        _: &Tensor,
+        tokens: &Tensor,
         cache: &mut Cache,
+        parallel: &TensorParallel,
     ) -> Result<Tensor> {
         let x = input.expect("a block has an input");
         let normed = Norm::new(&self.0, parameters, "ln_1").of(x)?;
-        let [query, key, value] = heads(&linear(parameters, &normed, "attn.c_attn")?, self.0.n_head)?;
+        let entered = parallel.enter(&normed, tokens.numel())?;
+        let [query, key, value] = heads(&linear(parameters, &entered, "attn.c_attn")?, self.head_dim())?;
         let [key, value] = cache.extend(&key, &value, None)?;
         let joined = attention::extend(&query, &key, &value, None)?;
-        let x = x.f_add(&linear(parameters, &joined, "attn.c_proj")?)?;
-        Ok(x.f_add(&self.mlp(parameters, &x, Activations::All)?)?)
+        let x = x.f_add(&row_linear(parameters, &joined, "attn.c_proj", parallel)?)?;
+        let pass = Pass { parallel: parallel.clone(), ..Pass::new(Activations::All) };
+        Ok(x.f_add(&self.mlp(parameters, &x, tokens.numel(), &pass)?)?)
     }
 
-    fn footprint(&self, tokens: usize, _: usize, element_bytes: usize, activations: Activations) -> Footprint {
+    fn footprint(&self, shape: &PassShape) -> Footprint {
+        let &PassShape { tokens, element_bytes, .. } = shape;
         let width = self.0.n_embd;
-        let element = |count: usize| tokens * count * width * element_bytes;
+        let (attention, hidden) = (shape.part_of(self.0.n_head) * self.head_dim(), shape.part_of(4 * width));
+        let element = |count: usize| tokens * count * element_bytes;
+        let own_element = |count: usize| shape.own_tokens() * count * element_bytes;
+        // With a split sequence, the outputs of norms are gathered, and not kept.
+        let normed = if shape.splits_sequence { 0 } else { element(2 * width) };
+        let gathered = if shape.splits_sequence { element(width) } else { 0 };
         // The gradient of `mlp.c_proj`, the first that the backward pass computes.
-        let c_proj = 4 * width * width * element_bytes;
-        let (kept, forward, backward) = match activations {
+        let c_proj = hidden * width * element_bytes;
+        let (kept, forward, backward) = match shape.activations {
             // The outputs of norms, the residual and the output; the projections and output of attention; the MLP's hidden layer
             // before and after its activation.
-            Activations::All => (4 + 4 + 8, 1, 4),
-            Activations::Selective => (2 + 3 + 4, 6, 9),
+            Activations::All => {
+                (normed + own_element(2 * width) + element(4 * attention + 2 * hidden), element(width), element(hidden))
+            }
+            Activations::Selective => (
+                own_element(2 * width) + element(3 * attention + hidden),
+                element(2 * width + hidden),
+                element(width + 2 * hidden),
+            ),
         };
         Footprint {
-            kept_bytes: element(kept),
-            output_bytes: element(1),
-            forward_temporary_bytes: element(forward),
-            no_grad_temporary_bytes: element(3 + 8),
-            temporary_bytes: element(backward) + c_proj,
+            kept_bytes: kept,
+            output_bytes: own_element(width),
+            forward_temporary_bytes: forward + gathered,
+            no_grad_temporary_bytes: element(3 * width + 2 * hidden),
+            temporary_bytes: backward + c_proj + gathered,
             sparse_gradient_bytes: 0,
         }
+    }
+
+    fn collectives(&self, shape: &PassShape, is_trained: &dyn Fn(&str) -> bool) -> InnerCollectives {
+        let any = |endings: &[&str]| endings.iter().any(|ending| is_trained(ending));
+        let attention = Region {
+            trains_before: any(&["ln_1.weight", "ln_1.bias"]),
+            trains_inside: any(&["c_attn.weight", "c_attn.bias", "attn.c_proj.weight"]),
+            trains_after: is_trained("attn.c_proj.bias"),
+        };
+        let mlp = Region {
+            trains_before: any(&["ln_2.weight", "ln_2.bias"]),
+            trains_inside: any(&["c_fc.weight", "c_fc.bias", "mlp.c_proj.weight"]),
+            trains_after: is_trained("mlp.c_proj.bias"),
+        };
+        shape.collectives_of_regions(&[attention, mlp], self.0.n_embd)
     }
 
     fn attention_flops(&self, positions: usize) -> f64 {
@@ -199,49 +258,60 @@ impl Layer for Block {
 }
 
 impl Block {
-    fn attend(
-        &self,
-        parameters: &Parameters<'_>,
-        x: &Tensor,
-        documents: Option<Documents>,
-        activations: Activations,
-    ) -> Result<Tensor> {
-        let number = self.0.n_head;
+    fn head_dim(&self) -> usize {
+        self.0.n_embd / self.0.n_head
+    }
+
+    fn attend(&self, parameters: &Parameters<'_>, x: &Tensor, batch: &Batch, pass: &Pass) -> Result<Tensor> {
+        let (rows, head_dim, documents) = (batch.inputs.numel(), self.head_dim(), Documents::of(batch)?);
         let norm = Norm::new(&self.0, parameters, "ln_1");
         let normed = norm.of(x)?;
-        let projected = linear(parameters, &normed, "attn.c_attn")?;
+        let entered = pass.parallel.enter(&normed, rows)?;
+        let whole = entered.f_view([batch.inputs.size()[0], batch.inputs.size()[1], -1])?;
+        let projected = linear(parameters, &whole, "attn.c_attn")?;
         // Returns the output of each document, if sequences are packed, and last the whole output.
         let core = move |projected: &Tensor| -> Result<Vec<Tensor>> {
-            let [query, key, value] = heads(projected, number)?;
+            let [query, key, value] = heads(projected, head_dim)?;
             let attended = attention::causal(&query, &key, &value, None, documents.as_ref())?;
             Ok(attended.parts.into_iter().chain([attended.output]).collect())
         };
         let attended = core(&projected)?;
         let joined = attended.last().expect("attention has an output");
-        let output = linear(parameters, joined, "attn.c_proj")?;
-        if activations == Activations::All {
+        let output = row_linear(parameters, joined, "attn.c_proj", &pass.parallel)?;
+        let is_selective = pass.activations == Activations::Selective;
+        if !is_selective && !pass.gathers_again() {
             return Ok(output);
         }
-        let saved: Vec<&Tensor> = attended.iter().chain([&normed]).collect();
-        let (x, norm, projected) = (x.detach(), norm.detached(), projected.detach());
+        let freed = if is_selective { &attended[..] } else { &[] };
+        let saved: Vec<&Tensor> = freed.iter().chain([&entered]).collect();
+        let (x, norm, projected, parallel) = (x.detach(), norm.detached(), projected.detach(), pass.parallel.clone());
         recompute_in_backward(output, &saved, move || {
-            let mut recomputed = core(&projected)?;
-            recomputed.push(norm.of(&x)?);
+            let mut recomputed = if is_selective { core(&projected)? } else { Vec::new() };
+            recomputed.push(parallel.gather_again(&norm.of(&x)?, rows)?);
             Ok(recomputed)
         })
     }
 
-    fn mlp(&self, parameters: &Parameters<'_>, x: &Tensor, activations: Activations) -> Result<Tensor> {
+    /// The MLP of a block, whose input has `rows` rows on all ranks together.
+    fn mlp(&self, parameters: &Parameters<'_>, x: &Tensor, rows: usize, pass: &Pass) -> Result<Tensor> {
         let norm = Norm::new(&self.0, parameters, "ln_2");
         let normed = norm.of(x)?;
-        let wide = linear(parameters, &normed, "mlp.c_fc")?;
+        let entered = pass.parallel.enter(&normed, rows)?;
+        let wide = linear(parameters, &entered, "mlp.c_fc")?;
         let activated = wide.f_gelu("tanh")?;
-        let output = linear(parameters, &activated, "mlp.c_proj")?;
-        if activations == Activations::All {
+        let output = row_linear(parameters, &activated, "mlp.c_proj", &pass.parallel)?;
+        let is_selective = pass.activations == Activations::Selective;
+        if !is_selective && !pass.gathers_again() {
             return Ok(output);
         }
-        let (x, norm, wide) = (x.detach(), norm.detached(), wide.detach());
-        recompute_in_backward(output, &[&activated, &normed], move || Ok(vec![wide.f_gelu("tanh")?, norm.of(&x)?]))
+        let freed = is_selective.then_some(&activated);
+        let saved: Vec<&Tensor> = freed.into_iter().chain([&entered]).collect();
+        let (x, norm, wide, parallel) = (x.detach(), norm.detached(), wide.detach(), pass.parallel.clone());
+        recompute_in_backward(output, &saved, move || {
+            let mut recomputed = if is_selective { vec![wide.f_gelu("tanh")?] } else { Vec::new() };
+            recomputed.push(parallel.gather_again(&norm.of(&x)?, rows)?);
+            Ok(recomputed)
+        })
     }
 }
 
@@ -253,6 +323,10 @@ impl LmHead for Gpt2Config {
     ) -> Result<(Tensor, &'a Tensor)> {
         let weight = parameters.tied().expect("GPT-2's head is the embedding's matrix");
         Ok((Norm::new(self, parameters, "ln_f").of(input)?, weight))
+    }
+
+    fn norm_names(&self) -> &'static [&'static str] {
+        &["ln_f.weight", "ln_f.bias"]
     }
 
     fn sizes(&self) -> Sizes {

@@ -1,14 +1,15 @@
-//! Transformer models without any parallelism: the Llama family and GPT-2, as chains of units.
+//! Transformer models as chains of units: the Llama family and GPT-2.
 //!
 //! A [`Model`] is a chain of [`Unit`]s: the embedding, the blocks, the head. A unit declares its parameters (name, shape, initial
 //! values) and computes its output from its input and those parameters. It owns no tensors: the caller passes unsharded parameters
-//! in the declared order. So this crate knows nothing about ranks, sharding, precision or optimizers, and the code that does knows
-//! nothing about attention.
+//! in the declared order. So this crate knows nothing about sharding, precision or optimizers, and the code that does knows
+//! nothing about attention. Layers that are split among ranks get the verbs of tensor parallelism ([`TensorParallel`]) as an
+//! argument.
 //!
 //! Parameters have the names and shapes that Hugging Face checkpoints give them.
 //!
 //! ```
-//! use shardwise_model::{Activations, Batch, Layer, LlamaConfig, Model, Parameter, Parameters, Result, Unit};
+//! use shardwise_model::{Activations, Batch, Layer, LlamaConfig, Model, Parameter, Parameters, Pass, Result, Unit};
 //! use shardwise_torch::tch::{Kind, Tensor};
 //!
 //! // A built-in model.
@@ -21,7 +22,7 @@
 //! struct Line;
 //!
 //! impl Layer for Line {
-//!     fn forward(&self, p: &Parameters<'_>, _: Option<&Tensor>, batch: &Batch, _: Activations) -> Result<Tensor> {
+//!     fn forward(&self, p: &Parameters<'_>, _: Option<&Tensor>, batch: &Batch, _: &Pass) -> Result<Tensor> {
 //!         let missed = batch.inputs.f_matmul(p.get("slope"))?.f_sub(&batch.targets)?;
 //!         Ok(missed.f_square()?.f_sum(Kind::Float)?)
 //!     }
@@ -30,7 +31,7 @@
 //! let line = Model::new(vec![Unit::new("line", vec![Parameter::matrix("slope", [1, 1], 0.02)], Line)])?;
 //! let batch = Batch::new(Tensor::from_slice(&[1f32, 2.]).view([2, 1]), Tensor::from_slice(&[2f32, 4.]).view([2, 1]));
 //! let slope = [Tensor::from_slice(&[3f32]).view([1, 1])];
-//! let loss = line.units()[0].forward(&slope, None, None, &batch, Activations::All)?;
+//! let loss = line.units()[0].forward(&slope, None, None, &batch, &Pass::new(Activations::All))?;
 //! assert_eq!(loss.double_value(&[]), 5.);
 //! # Ok::<(), shardwise_model::Error>(())
 //! ```
@@ -47,11 +48,15 @@ mod head;
 pub mod init;
 mod llama;
 mod loss;
+mod pass;
+mod tensor_parallel;
 mod unit;
 
 pub use activation_checkpointing::Activations;
 pub use cache::Cache;
 pub use loss::{IGNORED, head_loss};
+pub use pass::{Pass, PassShape};
+pub use tensor_parallel::{TensorGroup, TensorParallel};
 pub use unit::{Batch, Footprint, Init, Layer, Model, Parameter, Parameters, Tied, Unit};
 
 pub use shardwise_plan::{ConfigError, Gpt2Config, Llama3Rope, LlamaConfig, ModelConfig};
@@ -75,6 +80,9 @@ pub enum Error {
     /// A libtorch operation failed.
     #[error(transparent)]
     Torch(#[from] shardwise_torch::Error),
+    /// A collective inside a layer failed.
+    #[error("{0}")]
+    Communication(shardwise_torch::autograd::ClosureError),
 }
 
 impl From<ConfigError> for Error {

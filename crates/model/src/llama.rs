@@ -3,14 +3,19 @@
 use std::f64::consts::PI;
 use std::ops::Range;
 
-use shardwise_plan::{Llama3Rope, LlamaConfig, ParameterShape};
+use shardwise_plan::program::InnerCollectives;
+use shardwise_plan::{Llama3Rope, LlamaConfig, ParameterShape, Partition};
 use shardwise_torch::tch::{Device, Kind, Tensor};
 
 use crate::activation_checkpointing::recompute_in_backward;
 use crate::documents::Documents;
 use crate::head::{Head, LmHead, Sizes};
+use crate::pass::Region;
 use crate::unit::embed;
-use crate::{Activations, Batch, Cache, Footprint, Init, Layer, Parameter, Parameters, Result, Tied, Unit, attention};
+use crate::{
+    Activations, Batch, Cache, Footprint, Init, Layer, Parameter, Parameters, Pass, PassShape, Result, TensorParallel,
+    Tied, Unit, attention,
+};
 
 /// Builds a unit of the model from its parameters.
 pub(crate) fn unit(config: &LlamaConfig, name: &str, parameters: &[ParameterShape]) -> Unit {
@@ -32,7 +37,7 @@ fn with_init(config: &LlamaConfig, parameter: &ParameterShape) -> Parameter {
         (1, false) => Init::Ones,
         _ => Init::Normal { std: config.initializer_range },
     };
-    Parameter::new(parameter.name.as_str(), &parameter.shape, init)
+    Parameter::new(parameter.name.as_str(), &parameter.shape, init).placed(parameter.placement)
 }
 
 fn rms_norm(config: &LlamaConfig, x: &Tensor, weight: &Tensor) -> Result<Tensor> {
@@ -41,15 +46,15 @@ fn rms_norm(config: &LlamaConfig, x: &Tensor, weight: &Tensor) -> Result<Tensor>
 
 struct Embedding(LlamaConfig);
 
+impl Embedding {
+    fn look_up(&self, parameters: &Parameters<'_>, tokens: &Tensor, parallel: &TensorParallel) -> Result<Tensor> {
+        embed(parameters.get("embed_tokens.weight"), tokens, self.0.vocab_size, parallel)
+    }
+}
+
 impl Layer for Embedding {
-    fn forward(
-        &self,
-        parameters: &Parameters<'_>,
-        _: Option<&Tensor>,
-        batch: &Batch,
-        _: Activations,
-    ) -> Result<Tensor> {
-        embed(parameters.get("embed_tokens.weight"), &batch.inputs)
+    fn forward(&self, parameters: &Parameters<'_>, _: Option<&Tensor>, batch: &Batch, pass: &Pass) -> Result<Tensor> {
+        self.look_up(parameters, &batch.inputs, &pass.parallel)
     }
 
     fn extend(
@@ -58,13 +63,18 @@ impl Layer for Embedding {
         _: Option<&Tensor>,
         tokens: &Tensor,
         cache: &mut Cache,
+        parallel: &TensorParallel,
     ) -> Result<Tensor> {
         cache.advance(tokens.size()[1]);
-        embed(parameters.get("embed_tokens.weight"), tokens)
+        self.look_up(parameters, tokens, parallel)
     }
 
-    fn footprint(&self, tokens: usize, _: usize, element_bytes: usize, _: Activations) -> Footprint {
-        Footprint::of_embedding(tokens, self.0.vocab_size, self.0.hidden_size, element_bytes)
+    fn footprint(&self, shape: &PassShape) -> Footprint {
+        Footprint::of_embedding(shape, self.0.vocab_size, self.0.hidden_size)
+    }
+
+    fn collectives(&self, shape: &PassShape, is_trained: &dyn Fn(&str) -> bool) -> InnerCollectives {
+        shape.collectives_of_embedding(is_trained("embed_tokens.weight"), self.0.hidden_size)
     }
 
     fn backward_reads_parameters(&self) -> bool {
@@ -80,35 +90,47 @@ impl Layer for Block {
         parameters: &Parameters<'_>,
         input: Option<&Tensor>,
         batch: &Batch,
-        activations: Activations,
+        pass: &Pass,
     ) -> Result<Tensor> {
         let x = input.expect("a block has an input");
-        let x = x.f_add(&self.attend(parameters, x, Documents::of(batch)?, activations)?)?;
-        Ok(x.f_add(&self.mlp(parameters, &x, activations)?)?)
+        let x = x.f_add(&self.attend(parameters, x, batch, pass)?)?;
+        Ok(x.f_add(&self.mlp(parameters, &x, batch.inputs.numel(), pass)?)?)
     }
 
     fn extend(
         &self,
         parameters: &Parameters<'_>,
         input: Option<&Tensor>,
-        _: &Tensor,
+        tokens: &Tensor,
         cache: &mut Cache,
+        parallel: &TensorParallel,
     ) -> Result<Tensor> {
         let x = input.expect("a block has an input");
         let normed = rms_norm(&self.0, x, parameters.get("input_layernorm.weight"))?;
-        let joined = self.core(parameters, &normed, None)?.extend(cache)?;
-        let x = x.f_add(&joined.f_linear(parameters.get("self_attn.o_proj.weight"), None::<&Tensor>)?)?;
-        Ok(x.f_add(&self.mlp(parameters, &x, Activations::All)?)?)
+        let entered = parallel.enter(&normed, tokens.numel())?;
+        let joined = self.core(parameters, &entered, None, parallel)?.extend(cache)?;
+        let partial = joined.f_linear(parameters.get("self_attn.o_proj.weight"), None::<&Tensor>)?;
+        let x = x.f_add(&parallel.leave(&partial)?)?;
+        let pass = Pass { parallel: parallel.clone(), ..Pass::new(Activations::All) };
+        Ok(x.f_add(&self.mlp(parameters, &x, tokens.numel(), &pass)?)?)
     }
 
-    fn footprint(&self, tokens: usize, positions: usize, element_bytes: usize, activations: Activations) -> Footprint {
-        let LlamaConfig { hidden_size, intermediate_size, head_dim, .. } = self.0;
-        let (query, key) = (self.0.num_attention_heads * head_dim, self.0.num_key_value_heads * head_dim);
+    fn footprint(&self, shape: &PassShape) -> Footprint {
+        let LlamaConfig { hidden_size, head_dim, .. } = self.0;
+        let &PassShape { tokens, positions, element_bytes, activations, .. } = shape;
+        let intermediate_size = shape.part_of(self.0.intermediate_size);
+        let heads = shape.part_of(self.0.num_attention_heads);
+        let key_heads = heads.div_ceil(self.0.num_attention_heads / self.0.num_key_value_heads);
+        let (query, key) = (heads * head_dim, key_heads * head_dim);
         let element = |count: usize| tokens * count * element_bytes;
+        let own_element = |count: usize| shape.own_tokens() * count * element_bytes;
         // A norm computes in f32 or f64. It keeps its input divided by the root of the mean square and, if the input is narrower, a
         // converted copy of it, too.
-        let (is_wide, in_wide) = (element_bytes >= 4, tokens * hidden_size * element_bytes.max(4));
+        let (is_wide, in_wide) = (element_bytes >= 4, shape.own_tokens() * hidden_size * element_bytes.max(4));
         let norm = if is_wide { in_wide } else { 2 * in_wide };
+        // With a split sequence, the outputs of norms are gathered, and not kept.
+        let normed = |count: usize| if shape.splits_sequence { 0 } else { element(count * hidden_size) };
+        let gathered = if shape.splits_sequence { element(hidden_size) } else { 0 };
         // A sliding window needs a mask of positions by positions, first of booleans and then of floats.
         let mask =
             if self.0.sliding_window.is_some_and(|window| window < positions) { positions * positions } else { 0 };
@@ -119,24 +141,43 @@ impl Layer for Block {
             Activations::All => (
                 // The outputs of norms, the residual and the output; query, key, value and output of attention; gate, up, and their
                 // product.
-                element(if is_wide { 4 } else { 3 } * hidden_size + 4 * query + 3 * intermediate_size),
+                normed(2)
+                    + own_element(if is_wide { 2 } else { 1 } * hidden_size)
+                    + element(4 * query + 3 * intermediate_size),
                 element(intermediate_size),
                 element(3 * intermediate_size),
             ),
             Activations::Selective => (
-                element(2 * hidden_size + query + 2 * key + 2 * intermediate_size),
+                own_element(2 * hidden_size) + element(query + 2 * key + 2 * intermediate_size),
                 element(hidden_size + 2 * intermediate_size),
                 element(hidden_size + 4 * intermediate_size),
             ),
         };
         Footprint {
             kept_bytes: kept + 2 * norm + mask * (1 + element_bytes),
-            output_bytes: element(hidden_size),
-            forward_temporary_bytes: forward,
-            no_grad_temporary_bytes: element(3 * hidden_size + 4 * intermediate_size),
-            temporary_bytes: backward + down_proj + mask * element_bytes.max(4),
+            output_bytes: own_element(hidden_size),
+            forward_temporary_bytes: forward + gathered,
+            no_grad_temporary_bytes: element(hidden_size + 4 * intermediate_size) + own_element(2 * hidden_size),
+            temporary_bytes: backward + down_proj + mask * element_bytes.max(4) + gathered,
             sparse_gradient_bytes: 0,
         }
+    }
+
+    fn collectives(&self, shape: &PassShape, is_trained: &dyn Fn(&str) -> bool) -> InnerCollectives {
+        let any = |endings: &[&str]| endings.iter().any(|ending| is_trained(ending));
+        let attention = ["q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight"];
+        let of_heads = ["q_proj.bias", "k_proj.bias", "v_proj.bias", "q_norm.weight", "k_norm.weight"];
+        let attention = Region {
+            trains_before: is_trained("input_layernorm.weight"),
+            trains_inside: any(&attention) || any(&of_heads),
+            trains_after: false,
+        };
+        let mlp = Region {
+            trains_before: is_trained("post_attention_layernorm.weight"),
+            trains_inside: any(&["gate_proj.weight", "up_proj.weight", "down_proj.weight"]),
+            trains_after: false,
+        };
+        shape.collectives_of_regions(&[attention, mlp], self.0.hidden_size)
     }
 
     fn attention_flops(&self, positions: usize) -> f64 {
@@ -145,32 +186,43 @@ impl Layer for Block {
 }
 
 impl Block {
-    fn attend(
-        &self,
-        parameters: &Parameters<'_>,
-        x: &Tensor,
-        documents: Option<Documents>,
-        activations: Activations,
-    ) -> Result<Tensor> {
+    fn attend(&self, parameters: &Parameters<'_>, x: &Tensor, batch: &Batch, pass: &Pass) -> Result<Tensor> {
+        let (rows, parallel) = (batch.inputs.numel(), &pass.parallel);
         let norm = parameters.get("input_layernorm.weight");
         let normed = rms_norm(&self.0, x, norm)?;
-        let core = self.core(parameters, &normed, documents)?;
+        let entered = parallel.enter(&normed, rows)?;
+        let whole = entered.f_view([batch.inputs.size()[0], batch.inputs.size()[1], -1])?;
+        let core = self.core(parameters, &whole, Documents::of(batch)?, parallel)?;
         let attended = core.attend()?;
         let joined = attended.last().expect("attention has an output");
-        let output = joined.f_linear(parameters.get("self_attn.o_proj.weight"), None::<&Tensor>)?;
-        if activations == Activations::All {
-            return Ok(output);
+        let partial = joined.f_linear(parameters.get("self_attn.o_proj.weight"), None::<&Tensor>)?;
+        let output = parallel.leave(&partial)?;
+        let (x, norm, parallel) = (x.detach(), norm.detach(), parallel.clone());
+        if pass.activations == Activations::All {
+            if !pass.gathers_again() {
+                return Ok(output);
+            }
+            let config = self.0.clone();
+            return recompute_in_backward(output, &[&entered], move || {
+                Ok(vec![parallel.gather_again(&rms_norm(&config, &x, &norm)?, rows)?])
+            });
         }
-        let saved: Vec<&Tensor> = attended.iter().chain([&normed]).collect();
-        let (x, norm, core) = (x.detach(), norm.detach(), core.detached());
+        let saved: Vec<&Tensor> = attended.iter().chain([&entered]).collect();
+        let core = core.detached();
         recompute_in_backward(output, &saved, move || {
             let mut recomputed = core.attend()?;
-            recomputed.push(rms_norm(&core.config, &x, &norm)?);
+            recomputed.push(parallel.gather_again(&rms_norm(&core.config, &x, &norm)?, rows)?);
             Ok(recomputed)
         })
     }
 
-    fn core(&self, parameters: &Parameters<'_>, normed: &Tensor, documents: Option<Documents>) -> Result<Core> {
+    fn core(
+        &self,
+        parameters: &Parameters<'_>,
+        normed: &Tensor,
+        documents: Option<Documents>,
+        parallel: &TensorParallel,
+    ) -> Result<Core> {
         let project = |name: &str| -> Result<Tensor> {
             let weight = parameters.get(&format!("{name}.weight"));
             Ok(normed.f_linear(weight, parameters.find(&format!("{name}.bias")))?)
@@ -183,35 +235,65 @@ impl Block {
             value: project("self_attn.v_proj")?,
             query_norm: parameters.find("self_attn.q_norm.weight").map(Tensor::shallow_clone),
             key_norm: parameters.find("self_attn.k_norm.weight").map(Tensor::shallow_clone),
+            key_of_query: key_of_query(&self.0, parallel),
         })
     }
 
-    fn mlp(&self, parameters: &Parameters<'_>, x: &Tensor, activations: Activations) -> Result<Tensor> {
+    /// The MLP of a block, whose input has `rows` rows on all ranks together.
+    fn mlp(&self, parameters: &Parameters<'_>, x: &Tensor, rows: usize, pass: &Pass) -> Result<Tensor> {
         let linear = |x: &Tensor, name: &str| x.f_linear(parameters.get(name), None::<&Tensor>);
         let norm = parameters.get("post_attention_layernorm.weight");
         let normed = rms_norm(&self.0, x, norm)?;
-        let gate = linear(&normed, "mlp.gate_proj.weight")?;
-        let up = linear(&normed, "mlp.up_proj.weight")?;
+        let entered = pass.parallel.enter(&normed, rows)?;
+        let gate = linear(&entered, "mlp.gate_proj.weight")?;
+        let up = linear(&entered, "mlp.up_proj.weight")?;
         let opened = gate.f_silu()?;
         let gated = opened.f_mul(&up)?;
-        let output = linear(&gated, "mlp.down_proj.weight")?;
-        if activations == Activations::All {
-            // If `up` needs no gradient, autograd does not save the activated gate.
-            if !up.requires_grad() {
-                return Ok(output);
-            }
-            // Recomputing the activated gate is one elementwise operation; keeping it takes an eighth of the memory of a
-            // block's activations.
-            let gate = gate.detach();
-            return recompute_in_backward(output, &[&opened], move || Ok(vec![gate.f_silu()?]));
+        let output = pass.parallel.leave(&linear(&gated, "mlp.down_proj.weight")?)?;
+        // Recomputing the activated gate is one elementwise operation; keeping it takes an eighth of the memory of a block's
+        // activations. If `up` needs no gradient, autograd does not save it.
+        let mut saved: Vec<&Tensor> = Vec::new();
+        let is_selective = pass.activations == Activations::Selective;
+        let (frees_opened, frees_entered) = (is_selective || up.requires_grad(), is_selective || pass.gathers_again());
+        if frees_opened {
+            saved.push(&opened);
         }
-        let (config, x, norm, gate, up) = (self.0.clone(), x.detach(), norm.detach(), gate.detach(), up.detach());
-        recompute_in_backward(output, &[&normed, &opened, &gated], move || {
-            let opened = gate.f_silu()?;
-            let gated = opened.f_mul(&up)?;
-            Ok(vec![rms_norm(&config, &x, &norm)?, opened, gated])
+        if is_selective {
+            saved.push(&gated);
+        }
+        if frees_entered {
+            saved.push(&entered);
+        }
+        if saved.is_empty() {
+            return Ok(output);
+        }
+        let (config, parallel) = (self.0.clone(), pass.parallel.clone());
+        let (x, norm, gate, up) = (x.detach(), norm.detach(), gate.detach(), up.detach());
+        recompute_in_backward(output, &saved, move || {
+            let mut recomputed = Vec::new();
+            if frees_opened {
+                recomputed.push(gate.f_silu()?);
+            }
+            if is_selective {
+                recomputed.push(recomputed[0].f_mul(&up)?);
+            }
+            if frees_entered {
+                recomputed.push(parallel.gather_again(&rms_norm(&config, &x, &norm)?, rows)?);
+            }
+            Ok(recomputed)
         })
     }
+}
+
+/// The key head of each of this rank's query heads, among the rank's key heads; `None` if each key head belongs to the same number
+/// of consecutive query heads.
+fn key_of_query(config: &LlamaConfig, parallel: &TensorParallel) -> Option<Vec<i64>> {
+    let (heads, shared_by) = (config.num_attention_heads, config.num_attention_heads / config.num_key_value_heads);
+    let own = Partition::new(heads, parallel.size()).range(parallel.rank());
+    let first = own.start / shared_by;
+    let is_regular = own.start.is_multiple_of(shared_by) && own.end.is_multiple_of(shared_by)
+        || own.end.div_ceil(shared_by) - first == 1;
+    (!is_regular).then(|| own.map(|head| (head / shared_by - first) as i64).collect())
 }
 
 /// Attention between the input projections and the output projection (Megatron: core attention).
@@ -224,10 +306,12 @@ struct Core {
     value: Tensor,
     query_norm: Option<Tensor>,
     key_norm: Option<Tensor>,
+    /// The key head of each query head, if they are not evenly grouped.
+    key_of_query: Option<Vec<i64>>,
 }
 
 impl Core {
-    /// Returns everything that attention computes: the query and key that the kernel gets; the value, if it was expanded; the
+    /// Returns everything that attention computes: the query and key that the kernel gets; the value, if it was copied; the
     /// output of each document, if sequences are packed; and last the whole output.
     fn attend(&self) -> Result<Vec<Tensor>> {
         let [query, key, value] = self.heads(0)?;
@@ -235,6 +319,7 @@ impl Core {
         let attended = attention::causal(&query, &key, &value, self.config.sliding_window, documents)?;
         let mut computed = match attended.expanded {
             Some([key, value]) => vec![query, key, value],
+            None if self.key_of_query.is_some() => vec![query, key, value],
             None => vec![query, key],
         };
         computed.extend(attended.parts);
@@ -264,7 +349,10 @@ impl Core {
         };
         let query = rope.rotate(&heads(&self.query, &self.query_norm)?)?;
         let key = rope.rotate(&heads(&self.key, &self.key_norm)?)?;
-        Ok([query, key, heads(&self.value, &None)?])
+        let value = heads(&self.value, &None)?;
+        let Some(key_of_query) = &self.key_of_query else { return Ok([query, key, value]) };
+        let index = Tensor::f_from_slice(key_of_query)?.f_to_device(key.device())?;
+        Ok([query, key.f_index_select(1, &index)?, value.f_index_select(1, &index)?])
     }
 
     /// Returns a copy that is detached from the autograd graph.
@@ -278,6 +366,7 @@ impl Core {
             value: self.value.detach(),
             query_norm: detach(&self.query_norm),
             key_norm: detach(&self.key_norm),
+            key_of_query: self.key_of_query.clone(),
         }
     }
 }
@@ -290,6 +379,10 @@ impl LmHead for LlamaConfig {
     ) -> Result<(Tensor, &'a Tensor)> {
         let weight = parameters.tied().unwrap_or_else(|| parameters.get("lm_head.weight"));
         Ok((rms_norm(self, input, parameters.get("model.norm.weight"))?, weight))
+    }
+
+    fn norm_names(&self) -> &'static [&'static str] {
+        &["model.norm.weight"]
     }
 
     fn sizes(&self) -> Sizes {

@@ -1,11 +1,13 @@
 //! The output projection fused with the cross-entropy loss, one chunk of tokens at a time.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use shardwise_plan::Partition;
+use shardwise_plan::program::{CollectiveKind, GroupKind, InnerCollective, InnerCollectives};
 use shardwise_torch::autograd;
-use shardwise_torch::tch::{Kind, Tensor};
+use shardwise_torch::tch::{Kind, Tensor, no_grad};
 
-use crate::{Footprint, Result};
+use crate::{Error, Footprint, PassShape, Result, TensorParallel};
 
 /// A target that the loss ignores (PyTorch: `ignore_index`).
 pub const IGNORED: i64 = -100;
@@ -17,22 +19,42 @@ pub const IGNORED: i64 = -100;
 /// memory at once, and the gradients are computed right away, in the forward pass. So only one backward pass through the result
 /// is possible.
 pub fn head_loss(hidden: &Tensor, weight: &Tensor, targets: &Tensor, chunk_tokens: usize) -> Result<Tensor> {
+    let vocab_size = weight.size()[0] as usize;
+    parallel_head_loss(hidden, weight, targets, vocab_size, chunk_tokens, &TensorParallel::none())
+}
+
+/// Like [`head_loss`], with `weight` divided by rows among the ranks that share the head. All of them get the same loss. They
+/// exchange three numbers per token, and no logits.
+pub(crate) fn parallel_head_loss(
+    hidden: &Tensor,
+    weight: &Tensor,
+    targets: &Tensor,
+    vocab_size: usize,
+    chunk_tokens: usize,
+    parallel: &TensorParallel,
+) -> Result<Tensor> {
     // Ask views, not the tensors themselves: under `no_grad`, a view requires no gradient.
-    let hidden = hidden.f_view([-1, weight.size()[1]])?;
-    let wanted = Wanted { hidden: hidden.requires_grad(), weight: weight.f_view_as(weight)?.requires_grad() };
+    let shape = hidden.size();
+    let wanted =
+        Wanted { hidden: hidden.f_view_as(hidden)?.requires_grad(), weight: weight.f_view_as(weight)?.requires_grad() };
     let targets = targets.f_reshape(-1)?;
     let kind = weight.kind();
-    // Computed in the forward pass, consumed in the backward pass.
-    let grads = Arc::new(Mutex::new(None));
-    let kept = grads.clone();
+    let rows = no_grad(|| {
+        parallel.gather_again(hidden, targets.numel())?.f_view([-1, weight.size()[1]]).map_err(Error::from)
+    })?;
+    let own = Partition::new(vocab_size, parallel.size()).range(parallel.rank());
+    let vocabulary = Vocabulary { first: own.start as i64, parallel };
+    let (loss, [hidden_grad, weight_grad]) =
+        no_grad(|| chunked(&rows, weight, &targets, chunk_tokens, wanted, &vocabulary))?;
+    drop(rows);
+    // Every rank has the part of the gradient that comes from its own part of the vocabulary.
+    let hidden_grad = hidden_grad.map(|grad| no_grad(|| parallel.sum(&grad)?.f_view(&shape[..]).map_err(Error::from)));
+    // Consumed in the backward pass.
+    let kept = Mutex::new(Some([hidden_grad.transpose()?, weight_grad]));
     let mut outputs = autograd::function(
         "head",
-        &[&hidden, weight],
-        |inputs| {
-            let (loss, made) = chunked(inputs[0], inputs[1], &targets, chunk_tokens, wanted)?;
-            *lock(&grads) = Some(made);
-            Ok(autograd::Forward { outputs: vec![loss], saved: vec![] })
-        },
+        &[hidden, weight],
+        |_| Ok(autograd::Forward { outputs: vec![loss], saved: vec![] }),
         move |back| {
             let [hidden, weight] =
                 lock(&kept).take().ok_or("the head's gradients have been used; its graph can be walked only once")?;
@@ -50,29 +72,55 @@ pub fn head_loss(hidden: &Tensor, weight: &Tensor, targets: &Tensor, chunk_token
     Ok(outputs.remove(0))
 }
 
+/// This rank's part of the vocabulary.
+struct Vocabulary<'a> {
+    /// Its first token.
+    first: i64,
+    parallel: &'a TensorParallel,
+}
+
 /// Estimates the memory of a head with this loss.
-pub(crate) fn footprint(
-    tokens: usize,
-    vocab_size: usize,
-    hidden_size: usize,
-    chunk_tokens: usize,
-    element_bytes: usize,
-) -> Footprint {
+pub(crate) fn footprint(shape: &PassShape, vocab_size: usize, hidden_size: usize, chunk_tokens: usize) -> Footprint {
+    let &PassShape { tokens, element_bytes, .. } = shape;
+    let vocab_size = shape.part_of(vocab_size);
     // The size of f32, or of f64 if the model computes in it.
     let wide_bytes = element_bytes.max(4);
     // The logits of a chunk and their softmax.
     let logits = chunk_tokens.min(tokens) * vocab_size * 2 * wide_bytes;
     let weight = vocab_size * hidden_size;
+    let own = shape.own_tokens() * hidden_size * element_bytes;
+    // With a split sequence, the gathered output of the norm and its gradient.
+    let gathered = if shape.splits_sequence { 2 * tokens * hidden_size * element_bytes } else { 0 };
     Footprint {
         // What the norm keeps, its output, the gradient of that, and the gradient of the weight.
-        kept_bytes: tokens * 3 * hidden_size * element_bytes + weight * wide_bytes,
+        kept_bytes: 3 * own + weight * wide_bytes,
         output_bytes: 0,
-        forward_temporary_bytes: logits,
-        no_grad_temporary_bytes: logits + tokens * hidden_size * element_bytes,
+        forward_temporary_bytes: logits + gathered,
+        no_grad_temporary_bytes: logits + own + gathered / 2,
         // The gradient of the weight is accumulated in the wide type, and converted at the end.
         temporary_bytes: if element_bytes == wide_bytes { 0 } else { weight * element_bytes },
         sparse_gradient_bytes: 0,
     }
+}
+
+/// The collectives of a head with this loss: it gathers the hidden states, exchanges three numbers per token, and sums the gradient
+/// of the hidden states right away.
+pub(crate) fn collectives(
+    shape: &PassShape,
+    hidden_has_grad: bool,
+    hidden_size: usize,
+    chunk_tokens: usize,
+) -> InnerCollectives {
+    let wide_bytes = shape.element_bytes.max(4);
+    let exchange = |start: usize| {
+        let row_bytes = 3 * chunk_tokens.min(shape.tokens - start) * wide_bytes;
+        let (group, kind) = (GroupKind::Tensor, CollectiveKind::AllGather);
+        InnerCollective { group, kind, bytes: shape.tensor.size * row_bytes, row_bytes }
+    };
+    let exchanges = (0..shape.tokens).step_by(chunk_tokens).map(exchange);
+    let sum = Some(shape.leave(hidden_size)).filter(|_| hidden_has_grad);
+    let forward: Vec<InnerCollective> = shape.enter(hidden_size).into_iter().chain(exchanges).chain(sum).collect();
+    InnerCollectives { recompute: forward.clone(), forward, backward: Vec::new() }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -104,7 +152,8 @@ fn chunked(
     targets: &Tensor,
     chunk_tokens: usize,
     wanted: Wanted,
-) -> shardwise_torch::Result<(Tensor, [Option<Tensor>; 2])> {
+    vocabulary: &Vocabulary<'_>,
+) -> Result<(Tensor, [Option<Tensor>; 2])> {
     let wide = wide(weight.kind());
     let mut loss = Tensor::f_zeros([], (Kind::Double, hidden.device()))?;
     let hidden_grad = if wanted.hidden { Some(hidden.f_empty_like()?) } else { None };
@@ -120,16 +169,16 @@ fn chunked(
         let part = hidden.f_narrow(0, start, count)?;
         let target = targets.f_narrow(0, start, count)?.f_unsqueeze(1)?;
         let valid = target.f_ne(IGNORED)?;
-        let index = target.f_clamp_min(0)?;
         let logits = part.f_matmul(&weight.f_transpose(0, 1)?)?.f_to_kind(wide)?;
-        let mut probabilities = logits.f_log_softmax(1, wide)?;
-        drop(logits);
-        let chosen = probabilities.f_gather(1, &index, false)?.f_mul(&valid)?;
-        loss = loss.f_sub(&chosen.f_sum(Kind::Double)?)?;
+        let Scored { mut log_probabilities, chosen, index, is_own } = vocabulary.score(logits, &target)?;
+        loss = loss.f_sub(&chosen.f_mul(&valid)?.f_sum(Kind::Double)?)?;
         if hidden_grad.is_some() || weight_grad.is_some() {
             // The gradient of the logits: the probability, minus one for the target.
-            let mut grad = probabilities.f_exp_()?;
-            let minus_one = Tensor::f_full([count, 1], -1., (wide, hidden.device()))?;
+            let mut grad = log_probabilities.f_exp_()?;
+            let minus_one = match is_own {
+                Some(is_own) => is_own.f_to_kind(wide)?.f_neg()?,
+                None => Tensor::f_full([count, 1], -1., (wide, hidden.device()))?,
+            };
             let grad = grad.f_scatter_add_(1, &index, &minus_one)?.f_mul_(&valid)?;
             if let Some(hidden_grad) = &hidden_grad {
                 let enlarged = headroom(weight.kind()).map(|headroom| grad.f_mul_scalar(headroom)).transpose()?;
@@ -143,4 +192,44 @@ fn chunked(
         start += count;
     }
     Ok((loss.f_to_kind(wide)?, [hidden_grad, weight_grad]))
+}
+
+/// The probabilities of a chunk of tokens.
+struct Scored {
+    /// The log-probabilities of this rank's part of the vocabulary.
+    log_probabilities: Tensor,
+    /// The log-probability of each target, on whichever rank it is.
+    chosen: Tensor,
+    /// The index of each target in this rank's part of the vocabulary; 0 if it is on another rank.
+    index: Tensor,
+    /// Whether each target is on this rank, if there are several.
+    is_own: Option<Tensor>,
+}
+
+impl Vocabulary<'_> {
+    /// The probabilities of all tokens of this rank's part of the vocabulary, and of the targets.
+    fn score(&self, mut logits: Tensor, target: &Tensor) -> Result<Scored> {
+        if self.parallel.size() == 1 {
+            let index = target.f_clamp_min(0)?;
+            let log_probabilities = logits.f_log_softmax(1, logits.kind())?;
+            let chosen = log_probabilities.f_gather(1, &index, false)?;
+            return Ok(Scored { log_probabilities, chosen, index, is_own: None });
+        }
+        let (count, own) = (logits.size()[0], logits.size()[1]);
+        let local = target.f_sub_scalar(self.first)?;
+        let is_own = local.f_ge(0)?.f_logical_and(&local.f_lt(own)?)?;
+        let index = local.f_masked_fill(&is_own.f_logical_not()?, 0)?;
+        let picked = logits.f_gather(1, &index, false)?.f_mul(&is_own)?;
+        let largest = logits.f_amax([1i64], true)?;
+        let sum = logits.f_sub(&largest)?.f_exp()?.f_sum_dim_intlist([1i64].as_slice(), true, logits.kind())?;
+        // Every rank's largest logit, the sum of its exponentials relative to it, and its targets' logits.
+        let all = self.parallel.stack(&Tensor::f_cat(&[&largest, &sum, &picked], 1)?)?.f_view([-1, count, 3])?;
+        let column = |index: i64| all.f_narrow(2, index, 1);
+        let largest = column(0)?.f_amax([0i64], false)?;
+        let scaled = column(1)?.f_mul(&column(0)?.f_sub(&largest)?.f_exp()?)?;
+        let normalizer = scaled.f_sum_dim_intlist([0i64].as_slice(), false, logits.kind())?.f_log()?.f_add(&largest)?;
+        let chosen = column(2)?.f_sum_dim_intlist([0i64].as_slice(), false, logits.kind())?.f_sub(&normalizer)?;
+        let log_probabilities = logits.f_sub_(&normalizer)?;
+        Ok(Scored { log_probabilities, chosen, index, is_own: Some(is_own) })
+    }
 }

@@ -5,15 +5,20 @@
 //! last unit read the batch.
 
 use std::collections::HashSet;
+use std::ops::Range;
 
-use shardwise_plan::check_frozen_prefixes;
+use shardwise_plan::program::{InnerCollectives, Place};
+use shardwise_plan::{Partition, Slice, TensorPlacement, check_frozen_prefixes};
 use shardwise_torch::tch::{Device, Tensor, no_grad};
 
-use crate::{Activations, Cache, Error, Result};
+use crate::pass::{Pass, PassShape};
+use crate::{Cache, Error, Result, TensorParallel};
 
 /// A model: a chain of units.
 pub struct Model {
     units: Vec<Unit>,
+    /// Whether it was built from a configuration, by code that tests compare with references.
+    is_built_in: bool,
 }
 
 /// Parameters that are all-gathered and reduced in one collective, and the layer that uses them: the embedding, a block, or the
@@ -47,6 +52,8 @@ pub struct Parameter {
     pub decays: bool,
     /// Whether it is trained; see [`Model::freeze`].
     pub trainable: bool,
+    /// How it is placed on the ranks that share the layer.
+    pub placement: TensorPlacement,
 }
 
 /// The initial values of a parameter.
@@ -101,24 +108,26 @@ pub trait Layer: Send {
     /// of all targets that are not ignored. The first unit reads the batch's inputs, and has no `input`. There is one backward
     /// pass through the output. Parameters may be read here and in the backward pass, but not stored.
     ///
-    /// A layer without selective activation checkpointing ignores `activations`.
+    /// `pass` says which activations to keep, which a layer without selective activation checkpointing ignores, and has the verbs
+    /// of tensor parallelism, which a layer whose parameters are split needs.
     fn forward(
         &self,
         parameters: &Parameters<'_>,
         input: Option<&Tensor>,
         batch: &Batch,
-        activations: Activations,
+        pass: &Pass,
     ) -> Result<Tensor>;
 
     /// Computes the output for new positions, and adds them to `cache`: incremental decoding. `tokens` are the new tokens
-    /// (sequences, positions). The head returns the logits of the last position (sequences, vocab size). A model whose layers
-    /// do not implement this cannot generate.
+    /// (sequences, positions). The head returns the logits of the last position (sequences, vocab size). All ranks that share the
+    /// layer have all positions. A model whose layers do not implement this cannot generate.
     fn extend(
         &self,
         _parameters: &Parameters<'_>,
         _input: Option<&Tensor>,
         _tokens: &Tensor,
         _cache: &mut Cache,
+        _parallel: &TensorParallel,
     ) -> Result<Tensor> {
         let problem = "this unit computes whole sequences only; give its layer an `extend`".to_string();
         Err(Error::Config { key: "generation", problem })
@@ -129,21 +138,25 @@ pub trait Layer: Send {
         None
     }
 
-    /// The logits of every position; `None` for all units but the head.
-    fn logits(&self, _parameters: &Parameters<'_>, _input: &Tensor) -> Result<Option<Tensor>> {
+    /// The logits of every position; `None` for all units but the head. All ranks that share the layer have all positions.
+    fn logits(
+        &self,
+        _parameters: &Parameters<'_>,
+        _input: &Tensor,
+        _parallel: &TensorParallel,
+    ) -> Result<Option<Tensor>> {
         Ok(None)
     }
 
-    /// Estimates the memory besides the parameters, for `tokens` tokens in sequences of `positions`, with elements of
-    /// `element_bytes`. Used only to estimate the memory of a run.
-    fn footprint(
-        &self,
-        _tokens: usize,
-        _positions: usize,
-        _element_bytes: usize,
-        _activations: Activations,
-    ) -> Footprint {
+    /// Estimates the memory besides the parameters. Used only to estimate the memory of a run.
+    fn footprint(&self, _shape: &PassShape) -> Footprint {
         Footprint::default()
+    }
+
+    /// The collectives of the layer's passes, in order: those of the verbs of tensor parallelism that it calls. `is_trained` says of
+    /// the ending of a name whether the layer trains a parameter with it.
+    fn collectives(&self, _shape: &PassShape, _is_trained: &dyn Fn(&str) -> bool) -> InnerCollectives {
+        InnerCollectives::default()
     }
 
     /// The FLOPs of attention in the forward pass, without the projections. Per token, averaged over a sequence of `positions`
@@ -178,11 +191,21 @@ pub struct Footprint {
 
 impl Footprint {
     /// The footprint of a lookup of `tokens` rows in an embedding.
-    pub(crate) fn of_embedding(tokens: usize, vocab_size: usize, hidden_size: usize, element_bytes: usize) -> Self {
+    pub(crate) fn of_embedding(shape: &PassShape, vocab_size: usize, hidden_size: usize) -> Self {
+        let &PassShape { tokens, element_bytes, .. } = shape;
+        let vocab_size = shape.part_of(vocab_size);
         let (rows, table) = (tokens * hidden_size * element_bytes, vocab_size * hidden_size * element_bytes);
         // The rows and, if they are narrower than f32, the same in f32.
         let returned = if element_bytes >= 4 { rows } else { rows + 2 * rows };
-        Footprint { sparse_gradient_bytes: table.saturating_sub(returned), ..Footprint::of_output(rows) }
+        let output = shape.own_tokens() * hidden_size * element_bytes;
+        // The rows of all tokens, of which this rank keeps its own.
+        let forward_temporary_bytes = if shape.tensor.size > 1 { rows } else { 0 };
+        Footprint {
+            sparse_gradient_bytes: table.saturating_sub(returned),
+            forward_temporary_bytes,
+            no_grad_temporary_bytes: forward_temporary_bytes,
+            ..Footprint::of_output(output)
+        }
     }
 
     /// The footprint of a unit that keeps only its output.
@@ -191,10 +214,12 @@ impl Footprint {
     }
 }
 
-/// A unit's unsharded parameters, by name.
+/// A unit's unsharded parameters, by name: those parts that this rank computes with.
 pub struct Parameters<'a> {
     declared: &'a [Parameter],
     tensors: &'a [Tensor],
+    /// By parameter: the part of a tensor of which this rank uses only a part.
+    narrowed: Vec<Option<Tensor>>,
     tied: Option<&'a Tensor>,
 }
 
@@ -212,7 +237,7 @@ impl Parameters<'_> {
         let place = self.declared.iter().position(|parameter| {
             parameter.name.strip_suffix(ending).is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
         })?;
-        Some(&self.tensors[place])
+        Some(self.narrowed[place].as_ref().unwrap_or(&self.tensors[place]))
     }
 
     /// The tied parameter, which another unit owns.
@@ -248,14 +273,18 @@ impl Unit {
     }
 
     /// Estimates the memory besides the parameters; see [`Layer::footprint`].
-    pub fn footprint(
-        &self,
-        tokens: usize,
-        positions: usize,
-        element_bytes: usize,
-        activations: Activations,
-    ) -> Footprint {
-        self.layer.footprint(tokens, positions, element_bytes, activations)
+    pub fn footprint(&self, shape: &PassShape) -> Footprint {
+        self.layer.footprint(shape)
+    }
+
+    /// The collectives of its passes; see [`Layer::collectives`].
+    pub fn collectives(&self, shape: &PassShape) -> InnerCollectives {
+        match shape.tensor.size {
+            1 => InnerCollectives::default(),
+            _ => self.layer.collectives(shape, &|ending| {
+                self.parameters.iter().any(|parameter| parameter.trainable && parameter.name.ends_with(ending))
+            }),
+        }
     }
 
     /// See [`Layer::backward_reads_parameters`].
@@ -268,22 +297,28 @@ impl Unit {
         self.parameters.iter().map(Parameter::elements).sum()
     }
 
-    /// Computes the output. `tensors` are the unit's own parameters; `tied` is the parameter of an earlier unit, if it uses
-    /// one. See [`Layer::forward`].
+    /// Computes the output. `tensors` are the unit's own parameters, as [`Parameter::kept_slice`] divides them; `tied` is the
+    /// parameter of an earlier unit, if it uses one. See [`Layer::forward`].
     pub fn forward(
         &self,
         tensors: &[Tensor],
         tied: Option<&Tensor>,
         input: Option<&Tensor>,
         batch: &Batch,
-        activations: Activations,
+        pass: &Pass,
     ) -> Result<Tensor> {
-        self.layer.forward(&self.given(tensors, tied), input, batch, activations)
+        self.layer.forward(&self.given(tensors, tied, &pass.parallel)?, input, batch, pass)
     }
 
     /// The logits of every position; `None` for all units but the head.
-    pub fn logits(&self, tensors: &[Tensor], tied: Option<&Tensor>, input: &Tensor) -> Result<Option<Tensor>> {
-        self.layer.logits(&self.given(tensors, tied), input)
+    pub fn logits(
+        &self,
+        tensors: &[Tensor],
+        tied: Option<&Tensor>,
+        input: &Tensor,
+        parallel: &TensorParallel,
+    ) -> Result<Option<Tensor>> {
+        self.layer.logits(&self.given(tensors, tied, parallel)?, input, parallel)
     }
 
     /// Computes the output for new positions under `no_grad`, and adds them to `cache`; see [`Layer::extend`]. Every sequence
@@ -295,8 +330,9 @@ impl Unit {
         input: Option<&Tensor>,
         tokens: &Tensor,
         cache: &mut Cache,
+        parallel: &TensorParallel,
     ) -> Result<Tensor> {
-        no_grad(|| self.layer.extend(&self.given(tensors, tied), input, tokens, cache))
+        no_grad(|| self.layer.extend(&self.given(tensors, tied, parallel)?, input, tokens, cache, parallel))
     }
 
     fn check(&self, before: &[Unit]) -> std::result::Result<(), String> {
@@ -325,18 +361,47 @@ impl Unit {
         }
     }
 
-    fn given<'a>(&'a self, tensors: &'a [Tensor], tied: Option<&'a Tensor>) -> Parameters<'a> {
+    fn given<'a>(
+        &'a self,
+        tensors: &'a [Tensor],
+        tied: Option<&'a Tensor>,
+        parallel: &TensorParallel,
+    ) -> Result<Parameters<'a>> {
         assert_eq!(tensors.len(), self.parameters.len(), "{} is given all of its parameters", self.name);
         assert_eq!(tied.is_some(), self.tied.is_some(), "{} is given what it shares", self.name);
-        Parameters { declared: &self.parameters, tensors, tied }
+        let place = Place { size: parallel.size(), index: parallel.rank() };
+        let narrow = |(parameter, tensor): (&Parameter, &Tensor)| match parameter.used_slice(place) {
+            Some(Slice { dimension, ranges }) => {
+                let dimension = dimension as i64;
+                let part = |range: &Range<usize>| tensor.f_narrow(dimension, range.start as i64, range.len() as i64);
+                match &ranges[..] {
+                    [range] => Ok(Some(part(range)?)),
+                    ranges => {
+                        let parts = ranges.iter().map(part).collect::<std::result::Result<Vec<_>, _>>()?;
+                        Ok(Some(Tensor::f_cat(&parts, dimension)?))
+                    }
+                }
+            }
+            None => Ok(None),
+        };
+        let narrowed = self.parameters.iter().zip(tensors).map(narrow).collect::<Result<_>>()?;
+        Ok(Parameters { declared: &self.parameters, tensors, narrowed, tied })
     }
 }
 
 impl Parameter {
-    /// Creates a trainable parameter. Weight decay applies if it has more than one dimension.
+    /// Creates a trainable parameter. Weight decay applies if it has more than one dimension. All ranks that share the layer have
+    /// all of it; see [`Parameter::placed`].
     pub fn new(name: impl Into<String>, shape: &[usize], init: Init) -> Self {
         let dimensions = shape.iter().map(|&size| size as i64).collect();
-        Parameter { name: name.into(), shape: dimensions, init, decays: shape.len() > 1, trainable: true }
+        let placement = TensorPlacement::Replicated;
+        Parameter { name: name.into(), shape: dimensions, init, decays: shape.len() > 1, trainable: true, placement }
+    }
+
+    /// Places the parameter on the ranks that share the layer.
+    #[must_use]
+    pub fn placed(self, placement: TensorPlacement) -> Self {
+        Parameter { placement, ..self }
     }
 
     /// Creates a matrix with normally distributed initial values and weight decay.
@@ -353,14 +418,88 @@ impl Parameter {
     pub fn elements(&self) -> usize {
         self.shape.iter().product::<i64>() as usize
     }
+
+    /// The shape, as sizes.
+    pub fn sizes(&self) -> Vec<usize> {
+        self.shape.iter().map(|&size| size as usize).collect()
+    }
+
+    /// The part of it that a rank keeps; `None` for all of it. Parts that several ranks need are kept by all of them, as a whole.
+    pub fn kept_slice(&self, tensor: Place) -> Option<Slice> {
+        self.split_slice(tensor, true)
+    }
+
+    /// The part of what a rank keeps that it computes with; `None` for all of it.
+    fn used_slice(&self, tensor: Place) -> Option<Slice> {
+        self.split_slice(tensor, false)
+    }
+
+    fn split_slice(&self, tensor: Place, disjoint: bool) -> Option<Slice> {
+        match self.placement {
+            TensorPlacement::Split(split) if tensor.size > 1 && split.is_disjoint(tensor.size) == disjoint => {
+                Some(split.slice(&self.sizes(), tensor.index, tensor.size))
+            }
+            _ => None,
+        }
+    }
+
+    /// The shape of what a rank keeps.
+    pub fn kept_shape(&self, tensor: Place) -> Vec<i64> {
+        match self.kept_slice(tensor) {
+            Some(slice) => slice.shape(&self.sizes()).into_iter().map(|size| size as i64).collect(),
+            None => self.shape.clone(),
+        }
+    }
+
+    /// The number of elements that a rank keeps.
+    pub fn kept_elements(&self, tensor: Place) -> usize {
+        self.kept_shape(tensor).iter().product::<i64>() as usize
+    }
+
+    /// Whether all ranks that share the layer keep all of it.
+    pub fn is_replicated(&self, tensor: Place) -> bool {
+        tensor.size > 1 && self.kept_slice(tensor).is_none()
+    }
+
+    /// Whether all ranks that share the layer compute the same gradient of it, instead of parts of a sum.
+    pub fn has_same_gradient(&self, splits_sequence: bool) -> bool {
+        match self.placement {
+            TensorPlacement::Replicated => !splits_sequence,
+            TensorPlacement::ReplicatedWhole => true,
+            TensorPlacement::ReplicatedInside | TensorPlacement::Split(_) => false,
+        }
+    }
 }
 
 impl Model {
     /// Chains units into a model. The first one reads the batch, the last one returns the loss.
     pub fn new(units: Vec<Unit>) -> Result<Self> {
-        let model = Model { units };
+        let model = Model { units, is_built_in: false };
         model.check().map_err(|problem| Error::Config { key: "units", problem })?;
         Ok(model)
+    }
+
+    /// Marks a model that was built from a configuration.
+    pub(crate) fn built_in(self) -> Self {
+        Model { is_built_in: true, ..self }
+    }
+
+    /// Whether it is one of this crate's models, and not a custom one.
+    pub fn is_built_in(&self) -> bool {
+        self.is_built_in
+    }
+
+    /// Checks that the layers can be shared by this many ranks.
+    pub fn check_tensor_parallel(&self, ranks: usize) -> Result<()> {
+        for unit in self.units.iter().filter(|_| ranks > 1) {
+            for parameter in &unit.parameters {
+                parameter.placement.check(&parameter.sizes(), ranks).map_err(|problem| {
+                    let problem = format!("{} of unit {}: {problem}", parameter.name, unit.name);
+                    Error::Config { key: "tensor parallelism", problem }
+                })?;
+            }
+        }
+        Ok(())
     }
 
     /// Checks the names, which checkpoints use for files and tensors: they must be valid and unique.
@@ -437,8 +576,17 @@ fn repeated<'a>(mut names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
 /// Looks up the embeddings of tokens. On the CPU the gradient of the table is sparse (PyTorch: `Embedding(sparse=True)`): it has
 /// one row for each token of the batch, where a dense one has a row of zeros for every other token of the vocabulary. On other
 /// devices it is dense, because adding rows in parallel gives different bits each time.
-pub(crate) fn embed(table: &Tensor, tokens: &Tensor) -> Result<Tensor> {
-    Ok(Tensor::f_embedding(table, tokens, -1, false, table.device() == Device::Cpu)?)
+///
+/// The ranks that share the table each look up the tokens of their own rows, and sum the results.
+pub(crate) fn embed(table: &Tensor, tokens: &Tensor, vocab_size: usize, parallel: &TensorParallel) -> Result<Tensor> {
+    let look_up = |tokens: &Tensor| Tensor::f_embedding(table, tokens, -1, false, table.device() == Device::Cpu);
+    if parallel.size() == 1 {
+        return Ok(look_up(tokens)?);
+    }
+    let own = Partition::new(vocab_size, parallel.size()).range(parallel.rank());
+    let is_others = tokens.f_lt(own.start as i64)?.f_logical_or(&tokens.f_ge(own.end as i64)?)?;
+    let rows = tokens.f_sub_scalar(own.start as i64)?.f_masked_fill(&is_others, 0)?;
+    parallel.leave(&look_up(&rows)?.f_masked_fill(&is_others.f_unsqueeze(-1)?, 0)?)
 }
 
 #[cfg(test)]
@@ -448,7 +596,7 @@ mod tests {
     struct Nothing;
 
     impl Layer for Nothing {
-        fn forward(&self, _: &Parameters<'_>, _: Option<&Tensor>, _: &Batch, _: Activations) -> Result<Tensor> {
+        fn forward(&self, _: &Parameters<'_>, _: Option<&Tensor>, _: &Batch, _: &Pass) -> Result<Tensor> {
             Ok(Tensor::from(0f32))
         }
     }
@@ -483,7 +631,10 @@ mod tests {
     fn a_layer_that_only_trains_cannot_generate() {
         let unit = unit("head", &[]);
         let tokens = Tensor::from_slice(&[1i64]).view([1, 1]);
-        let error = unit.extend(&[], None, None, &tokens, &mut Cache::new()).err().map(|error| error.to_string());
+        let error = unit
+            .extend(&[], None, None, &tokens, &mut Cache::new(), &TensorParallel::none())
+            .err()
+            .map(|error| error.to_string());
         assert!(error.is_some_and(|error| error.contains("give its layer an `extend`")));
     }
 }

@@ -4,7 +4,7 @@
 
 mod support;
 
-use shardwise_model::{Activations, Batch, Cache, LlamaConfig, Model};
+use shardwise_model::{Activations, Batch, Cache, LlamaConfig, Model, Pass, TensorParallel};
 use shardwise_torch::tch::{Device, Kind, Tensor, manual_seed, no_grad};
 use support::{parameters, variants};
 
@@ -16,8 +16,10 @@ fn at_once(model: &Model, parameters: &[Vec<Tensor>], tokens: &Tensor) -> Tensor
     let (mut x, mut logits) = (None, None);
     for (index, unit) in model.units().iter().enumerate() {
         let tied = unit.tied().map(|tied| &parameters[tied.unit][tied.parameter]);
-        logits = x.as_ref().and_then(|x| no_grad(|| unit.logits(&parameters[index], tied, x).unwrap()));
-        x = Some(unit.forward(&parameters[index], tied, x.as_ref(), &batch, Activations::All).unwrap());
+        logits = x
+            .as_ref()
+            .and_then(|x| no_grad(|| unit.logits(&parameters[index], tied, x, &TensorParallel::none()).unwrap()));
+        x = Some(unit.forward(&parameters[index], tied, x.as_ref(), &batch, &Pass::new(Activations::All)).unwrap());
     }
     logits.unwrap()
 }
@@ -27,7 +29,10 @@ fn extend(model: &Model, parameters: &[Vec<Tensor>], tokens: &Tensor, caches: &m
     let mut x: Option<Tensor> = None;
     for (index, unit) in model.units().iter().enumerate() {
         let tied = unit.tied().map(|tied| &parameters[tied.unit][tied.parameter]);
-        x = Some(unit.extend(&parameters[index], tied, x.as_ref(), tokens, &mut caches[index]).unwrap());
+        x = Some(
+            unit.extend(&parameters[index], tied, x.as_ref(), tokens, &mut caches[index], &TensorParallel::none())
+                .unwrap(),
+        );
     }
     x.unwrap()
 }
@@ -84,6 +89,8 @@ fn positions_that_the_model_lacks_are_an_error() {
     let tokens = Tensor::zeros([1, 5], (Kind::Int64, Device::Cpu));
     let (parameters, mut caches) = (parameters(&model), caches(&model));
     let _ = extend(&model, &parameters, &tokens, &mut caches);
-    let error = model.units()[0].extend(&parameters[0], None, None, &tokens, &mut caches[0]).unwrap_err();
+    let error = model.units()[0]
+        .extend(&parameters[0], None, None, &tokens, &mut caches[0], &TensorParallel::none())
+        .unwrap_err();
     assert_eq!(error.to_string(), "n_positions: sequences have 10 positions, and the model has 8");
 }

@@ -9,7 +9,7 @@ use std::path::Path;
 use std::process::Command;
 
 use serde_json::{Value, json};
-use shardwise_model::{Activations, Batch, Gpt2Config, IGNORED, Llama3Rope, LlamaConfig, Model, head_loss};
+use shardwise_model::{Activations, Batch, Gpt2Config, IGNORED, Llama3Rope, LlamaConfig, Model, Pass, head_loss};
 use shardwise_torch::autograd::{self, Graph};
 use shardwise_torch::tch::{Device, Kind, Tensor, manual_seed};
 use support::parameters;
@@ -35,7 +35,7 @@ fn run(model: &Model, parameters: &[Vec<Tensor>], batch: &Batch) -> BTreeMap<Str
     let mut x: Option<Tensor> = None;
     for (index, unit) in model.units().iter().enumerate() {
         let tied = unit.tied().map(|tied| &leaves[tied.unit][tied.parameter]);
-        x = Some(unit.forward(&leaves[index], tied, x.as_ref(), batch, Activations::All).unwrap());
+        x = Some(unit.forward(&leaves[index], tied, x.as_ref(), batch, &Pass::new(Activations::All)).unwrap());
     }
     let loss = x.unwrap();
     let inputs: Vec<&Tensor> = leaves.iter().flatten().collect();
@@ -182,6 +182,7 @@ fn wrong_shapes_are_explained() {
     assert!(message(LlamaConfig { head_dim: 7, ..small() }).contains("head_dim: 7 is not a positive even number"));
     let gpt2 = Model::from_config(Gpt2Config::new(101, 8, 36, 1, 6)).unwrap();
     let parameters = parameters(&gpt2);
-    let error = gpt2.units()[0].forward(&parameters[0], None, None, &batch(101), Activations::All).unwrap_err();
+    let error =
+        gpt2.units()[0].forward(&parameters[0], None, None, &batch(101), &Pass::new(Activations::All)).unwrap_err();
     assert_eq!(error.to_string(), "n_positions: sequences have 19 positions, and the model has 8");
 }

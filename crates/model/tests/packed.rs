@@ -4,7 +4,7 @@
 
 mod support;
 
-use shardwise_model::{Activations, Batch, Gpt2Config, IGNORED, LlamaConfig, Model};
+use shardwise_model::{Activations, Batch, Gpt2Config, IGNORED, LlamaConfig, Model, Pass, TensorParallel};
 use shardwise_torch::autograd::{self, Graph};
 use shardwise_torch::tch::{Device, Kind, Tensor, manual_seed, no_grad};
 use support::{parameters, variants};
@@ -34,9 +34,9 @@ fn run(model: &Model, parameters: &[Vec<Tensor>], batch: &Batch, activations: Ac
     for (index, unit) in model.units().iter().enumerate() {
         let tied = unit.tied().map(|tied| &leaves[tied.unit][tied.parameter]);
         if let Some(x) = &x {
-            logits = no_grad(|| unit.logits(&leaves[index], tied, x).unwrap());
+            logits = no_grad(|| unit.logits(&leaves[index], tied, x, &TensorParallel::none()).unwrap());
         }
-        x = Some(unit.forward(&leaves[index], tied, x.as_ref(), batch, activations).unwrap());
+        x = Some(unit.forward(&leaves[index], tied, x.as_ref(), batch, &Pass::new(activations)).unwrap());
     }
     let inputs: Vec<&Tensor> = leaves.iter().flatten().collect();
     let loss = x.unwrap();
@@ -118,7 +118,8 @@ fn positions_are_counted_by_document() {
     // Sequences of 18 positions, documents of 13 at the most.
     let embed = |positions: usize| {
         let model = Model::from_config(Gpt2Config::new(VOCABULARY as usize, positions, 36, 1, 6)).unwrap();
-        let output = model.units()[0].forward(&parameters(&model)[0], None, None, &batches().0, Activations::All);
+        let output =
+            model.units()[0].forward(&parameters(&model)[0], None, None, &batches().0, &Pass::new(Activations::All));
         output.map(|_| ())
     };
     embed(13).unwrap();

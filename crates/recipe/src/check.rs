@@ -2,13 +2,13 @@
 
 use std::result::Result as Either;
 
-use shardwise_plan::ModelConfig;
+use shardwise_plan::{Axis, Mesh, ModelConfig};
 
 use super::resolve::{
     GRADIENT_ACCUMULATION_STEPS_MAX, MICRO_BATCH_SIZE_MAX, NO_MICRO_BATCH_SIZE, TOKENS_MAX, number, word,
 };
 use super::source::Invalid;
-use super::{FloatRecipe, OptimizerKind, Recipe, Result, ScheduleKind, SpikeRecipe};
+use super::{FloatRecipe, OptimizerKind, ParallelRecipe, Recipe, Result, ScheduleKind, SpikeRecipe};
 
 type Checked = Either<(), Invalid>;
 
@@ -49,6 +49,7 @@ impl Recipe {
             ),
             ("batch.seq_len", batch.seq_len, 1 << 22),
             ("parallel.replicate", self.parallel.replicate, 1 << 20),
+            ("parallel.tensor", self.parallel.tensor, 1 << 10),
             ("run.steps", count(self.run.steps), 1 << 40),
             ("run.log_every", count(self.run.log_every), 1 << 40),
         ];
@@ -410,6 +411,8 @@ impl Recipe {
             Some(family) => Invalid::at(format!("{family}.{}", error.key), format!("{family}.{error}")),
             None => Invalid::at("model.from_pretrained", format!("model.from_pretrained: {error}")),
         })?;
+        let at_tensor = |error| Invalid::at("parallel.tensor", format!("parallel.tensor: {error}"));
+        config.check_tensor_parallel(self.parallel.tensor).map_err(at_tensor)?;
         let frozen = &self.model.frozen;
         config.check_frozen(frozen).map_err(|error| Invalid::at("model.frozen", format!("model.{error}")))?;
         if config.is_all_frozen(frozen) {
@@ -419,16 +422,27 @@ impl Recipe {
         Ok(())
     }
 
-    /// Checks that the ranks can be divided into replicas.
-    pub fn check_replicas(&self, ranks: usize) -> Result<()> {
-        let replicas = self.parallel.replicate;
-        if ranks.is_multiple_of(replicas) {
-            return Ok(());
+    /// The mesh of this many ranks. Fails if they cannot be divided into replicas whose layers are shared as the recipe says.
+    pub fn mesh(&self, ranks: usize) -> Result<Mesh> {
+        let ParallelRecipe { replicate, tensor, .. } = self.parallel;
+        let fail = |key: &str, problem: String| Err(self.sources.error(Invalid::at(key, format!("{key}: {problem}"))));
+        if !ranks.is_multiple_of(tensor) {
+            let problem = format!("{ranks} ranks cannot be divided into groups of {tensor}; use a divisor of {ranks}");
+            return fail("parallel.tensor", problem);
         }
-        let problem = format!(
-            "parallel.replicate: {ranks} ranks cannot be divided into {replicas} replicas; use a divisor of {ranks}"
-        );
-        Err(self.sources.error(Invalid::at("parallel.replicate", problem)))
+        let rest = ranks / tensor;
+        if !rest.is_multiple_of(replicate) {
+            let what = if tensor > 1 { format!("groups of {tensor} ranks") } else { "ranks".to_string() };
+            let problem = format!("{rest} {what} cannot be divided into {replicate} replicas; use a divisor of {rest}");
+            return fail("parallel.replicate", problem);
+        }
+        let sizes = [(Axis::Replicate, replicate), (Axis::Shard, rest / replicate), (Axis::Tensor, tensor)];
+        Mesh::new(&sizes).or_else(|error| fail("parallel.replicate", error.to_string()))
+    }
+
+    /// The number of these ranks that read different samples: those that share layers count as one.
+    pub fn data_ranks(&self, ranks: usize) -> usize {
+        (ranks / self.parallel.tensor.max(1)).max(1)
     }
 }
 

@@ -213,7 +213,7 @@ pub struct EvaluationRecipe {
 }
 
 /// `[batch]`: global_batch_size = micro_batch_size × gradient_accumulation_steps × ranks. Two of the three give the third;
-/// micro_batch_size alone means one micro-batch per step.
+/// micro_batch_size alone means one micro-batch per step. Ranks that share layers (parallel.tensor) count as one.
 #[derive(Clone, Debug, Deserialize, JsonSchema, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct BatchRecipe {
@@ -251,11 +251,17 @@ impl Default for ZeroRecipe {
 pub struct ParallelRecipe {
     /// The number of replicas, for hybrid sharding (HSDP). Each replica is sharded over an equal share of the ranks.
     pub replicate: usize,
+    /// The number of ranks that share each layer (tensor parallelism). Consecutive ranks do, so they are usually on one host. They
+    /// read the same samples.
+    pub tensor: usize,
+    /// Whether the ranks that share a layer each keep their own part of the sequence between attention and MLP (sequence
+    /// parallelism): less memory, the same traffic. No effect if tensor is 1.
+    pub sequence: bool,
 }
 
 impl Default for ParallelRecipe {
     fn default() -> Self {
-        ParallelRecipe { replicate: 1 }
+        ParallelRecipe { replicate: 1, tensor: 1, sequence: true }
     }
 }
 

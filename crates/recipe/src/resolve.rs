@@ -57,7 +57,13 @@ pub enum ResolvedOptimizer {
 impl Recipe {
     /// The batch on `ranks` ranks. Two of the three sizes determine the third; if all three are given, they must agree.
     pub fn batch(&self, ranks: usize) -> Result<Batch> {
-        self.compute_batch(ranks).map_err(|wrong| self.sources.error(wrong))
+        let readers = self.data_ranks(ranks);
+        self.compute_batch(readers).map_err(|wrong| match self.parallel.tensor {
+            1 => self.sources.error(wrong),
+            tensor => self.sources.error(wrong.with_note(&format!(
+                "the {ranks} ranks read {readers} different batches, because parallel.tensor is {tensor}"
+            ))),
+        })
     }
 
     fn compute_batch(&self, ranks: usize) -> Either<Batch, Invalid> {

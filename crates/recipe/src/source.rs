@@ -103,6 +103,11 @@ impl Invalid {
     }
 
     /// An error about keys that contradict each other.
+    /// The same with a sentence more.
+    pub(super) fn with_note(self, note: &str) -> Self {
+        Invalid { problem: format!("{}; {note}", self.problem), ..self }
+    }
+
     pub(super) fn between(keys: &[(&str, String)], problem: impl Into<String>) -> Self {
         let keys = keys.iter().map(|(key, value)| (key.to_string(), value.clone())).collect();
         Invalid { keys, problem: problem.into() }

@@ -12,7 +12,7 @@ use shardwise_recipe::{
     ActivationCheckpointingRecipe, DeviceRecipe, NonFiniteRecipe, Recipe, ResolvedOptimizer, SupervisionRecipe,
 };
 use shardwise_torch::tch::Device;
-use shardwise_train::{ActivationCheckpointing, LossScale, OnNonFinite, Options, unit_specs};
+use shardwise_train::{ActivationCheckpointing, LossScale, OnNonFinite, Options, StepShape, tensor_place, unit_specs};
 use shardwise_zero::{AdamW, Lamb, Optimizer, Precision, Sgd, Sharding};
 
 use crate::error::{Error, Result};
@@ -32,10 +32,17 @@ pub fn model(recipe: &Recipe) -> Result<Model> {
 
 /// The program of a step on this many ranks.
 pub fn program(recipe: &Recipe, ranks: usize) -> Result<Program> {
-    recipe.check_replicas(ranks)?;
-    let micro_batches = recipe.batch(ranks)?.gradient_accumulation_steps;
-    let policy = options(recipe, Device::Cpu)?.policy(micro_batches);
-    Ok(train_step(&unit_specs(&model(recipe)?), &policy))
+    let (mesh, shape, options) = (recipe.mesh(ranks)?, step_shape(recipe, ranks)?, options(recipe, Device::Cpu)?);
+    let units = unit_specs(&model(recipe)?, &options, tensor_place(&mesh, 0), shape);
+    Ok(train_step(&units, &options.policy(shape.micro_batches)))
+}
+
+/// The micro-batches of a step of a recipe on one of this many ranks.
+pub(crate) fn step_shape(recipe: &Recipe, ranks: usize) -> Result<StepShape> {
+    recipe.mesh(ranks)?;
+    let (batch, positions) = (recipe.batch(ranks)?, recipe.batch.seq_len);
+    let micro_batches = batch.gradient_accumulation_steps;
+    Ok(StepShape { tokens: batch.micro_batch_size * positions, positions, micro_batches })
 }
 
 /// Fails if the recipe needs a GPU and this program was built without cuda.
@@ -68,6 +75,7 @@ pub fn options(recipe: &Recipe, device: Device) -> Result<Options> {
         },
         reduce_each_micro_batch: recipe.zero.reduce_each_micro_batch,
         prefetch: recipe.zero.prefetch,
+        sequence_parallel: recipe.parallel.sequence,
         optimizer: optimizer(recipe),
         schedule: recipe.resolve_schedule(),
         max_grad_norm: recipe.optimizer.max_grad_norm,

@@ -34,7 +34,7 @@ pub(crate) fn evaluate_set(
     evaluation_set: &EvaluationSet,
     sequences: usize,
 ) -> Result<EvaluationMetrics> {
-    let (rank, ranks) = (trainer.ranks().world.rank(), trainer.ranks().world.size());
+    let (rank, ranks) = (trainer.ranks().data_rank(), trainer.ranks().data_size());
     let (mut loss_sum, mut tokens) = (0., 0);
     for batch in evaluation_set.batches(rank, ranks, sequences) {
         let sums = trainer.evaluate(&[batch?])?;

@@ -5,7 +5,7 @@
 
 use shardwise_comm::Verb;
 use shardwise_plan::program::{CollectiveKind, Sent, traffic};
-use shardwise_train::Trainer;
+use shardwise_train::{StepShape, Trainer, tensor_place, unit_specs};
 
 use crate::error::Result;
 
@@ -22,12 +22,13 @@ pub(crate) struct ExpectedTraffic {
 }
 
 impl ExpectedTraffic {
-    /// The expected traffic of this rank with this many micro-batches per step.
-    pub(crate) fn of(trainer: &mut Trainer, micro_batches: usize) -> Result<Self> {
-        let program = trainer.program(micro_batches)?;
-        let policy = trainer.options().policy(micro_batches);
-        let layout = trainer.ranks().layout(trainer.options().precision);
-        let sent = traffic(&program, trainer.unit_specs(), &policy, &layout);
+    /// The expected traffic of this rank in steps of this shape.
+    pub(crate) fn of(trainer: &mut Trainer, shape: StepShape) -> Result<Self> {
+        let program = trainer.program(shape.micro_batches)?;
+        let (options, ranks) = (trainer.options(), trainer.ranks());
+        let (policy, layout) = (options.policy(shape.micro_batches), ranks.layout(options.precision));
+        let units = unit_specs(trainer.model(), options, tensor_place(&ranks.mesh(), ranks.world.rank()), shape);
+        let sent = traffic(&program, &units, &policy, &layout);
         Ok(ExpectedTraffic { step: by_verb(&sent.step), update: by_verb(&sent.update) })
     }
 }

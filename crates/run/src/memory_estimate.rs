@@ -8,14 +8,13 @@ use std::fmt;
 use shardwise_checkpoint::SaveId;
 use shardwise_journal::format::format_memory_fixed;
 use shardwise_model::Model;
-use shardwise_plan::program::{
-    Layout, Memory, MemoryKind, MemoryUse, ModelParallel, Program, build::train_step, memory_use,
-};
+use shardwise_plan::program::{Layout, Memory, MemoryKind, MemoryUse, Program, build::train_step, memory_use};
+use shardwise_plan::{Axis, Mesh};
 use shardwise_recipe::{ActivationCheckpointingRecipe, FloatRecipe, Recipe};
 use shardwise_torch::tch::Device;
-use shardwise_train::{Options, StepShape, checkpoint_layouts, memory_costs, unit_specs};
+use shardwise_train::{Options, checkpoint_layouts, memory_costs, tensor_place, unit_specs};
 
-use crate::build;
+use crate::build::{self, step_shape};
 use crate::error::Result;
 use crate::memory_limit::MemoryLimit;
 
@@ -48,14 +47,14 @@ impl MemoryEstimate {
         let (options, model) = (build::options(recipe, Device::Cpu)?, build::model(recipe)?);
         let (program, memory) = simulate_memory(recipe, &model, &options, ranks)?;
         let peak_instruction = program.instructions.get(memory.peak_position);
-        let shard = ranks / recipe.parallel.replicate;
+        let mesh = recipe.mesh(ranks)?;
         Ok(MemoryEstimate {
             step: memory.peak(),
             peak_instruction: peak_instruction.map(|peak| program.describe(peak)).unwrap_or_default(),
             saving: recipe.checkpoints.as_ref().map_or(0, |checkpoints| {
                 // A blocking save needs no buffer.
                 let buffer = if checkpoints.background { checkpoints.buffer_bytes } else { 0 };
-                saving(&model, &options, shard, recipe.parallel.replicate, buffer)
+                saving(&model, &options, &mesh, buffer)
             }),
             process: PROCESS_BYTES + if ranks > 1 { COMMUNICATION_BYTES } else { 0 },
         })
@@ -90,14 +89,6 @@ impl fmt::Display for MemoryEstimate {
     }
 }
 
-/// The micro-batches of a step of a recipe on one of this many ranks.
-pub(crate) fn step_shape(recipe: &Recipe, ranks: usize) -> Result<StepShape> {
-    recipe.check_replicas(ranks)?;
-    let (batch, positions) = (recipe.batch(ranks)?, recipe.batch.seq_len);
-    let micro_batches = batch.gradient_accumulation_steps;
-    Ok(StepShape { tokens: batch.micro_batch_size * positions, positions, micro_batches })
-}
-
 /// The program of a step of a recipe, and the memory that it holds on the rank that holds the most.
 pub(crate) fn simulate_memory(
     recipe: &Recipe,
@@ -106,31 +97,29 @@ pub(crate) fn simulate_memory(
     ranks: usize,
 ) -> Result<(Program, MemoryUse)> {
     let shape = step_shape(recipe, ranks)?;
-    let layout = Layout {
-        shard: ranks / recipe.parallel.replicate,
-        replicate: recipe.parallel.replicate,
-        // The first rank has the largest part.
-        shard_rank: 0,
-        replicate_rank: 0,
-        parameter_bytes: options.precision.param_dtype.bytes(),
-        gradient_bytes: options.precision.reduce_dtype.bytes(),
-        model_parallel: ModelParallel::NONE,
-    };
-    let (units, policy) = (unit_specs(model), options.policy(shape.micro_batches));
+    // The first rank has the largest parts.
+    let mesh = recipe.mesh(ranks)?;
+    let (parameter_bytes, gradient_bytes) =
+        (options.precision.param_dtype.bytes(), options.precision.reduce_dtype.bytes());
+    let layout = Layout::of_rank(&mesh, 0, parameter_bytes, gradient_bytes);
+    let place = tensor_place(&mesh, 0);
+    let (units, policy) = (unit_specs(model, options, place, shape), options.policy(shape.micro_batches));
     let program = train_step(&units, &policy);
-    let memory = memory_use(&program, &units, &policy, &layout, &memory_costs(model, options, shape));
+    let memory = memory_use(&program, &units, &policy, &layout, &memory_costs(model, options, place, shape));
     Ok((program, memory))
 }
 
 /// The memory of a save on the rank that needs the most: the shards of others that it writes, and a copy of its own shards up to
 /// the size of the buffer.
-fn saving(model: &Model, options: &Options, shard: usize, replicas: usize, buffer: u64) -> usize {
-    let mut written = vec![[0; 2]; shard * replicas];
-    for (unit, layout) in checkpoint_layouts(model, options, shard).iter().enumerate() {
+fn saving(model: &Model, options: &Options, mesh: &Mesh, buffer: u64) -> usize {
+    let replicas = mesh.size(Axis::Replicate);
+    let owners = mesh.ranks() / replicas;
+    let mut written = vec![[0; 2]; mesh.ranks()];
+    for (unit, layout) in checkpoint_layouts(model, options, mesh).iter().enumerate() {
         for file in layout.files(SaveId::from(0)) {
             let of_writer = file.segments.iter().filter(|segment| segment.owner == file.writer);
             let own: u64 = of_writer.map(|segment| segment.bytes).sum();
-            let [owns, others] = &mut written[unit % replicas * shard + file.writer];
+            let [owns, others] = &mut written[unit % replicas * owners + file.writer];
             *owns += own;
             *others += file.bytes() - own;
         }

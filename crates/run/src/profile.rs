@@ -19,10 +19,11 @@ use shardwise_train::Trainer;
 
 use crate::advice::{Candidate, Facts, Recommendation, candidates, recommend_outside_recipe, simulate_saving_s};
 use crate::build;
+use crate::build::step_shape;
 use crate::data::Data;
 use crate::error::{Error, Result};
 use crate::host;
-use crate::memory_estimate::{MemoryEstimate, simulate_memory, step_shape};
+use crate::memory_estimate::{MemoryEstimate, simulate_memory};
 use crate::memory_limit::memory_limit;
 use crate::memory_probe::{MemoryProbe, PhaseMemory, compare_memory};
 use crate::meter::resident_bytes;
@@ -250,7 +251,7 @@ fn trace_steps(
     for step in 1..=WARM_UP + options.steps {
         tracer.before_step(step)?;
         let began = Instant::now();
-        run_step(&data, &mut trainer, world, position)?;
+        run_step(&data, &mut trainer, position)?;
         if step > WARM_UP {
             times.push(began.elapsed().as_secs_f64());
         }
@@ -312,7 +313,7 @@ fn measure_costs(
 
 fn set_up(recipe: &Recipe, world: &Arc<Group>, position: &Arc<PositionTracker>) -> Result<(Data, Trainer)> {
     let (ranks, options) = place_ranks(recipe, world.clone())?;
-    let data = Data::open(recipe, world.size())?;
+    let data = Data::open(recipe, ranks.data_size())?;
     let mut trainer = init_trainer(recipe, build::model(recipe)?, ranks, options)?;
     Arc::new(RunProbe::new(position.clone(), Arc::default())).attach(&mut trainer);
     Ok((data, trainer))
@@ -325,9 +326,9 @@ fn observe_memory(trainer: &mut Trainer, position: &Arc<PositionTracker>) -> Arc
     probe
 }
 
-fn run_step(data: &Data, trainer: &mut Trainer, world: &Group, position: &PositionTracker) -> Result<()> {
+fn run_step(data: &Data, trainer: &mut Trainer, position: &PositionTracker) -> Result<()> {
     position.enter(Phase::Data);
-    let own = data.step(trainer.steps() + 1, world.rank(), world.size())?;
+    let own = data.step(trainer.steps() + 1, trainer.ranks().data_rank(), trainer.ranks().data_size())?;
     trainer.step(&own)?;
     position.enter(Phase::Between);
     Ok(())
@@ -339,7 +340,7 @@ fn time_steps(recipe: &Recipe, world: &Arc<Group>, position: &Arc<PositionTracke
     let mut times = Vec::new();
     for step in 0..=TRIAL_STEPS {
         let began = Instant::now();
-        run_step(&data, &mut trainer, world, position)?;
+        run_step(&data, &mut trainer, position)?;
         if step > 0 {
             times.push(began.elapsed().as_secs_f64());
         }

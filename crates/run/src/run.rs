@@ -172,7 +172,7 @@ impl<'a> Session<'a> {
         mut log: RunLog<'a>,
     ) -> Result<(Self, Trainer)> {
         let (ranks, options) = place_ranks(recipe, world.clone())?;
-        let data = Data::open(recipe, world.size())?;
+        let data = Data::open(recipe, ranks.data_size())?;
         let model = build::model(recipe)?;
         log.print(&describe_run(recipe, &options, model.elements(), &ranks)?);
         data.summary().iter().for_each(|summary| log.print(summary));
@@ -180,7 +180,7 @@ impl<'a> Session<'a> {
         log.print(&format!("journal in {folder}; `shardwise watch {folder}` shows it"));
         let evaluation = recipe.evaluation.as_ref();
         let evaluation_set = evaluation.map(|evaluation| EvaluationSet::of(recipe, evaluation)).transpose()?;
-        let order = data.order(world.size());
+        let order = data.order(ranks.data_size());
         check_same_on_all_ranks(world, &format!("{order}{:?}", evaluation_set.as_ref().map(EvaluationSet::identity)))?;
         let workload = measure_workload(recipe, &model, &options, world)?;
         let store =
@@ -219,8 +219,7 @@ impl<'a> Session<'a> {
         if let Some(why) = requests.planned_trace.explain_if_unreachable(first_step, recipe.run.steps) {
             log.print(&why);
         }
-        let micro_batches = recipe.batch(world.size())?.gradient_accumulation_steps;
-        let expected_traffic = ExpectedTraffic::of(&mut trainer, micro_batches)?;
+        let expected_traffic = ExpectedTraffic::of(&mut trainer, build::step_shape(recipe, world.size())?)?;
         let session = Session {
             recipe,
             position,
@@ -264,11 +263,12 @@ impl<'a> Session<'a> {
 
     /// Runs the next step: its gradients, the checks between its halves, and its update.
     fn run_step(&mut self, trainer: &mut Trainer) -> Result<(Report, Option<Spike>)> {
-        let (recipe, data, world) = (self.recipe, &self.data, trainer.ranks().world.clone());
+        let (recipe, data) = (self.recipe, &self.data);
+        let (data_rank, data_size) = (trainer.ranks().data_rank(), trainer.ranks().data_size());
         let step = trainer.steps() + 1;
-        let rank_batches = |rank: usize| data.step(step, rank, world.size());
+        let rank_batches = |data_rank: usize| data.step(step, data_rank, data_size);
         self.position.enter(Phase::Data);
-        let own = self.meter.time_loading(|| rank_batches(world.rank()))?;
+        let own = self.meter.time_loading(|| rank_batches(data_rank))?;
 
         let is_checked = recipe.supervision.spot_check_every.is_some_and(|every| step.is_multiple_of(every));
         let gradients = match is_checked {
@@ -282,9 +282,9 @@ impl<'a> Session<'a> {
         };
         let mut spike = self.spike_detector.check(trainer, &gradients, on_spike);
         if let Ok(Some(spike)) = &mut spike {
-            spike.samples = Some(data.samples(step, world.size()));
+            spike.samples = Some(data.samples(step, data_size));
         } else if let Err(Error::Spike { spike, .. }) = &mut spike {
-            spike.samples = Some(data.samples(step, world.size()));
+            spike.samples = Some(data.samples(step, data_size));
         }
         // In an LR range test the loss is supposed to rise.
         let spike = spike?.filter(|_| !self.is_range_test());
@@ -471,6 +471,7 @@ fn journal_start(recipe: &Recipe, trainer: &Trainer, workload: &Workload, resume
         ranks_per_host,
         zero_stage: recipe.zero.stage,
         replicate: trainer.ranks().groups.replicate.size(),
+        tensor: trainer.ranks().tensor.size(),
         param_dtype: trainer.options().precision.param_dtype.to_string(),
         parameters: trainer.model().elements() as u64,
         tokens_per_step: workload.tokens_per_step,
@@ -485,19 +486,27 @@ fn journal_start(recipe: &Recipe, trainer: &Trainer, workload: &Workload, resume
     }
 }
 
+/// The sizes of the mesh: replicas by shards and, with tensor parallelism, by the ranks that share each layer.
+fn describe_mesh(ranks: &Ranks) -> String {
+    let (replicas, shards) = (ranks.groups.replicate.size(), ranks.groups.shard.size());
+    match ranks.tensor.size() {
+        1 => format!("{replicas} × {shards}"),
+        tensor => format!("{replicas} × {shards} × tensor {tensor}"),
+    }
+}
+
 /// The first lines that a run prints: its size, and all data types.
 fn describe_run(recipe: &Recipe, options: &Options, elements: usize, ranks: &Ranks) -> Result<String> {
     let tokens = recipe.batch(ranks.world.size())?.global_batch_size * recipe.batch.seq_len;
     let sums = options.precision.state_dtype();
     Ok(format!(
-        "{:.1} million parameters, stage {} on {} ranks ({} × {}), {tokens} tokens per step\n\
+        "{:.1} million parameters, stage {} on {} ranks ({}), {tokens} tokens per step\n\
          parameters in {}; gradients stored and sent in {}, summed in {sums}; loss and grad norm in f64; master weights and \
          optimizer state in {sums}",
         elements as f64 / 1e6,
         recipe.zero.stage,
         ranks.world.size(),
-        ranks.groups.replicate.size(),
-        ranks.groups.shard.size(),
+        describe_mesh(ranks),
         options.precision.param_dtype,
         options.precision.reduce_dtype,
     ))

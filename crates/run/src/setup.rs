@@ -45,7 +45,8 @@ pub(crate) fn init_trainer(recipe: &Recipe, model: Model, ranks: Ranks, options:
 pub(crate) fn place_ranks(recipe: &Recipe, world: Arc<Group>) -> Result<(Ranks, Options)> {
     match recipe.run.device {
         DeviceRecipe::Cpu => {
-            Ok((Ranks::hybrid(world, recipe.parallel.replicate)?, build::options(recipe, Device::Cpu)?))
+            let mesh = recipe.mesh(world.size())?;
+            Ok((Ranks::on_mesh(world, mesh)?, build::options(recipe, Device::Cpu)?))
         }
         DeviceRecipe::Cuda => on_gpu(recipe, world),
     }
@@ -55,7 +56,8 @@ pub(crate) fn place_ranks(recipe: &Recipe, world: Arc<Group>) -> Result<(Ranks, 
 fn on_gpu(recipe: &Recipe, world: Arc<Group>) -> Result<(Ranks, Options)> {
     let local = ["OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"];
     let device = local.iter().find_map(|name| std::env::var(name).ok()?.parse().ok()).unwrap_or(0);
-    let ranks = Ranks::on_gpu(world, recipe.parallel.replicate, device)?;
+    let mesh = recipe.mesh(world.size())?;
+    let ranks = Ranks::on_gpu(world, mesh, device)?;
     Ok((ranks, build::options(recipe, Device::Cuda(device))?))
 }
 

@@ -9,7 +9,7 @@
 //! error says so.
 
 use shardwise_model::Batch;
-use shardwise_train::{Gradients, Ranks, Trainer};
+use shardwise_train::{Gradients, Trainer};
 
 use crate::error::{Error, Result};
 use crate::fingerprint::Fingerprints;
@@ -17,7 +17,7 @@ use crate::host;
 use crate::run_probe::RunProbe;
 use crate::spot_check_failure::SpotCheckFailure;
 
-/// Returns any rank's micro-batches of the current step.
+/// Returns the micro-batches of the current step of any of the ranks that read different samples, by their index among those.
 pub type RankBatches<'a> = dyn Fn(usize) -> Result<Vec<Batch>> + 'a;
 
 /// Computes the gradients of a step, in which every rank also computes another rank's gradients. `rank_batches` returns any rank's
@@ -57,17 +57,16 @@ struct SpotCheck<'a> {
 impl SpotCheck<'_> {
     /// Compares this step's gradients with what other ranks compute. If they differ, discards them and fails.
     fn compare(&mut self, own: Fingerprints) -> Result<()> {
-        let Ranks { world, .. } = self.trainer.ranks();
-        let (rank, ranks) = (world.rank(), world.size());
+        let (reader, readers) = (self.trainer.ranks().data_rank(), self.trainer.ranks().data_size());
         let second = self.exchange_fingerprints(1)?;
         let differs = (0..own.len()).rev().find(|&unit| own[unit] != second[unit]);
         if self.trainer.ranks().first_on_any_rank(differs)?.is_none() {
             return Ok(());
         }
         // With two ranks there is no third: each computes both again, and the one that contradicts itself is wrong.
-        let mut opinions = vec![(rank, own), ((rank + 1) % ranks, second)];
-        for shift in 2..if ranks == 2 { 4 } else { 3 } {
-            opinions.push(((rank + shift) % ranks, self.exchange_fingerprints(shift)?));
+        let mut opinions = vec![(self.rank_of(reader), own), (self.rank_of((reader + 1) % readers), second)];
+        for shift in 2..if readers == 2 { 4 } else { 3 } {
+            opinions.push((self.rank_of((reader + shift) % readers), self.exchange_fingerprints(shift)?));
         }
         self.trainer.discard_gradients();
         let verdict = differs.map(|unit| {
@@ -81,21 +80,28 @@ impl SpotCheck<'_> {
     /// that is `shift` after it. All ranks call it together.
     fn exchange_fingerprints(&mut self, shift: usize) -> Result<Fingerprints> {
         let world = self.trainer.ranks().world.clone();
-        let (rank, ranks) = (world.rank(), world.size());
-        let (whose, by) = ((rank + shift * (ranks - 1)) % ranks, (rank + shift) % ranks);
+        // The ranks that share layers compute together, for another such group of ranks.
+        let (reader, readers) = (self.trainer.ranks().data_rank(), self.trainer.ranks().data_size());
+        let (whose, by) = ((reader + shift * (readers - 1)) % readers, (reader + shift) % readers);
         let micro_batches = (self.rank_batches)(whose)?;
         self.probe.record_fingerprints(self.units);
         let replayed = self.trainer.replay(&micro_batches, self.gradients);
         let computed = self.probe.take_fingerprints();
         replayed?;
-        if whose == rank {
+        if whose == reader {
             return Ok(computed);
         }
         let label = "spot check";
-        let sent = world.send(label, whose, computed);
-        let received = world.receive(label, by, vec![0i64; self.units]).wait()?;
+        let sent = world.send(label, self.rank_of(whose), computed);
+        let received = world.receive(label, self.rank_of(by), vec![0i64; self.units]).wait()?;
         sent.wait()?;
         Ok(received)
+    }
+
+    /// The rank that reads the samples of `reader` and has the same parts of layers as this rank.
+    fn rank_of(&self, reader: usize) -> usize {
+        let tensor = &self.trainer.ranks().tensor;
+        reader * tensor.size() + tensor.rank()
     }
 
     /// Chooses one verdict for all ranks, preferably one that names a rank. A verdict is a unit and a rank; each rank may have
@@ -109,7 +115,9 @@ impl SpotCheck<'_> {
         let verdict = vec![unit as i64, wrong.map_or(-1, |rank| rank as i64)];
         let verdict = world.broadcast("spot check's verdict", first, verdict).wait()?;
         let (unit, wrong) = (verdict[0] as usize, usize::try_from(verdict[1]).ok());
-        let ranks: Vec<usize> = (0..world.size().min(3)).map(|shift| (first + shift) % world.size()).collect();
+        let shared_by = self.trainer.ranks().tensor.size();
+        let of_shift = |shift: usize| (first + shift * shared_by) % world.size();
+        let ranks: Vec<usize> = (0..self.trainer.ranks().data_size().min(3)).map(of_shift).collect();
         let hosts = wrong.map_or(ranks.clone(), |wrong| vec![wrong]);
         let hosts = hosts.into_iter().map(|rank| self.host_of(rank)).collect::<Result<_>>()?;
         let unit = self.trainer.model().units()[unit].name().to_string();

@@ -11,14 +11,13 @@ use shardwise_journal::Profile;
 use shardwise_plan::program::{
     Lane, Layout, LinkCost, Programs, SharedLink, StepSimulation, Topology, UnitSpec, build::train_step, simulate,
 };
-use shardwise_plan::{Axis, Mesh};
 use shardwise_recipe::Recipe;
 use shardwise_torch::tch::Device;
-use shardwise_train::{ActivationCheckpointing, Options, memory_costs, unit_specs};
+use shardwise_train::{ActivationCheckpointing, Options, memory_costs, tensor_place, unit_specs};
 
 use crate::build;
+use crate::build::step_shape;
 use crate::error::{Error, Result};
-use crate::memory_estimate::step_shape;
 
 /// The measured costs of a step.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -94,9 +93,9 @@ impl StepCosts {
         let MeasuredStep { units, layout, micro_batches, .. } = *measured;
         // Other work on the machine only makes steps longer, so the shortest step is the least disturbed one.
         let undisturbed = measured.least_step_s / profile.step_s.max(1e-12);
-        let share = |elements: usize, is_sharded: bool| match elements {
+        let share = |unit: &UnitSpec, is_sharded: bool| match unit.trainable {
             0 => 1.,
-            _ => elements as f64 / layout.kept(elements, is_sharded).max(1) as f64,
+            elements => elements as f64 / layout.kept_trainable(unit, is_sharded).max(1) as f64,
         };
         let unit_times = |unit: &UnitSpec| {
             let times = profile.units.iter().find(|times| times.unit == unit.name).cloned().unwrap_or_default();
@@ -104,8 +103,8 @@ impl StepCosts {
                 name: unit.name.clone(),
                 forward_s: undisturbed * times.forward_s / micro_batches as f64,
                 backward_s: undisturbed * times.backward_s / micro_batches as f64,
-                update_s: undisturbed * times.optimizer_s * share(unit.trainable, measured.shards_optimizer),
-                norm_s: undisturbed * times.copy_s * share(unit.trainable, true),
+                update_s: undisturbed * times.optimizer_s * share(unit, measured.shards_optimizer),
+                norm_s: undisturbed * times.copy_s * share(unit, true),
             }
         };
         let accounted_s: f64 = profile.units.iter().map(|unit| unit.total_s()).sum();
@@ -125,13 +124,14 @@ impl StepCosts {
     pub(crate) fn simulate(&self, recipe: &Recipe, ranks: usize, speedup: Speedup) -> Result<SimulatedStep> {
         let (model, options) = (build::model(recipe)?, build::options(recipe, Device::Cpu)?);
         let shape = step_shape(recipe, ranks)?;
-        let (units, policy) = (unit_specs(&model), options.policy(shape.micro_batches));
+        let place = tensor_place(&recipe.mesh(ranks)?, 0);
+        let (units, policy) = (unit_specs(&model, &options, place, shape), options.policy(shape.micro_batches));
         self.check_units(&units)?;
         let topology = self.topology(recipe, &options, ranks)?;
-        let mut costs = memory_costs(&model, &options, shape);
+        let mut costs = memory_costs(&model, &options, place, shape);
         let layout = topology.layout(0);
         let share = |unit: &UnitSpec, is_sharded: bool| {
-            layout.kept(unit.trainable, is_sharded) as f64 / unit.trainable.max(1) as f64
+            layout.kept_trainable(unit, is_sharded) as f64 / unit.trainable.max(1) as f64
         };
         let per_micro_batch = shape.tokens as f64 / self.micro_batch_tokens.max(1) as f64 / speedup;
         let recomputed = match policy.activation_checkpointing {
@@ -150,9 +150,7 @@ impl StepCosts {
     }
 
     fn topology(&self, recipe: &Recipe, options: &Options, ranks: usize) -> Result<Topology> {
-        let replicas = recipe.parallel.replicate;
-        let mesh = Mesh::new(&[(Axis::Replicate, replicas), (Axis::Shard, ranks / replicas)])
-            .map_err(|error| Error::Options(error.to_string()))?;
+        let mesh = recipe.mesh(ranks)?;
         let ranks_per_host = self.ranks_per_host.unwrap_or(ranks).clamp(1, ranks);
         let shared = |link: Link| {
             let Link { latency_s, bytes_per_s, cpu_s_per_byte } = link;

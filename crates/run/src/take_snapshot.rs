@@ -38,7 +38,7 @@ fn exchange_and_build(
     buffer_bytes: usize,
     position: &PositionTracker,
 ) -> Result<std::result::Result<Arc<Snapshot>, String>> {
-    let Ranks { world, groups } = trainer.ranks().clone();
+    let Ranks { world, groups, replicated, .. } = trainer.ranks().clone();
     let (replicas, replica) = (groups.replicate.size(), groups.replicate.rank());
     let mut fails = position.should_fail_copy();
     let mut builder = Builder::default();
@@ -46,7 +46,7 @@ fn exchange_and_build(
         let saved = trainer.checkpoint_tensors(unit)?;
         let prepared = match unit % replicas == replica {
             _ if std::mem::take(&mut fails) => Err("the copy failed by fault injection".to_string()),
-            true => prepare(layout, save, &saved, groups.shard.rank()),
+            true => prepare(layout, save, &saved, replicated.shard.rank()),
             false => Ok(Vec::new()),
         };
         // Unit by unit, so that at most one unit is copied for other ranks at a time. The agreement ensures that no rank waits for a
@@ -57,7 +57,7 @@ fn exchange_and_build(
             Err(error) => return Ok(Err(error)),
         };
         builder.start_unit(Some(trainer.lease_tensors(unit)));
-        for (file, name, contents) in exchange(prepared, &world, |owner| groups.shard.ranks().rank_at(owner))? {
+        for (file, name, contents) in exchange(prepared, &world, |owner| replicated.shard.ranks().rank_at(owner))? {
             builder.add(file, name, contents);
         }
     }
@@ -97,31 +97,31 @@ impl PendingPart {
     }
 }
 
-/// Copies the parts of `saved` (the shards of owner `me`) that other ranks write, and allocates memory for the parts that they send.
+/// Copies the parts of `saved` (the shards of owner `me`, by buffer) that other ranks write, and allocates memory for the parts that
+/// they send.
 fn prepare(
     layout: &UnitLayout,
     save: SaveId,
-    saved: &[CheckpointTensor],
+    saved: &[Option<CheckpointTensor>],
     me: usize,
 ) -> std::result::Result<Vec<Prepared>, String> {
+    let saved = |buffer: usize| saved[buffer].as_ref().expect("an owner of a shard has it");
     let mut prepared = Vec::new();
     for (file, plan) in layout.files(save).into_iter().enumerate() {
         let segments = plan.segments.iter().filter(|segment| segment.bytes > 0);
         if plan.writer != me {
             let own = segments.filter(|segment| segment.owner == me);
             let parts =
-                own.map(|segment| copy(&saved[segment.buffer].tensor)).collect::<std::result::Result<_, _>>()?;
+                own.map(|segment| copy(&saved(segment.buffer).tensor)).collect::<std::result::Result<_, _>>()?;
             prepared.push(Prepared::Sent { writer: plan.writer, parts });
             continue;
         }
         let mut parts = vec![Part::Local(Content::Bytes(plan.header.into()))];
         for segment in segments {
-            let CheckpointTensor { tensor, is_stable, is_detachable } = &saved[segment.buffer];
-            let own = || SavedTensor {
-                tensor: tensor.shallow_clone(),
-                index: segment.buffer,
-                is_lent: !is_stable,
-                is_detachable: *is_detachable,
+            let own = || {
+                let CheckpointTensor { tensor, index, is_stable, is_detachable } = saved(segment.buffer);
+                let (tensor, index, is_detachable) = (tensor.shallow_clone(), *index, *is_detachable);
+                SavedTensor { tensor, index, is_lent: !is_stable, is_detachable }
             };
             parts.push(match segment.owner == me {
                 true => Part::Local(Content::Tensor(own())),

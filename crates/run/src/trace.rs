@@ -313,7 +313,7 @@ fn boot() -> i64 {
 
 /// The names and sizes of a trainer's groups.
 fn groups(ranks: &Ranks) -> Vec<(String, usize)> {
-    let groups = [&ranks.world, &ranks.groups.shard, &ranks.groups.replicate];
+    let groups = [&ranks.world, &ranks.groups.shard, &ranks.groups.replicate, &ranks.tensor, &ranks.replicated.shard];
     groups.iter().map(|group| (group.name().to_string(), group.size())).collect()
 }
 

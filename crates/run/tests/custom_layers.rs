@@ -9,7 +9,7 @@ use serde_json::json;
 use shardwise_checkpoint::Store;
 use shardwise_comm::{Group, mpi, single};
 use shardwise_harness::ranks;
-use shardwise_model::{Activations, Batch, IGNORED, Init, Layer, Model, Parameter, Parameters, Result, Unit};
+use shardwise_model::{Batch, IGNORED, Init, Layer, Model, Parameter, Parameters, Pass, Result, Unit};
 use shardwise_run::save;
 use shardwise_torch::tch::{Kind, Tensor};
 use shardwise_train::{Error, Options, Ranks, Schedule, Trainer, init};
@@ -19,7 +19,7 @@ use shardwise_zero::{Optimizer, Sgd, Sharding};
 struct Scale;
 
 impl Layer for Scale {
-    fn forward(&self, p: &Parameters<'_>, _: Option<&Tensor>, batch: &Batch, _: Activations) -> Result<Tensor> {
+    fn forward(&self, p: &Parameters<'_>, _: Option<&Tensor>, batch: &Batch, _: &Pass) -> Result<Tensor> {
         Ok(batch.inputs.f_to_kind(Kind::Float)?.f_mul(p.get("scale"))?)
     }
 }
@@ -28,7 +28,7 @@ impl Layer for Scale {
 struct IgnoresInput;
 
 impl Layer for IgnoresInput {
-    fn forward(&self, p: &Parameters<'_>, input: Option<&Tensor>, _: &Batch, _: Activations) -> Result<Tensor> {
+    fn forward(&self, p: &Parameters<'_>, input: Option<&Tensor>, _: &Batch, _: &Pass) -> Result<Tensor> {
         Ok(p.get("constant").f_expand_as(input.unwrap())?)
     }
 }
@@ -37,7 +37,7 @@ impl Layer for IgnoresInput {
 struct AddsSometimes;
 
 impl Layer for AddsSometimes {
-    fn forward(&self, p: &Parameters<'_>, input: Option<&Tensor>, batch: &Batch, _: Activations) -> Result<Tensor> {
+    fn forward(&self, p: &Parameters<'_>, input: Option<&Tensor>, batch: &Batch, _: &Pass) -> Result<Tensor> {
         let input = input.unwrap();
         match batch.inputs.int64_value(&[0, 0]) > 0 {
             true => Ok(input.f_add(p.get("bias"))?),
@@ -50,7 +50,7 @@ impl Layer for AddsSometimes {
 struct Squares;
 
 impl Layer for Squares {
-    fn forward(&self, _: &Parameters<'_>, input: Option<&Tensor>, _: &Batch, _: Activations) -> Result<Tensor> {
+    fn forward(&self, _: &Parameters<'_>, input: Option<&Tensor>, _: &Batch, _: &Pass) -> Result<Tensor> {
         Ok(input.unwrap().f_square()?.f_sum(Kind::Float)?.f_mul_scalar(0.5)?)
     }
 }
@@ -59,7 +59,7 @@ impl Layer for Squares {
 struct SumWithOffset;
 
 impl Layer for SumWithOffset {
-    fn forward(&self, p: &Parameters<'_>, input: Option<&Tensor>, _: &Batch, _: Activations) -> Result<Tensor> {
+    fn forward(&self, p: &Parameters<'_>, input: Option<&Tensor>, _: &Batch, _: &Pass) -> Result<Tensor> {
         Ok(input.unwrap().f_add(p.get("offset"))?.f_sum(Kind::Float)?)
     }
 
@@ -72,7 +72,7 @@ impl Layer for SumWithOffset {
 struct FailsOnNegative(Arc<AtomicBool>);
 
 impl Layer for FailsOnNegative {
-    fn forward(&self, p: &Parameters<'_>, input: Option<&Tensor>, batch: &Batch, a: Activations) -> Result<Tensor> {
+    fn forward(&self, p: &Parameters<'_>, input: Option<&Tensor>, batch: &Batch, a: &Pass) -> Result<Tensor> {
         if self.0.load(Ordering::Relaxed) && batch.inputs.int64_value(&[0, 0]) < 0 {
             let problem = "it was told to fail".to_string();
             return Err(shardwise_model::Error::Config { key: "test", problem });

@@ -1,11 +1,15 @@
-//! A custom model: a small vision transformer that classifies discs, squares, rings and crosses, sharded at stage 3.
+//! A custom model: a small vision transformer that classifies discs, squares, rings and crosses. Several ranks can share its layers.
 //!
 //! ```sh
 //! cargo build --release --example vision
 //! mpirun -n 2 target/release/examples/vision     # or alone, without mpirun
+//! mpirun -n 2 target/release/examples/vision 2   # two ranks share each layer
 //! ```
 
-use shardwise::model::{Activations, Batch, Init, Layer, Model, Parameter, Parameters, Result, Unit, splitmix64};
+use shardwise::model::TensorPlacement::{self, ReplicatedWhole, Split};
+use shardwise::model::{
+    self, Batch, Init, Layer, Model, Parameter, Parameters, Pass, Result, TensorParallel, Unit, splitmix64,
+};
 use shardwise::schedule::Kind;
 use shardwise::tch::{self, Reduction, Tensor};
 use shardwise::{AdamW, BatchSize, Optimizer, Options, Schedule, Sharding, SourceError, Trainer, init};
@@ -15,17 +19,18 @@ const SIDE: i64 = 16; // of an image, in pixels
 const PATCH: i64 = 4; // the side of a patch
 const PATCHES: i64 = (SIDE / PATCH) * (SIDE / PATCH);
 const HIDDEN_SIZE: usize = 48;
-const HEADS: i64 = 4;
+const HEADS: usize = 4;
+const HEAD_DIM: i64 = (HIDDEN_SIZE / HEADS) as i64;
 
 /// The first unit: embeds the patches of an image and their positions.
 struct Patches;
 
 impl Layer for Patches {
-    fn forward(&self, p: &Parameters<'_>, _: Option<&Tensor>, batch: &Batch, _: Activations) -> Result<Tensor> {
+    fn forward(&self, p: &Parameters<'_>, _: Option<&Tensor>, batch: &Batch, pass: &Pass) -> Result<Tensor> {
         let (images, rows) = (batch.inputs.size()[0], SIDE / PATCH);
         let patches = batch.inputs.f_view([images, rows, PATCH, rows, PATCH])?.f_permute([0, 1, 3, 2, 4])?;
         let patches = patches.f_reshape([images, PATCHES, PATCH * PATCH])?.f_to_kind(p.get("patch").kind())?;
-        Ok(patches.f_linear(p.get("patch"), None::<&Tensor>)?.f_add(p.get("place"))?)
+        pass.parallel.scatter(&patches.f_linear(p.get("patch"), None::<&Tensor>)?.f_add(p.get("place"))?)
     }
 }
 
@@ -33,17 +38,18 @@ impl Layer for Patches {
 struct Block;
 
 impl Layer for Block {
-    fn forward(&self, p: &Parameters<'_>, input: Option<&Tensor>, _: &Batch, _: Activations) -> Result<Tensor> {
-        let x = input.expect("a block has an input");
-        let images = x.size()[0];
-        let heads = norm(x)?.f_linear(p.get("qkv"), None::<&Tensor>)?.f_view([images, PATCHES, 3, HEADS, -1])?;
+    fn forward(&self, p: &Parameters<'_>, input: Option<&Tensor>, batch: &Batch, pass: &Pass) -> Result<Tensor> {
+        let (x, images) = (input.expect("a block has an input"), batch.inputs.size()[0]);
+        let entered = pass.parallel.enter(&norm(x)?, (images * PATCHES) as usize)?;
+        let heads = entered.f_linear(p.get("qkv"), None::<&Tensor>)?.f_view([images, PATCHES, 3, -1, HEAD_DIM])?;
         let [query, key, value] = [0, 1, 2].map(|part| heads.select(2, part).transpose(1, 2));
         let seen =
             Tensor::f_scaled_dot_product_attention(&query, &key, &value, None::<&Tensor>, 0., false, None, false)?;
         let seen = seen.f_transpose(1, 2)?.f_reshape([images, PATCHES, -1])?;
-        let x = x.f_add(&seen.f_linear(p.get("out"), None::<&Tensor>)?)?;
-        let wide = norm(&x)?.f_linear(p.get("up"), Some(p.get("up_bias")))?.f_gelu("none")?;
-        Ok(x.f_add(&wide.f_linear(p.get("down"), None::<&Tensor>)?)?)
+        let x = x.f_add(&pass.parallel.leave(&seen.f_linear(p.get("out"), None::<&Tensor>)?)?)?;
+        let entered = pass.parallel.enter(&norm(&x)?, (images * PATCHES) as usize)?;
+        let wide = entered.f_linear(p.get("up"), Some(p.get("up_bias")))?.f_gelu("none")?;
+        Ok(x.f_add(&pass.parallel.leave(&wide.f_linear(p.get("down"), None::<&Tensor>)?)?)?)
     }
 }
 
@@ -51,13 +57,15 @@ impl Layer for Block {
 struct Head;
 
 impl Layer for Head {
-    fn forward(&self, p: &Parameters<'_>, input: Option<&Tensor>, batch: &Batch, _: Activations) -> Result<Tensor> {
-        let scores = self.logits(p, input.expect("the head has an input"))?.expect("the head has logits");
+    fn forward(&self, p: &Parameters<'_>, input: Option<&Tensor>, batch: &Batch, pass: &Pass) -> Result<Tensor> {
+        let x =
+            pass.parallel.gather(input.expect("the head has an input"), (batch.inputs.size()[0] * PATCHES) as usize)?;
+        let scores = self.logits(p, &x, &pass.parallel)?.expect("the head has logits");
         Ok(scores.f_cross_entropy_loss(&batch.targets, None::<&Tensor>, Reduction::Sum, -100, 0.)?)
     }
 
-    fn logits(&self, p: &Parameters<'_>, input: &Tensor) -> Result<Option<Tensor>> {
-        let mean = norm(&input.f_mean_dim(1, false, input.kind())?)?;
+    fn logits(&self, p: &Parameters<'_>, input: &Tensor, _: &TensorParallel) -> Result<Option<Tensor>> {
+        let mean = norm(&input.f_view([-1, PATCHES, HIDDEN_SIZE as i64])?.f_mean_dim(1, false, input.kind())?)?;
         Ok(Some(mean.f_linear(p.get("classes"), None::<&Tensor>)?.f_to_kind(tch::Kind::Float)?))
     }
 }
@@ -68,21 +76,24 @@ fn norm(x: &Tensor) -> Result<Tensor> {
 
 fn vision_transformer(blocks: usize) -> Result<Model> {
     let matrix = |name: String, out: usize, into: usize| Parameter::matrix(name, [out, into], (into as f64).powf(-0.5));
-    let patch = matrix("patch".to_string(), HIDDEN_SIZE, (PATCH * PATCH) as usize);
-    let place = Parameter::matrix("place", [PATCHES as usize, HIDDEN_SIZE], 0.02);
+    let patch = matrix("patch".to_string(), HIDDEN_SIZE, (PATCH * PATCH) as usize).placed(ReplicatedWhole);
+    let place = Parameter::matrix("place", [PATCHES as usize, HIDDEN_SIZE], 0.02).placed(ReplicatedWhole);
+    let heads = |dimension, blocks| Split(model::Split { dimension, blocks, items: HEADS, shared_by: 1 });
+    let [outputs, inputs] = [TensorPlacement::by_outputs, TensorPlacement::by_inputs].map(|by| by(4 * HIDDEN_SIZE));
     let mut units = vec![Unit::new("patches", vec![patch, place], Patches)];
     for index in 0..blocks {
         let name = |ending: &str| format!("block.{index}.{ending}");
         let parameters = vec![
-            matrix(name("qkv"), 3 * HIDDEN_SIZE, HIDDEN_SIZE),
-            matrix(name("out"), HIDDEN_SIZE, HIDDEN_SIZE),
-            matrix(name("up"), 4 * HIDDEN_SIZE, HIDDEN_SIZE),
-            Parameter::vector(name("up_bias"), 4 * HIDDEN_SIZE, Init::Zeros),
-            matrix(name("down"), HIDDEN_SIZE, 4 * HIDDEN_SIZE),
+            matrix(name("qkv"), 3 * HIDDEN_SIZE, HIDDEN_SIZE).placed(heads(0, 3)),
+            matrix(name("out"), HIDDEN_SIZE, HIDDEN_SIZE).placed(heads(1, 1)),
+            matrix(name("up"), 4 * HIDDEN_SIZE, HIDDEN_SIZE).placed(outputs),
+            Parameter::vector(name("up_bias"), 4 * HIDDEN_SIZE, Init::Zeros).placed(outputs),
+            matrix(name("down"), HIDDEN_SIZE, 4 * HIDDEN_SIZE).placed(inputs),
         ];
         units.push(Unit::new(format!("block.{index}"), parameters, Block));
     }
-    units.push(Unit::new("head", vec![matrix("classes".to_string(), CLASSES.len(), HIDDEN_SIZE)], Head));
+    let classes = matrix("classes".to_string(), CLASSES.len(), HIDDEN_SIZE).placed(ReplicatedWhole);
+    units.push(Unit::new("head", vec![classes], Head));
     Model::new(units)
 }
 
@@ -112,16 +123,17 @@ fn images(numbers: &[u64]) -> std::result::Result<Batch, SourceError> {
 }
 
 fn main() -> std::result::Result<(), SourceError> {
-    let ranks = shardwise::ranks()?;
-    let (world, is_first) = (ranks.world.clone(), ranks.world.rank() == 0);
+    let tensor = std::env::args().nth(1).map_or(Ok(1), |ranks| ranks.parse())?;
+    let ranks = shardwise::parallel_ranks(1, tensor)?;
+    let (readers, is_first) = (ranks.data_size(), ranks.world.rank() == 0);
     let model = vision_transformer(2)?;
     if is_first {
-        println!("{} parameters at stage 3 on {} ranks; chance is 25.0%", model.elements(), world.size());
+        println!("{} parameters at stage 3 on {readers} × {tensor} ranks; chance is 25.0%", model.elements());
     }
     let schedule = Schedule { lr: 3e-3, warmup_steps: 20, steps: 300, kind: Kind::Cosine { min_lr_ratio: 0.1 } };
     let options = Options::new(Sharding::stage(3)?, Optimizer::AdamW(AdamW::default()), schedule);
     let mut trainer = Trainer::new(model, ranks, options, &mut init::from_seed(7))?;
-    let batch_size = BatchSize { micro_batch_size: 64 / world.size(), gradient_accumulation_steps: 1 };
+    let batch_size = BatchSize { micro_batch_size: 64 / readers, gradient_accumulation_steps: 1 };
     let unseen = images(&(1 << 40..(1 << 40) + 256).collect::<Vec<u64>>())?;
     for steps in (0..=300).step_by(60) {
         trainer.train(&images, batch_size, steps, &mut |_report| ())?;

@@ -94,8 +94,10 @@ pub mod model {
     pub use shardwise_model::init::splitmix64;
     pub use shardwise_model::{
         Activations, Batch, Cache, ConfigError, Error, Footprint, Gpt2Config, IGNORED, Init, Layer, Llama3Rope,
-        LlamaConfig, Model, ModelConfig, Parameter, Parameters, Result, Tied, Unit, head_loss,
+        LlamaConfig, Model, ModelConfig, Parameter, Parameters, Pass, PassShape, Result, TensorParallel, Tied, Unit,
+        head_loss,
     };
+    pub use shardwise_plan::{Split, TensorPlacement};
 }
 
 /// The error and result types of custom optimizers.
@@ -129,14 +131,20 @@ pub mod checkpoint {
 ///
 /// Call it once per process, before creating tensors: from then on memory freed by tensors is cached for the next ones. The groups
 /// are those of `shardwise train`: one for shards and one for the whole world, so that calls of one do not wait for calls of the
-/// other. For other groups, such as those for hybrid sharding or GPUs, use [`Ranks::hybrid`] and [`comm::mpi::world`].
+/// other. For other groups, use [`parallel_ranks`], or [`Ranks::on_mesh`] and [`comm::mpi::world`].
 ///
 /// Ranks end together: a rank that is done waits for the others when it drops its groups. If a rank fails, because its `main`
 /// returns an error, it panics, or it calls [`comm::Group::abort`], the launcher ends the others within seconds, long before
 /// their calls time out. `mpirun` does so by default, `srun` with `--kill-on-bad-exit=1`.
 pub fn ranks() -> Result<Ranks> {
+    parallel_ranks(1, 1)
+}
+
+/// Like [`ranks`], for `replicas` replicas of the model (hybrid sharding) whose layers are each shared by `tensor` consecutive ranks
+/// (tensor parallelism). What is left of the ranks shards each replica.
+pub fn parallel_ranks(replicas: usize, tensor: usize) -> Result<Ranks> {
     shardwise_torch::enable_caching_allocator();
-    Ranks::hybrid(Arc::new(comm::mpi::world(comm::mpi::Options::default())?), 1)
+    Ranks::parallel(Arc::new(comm::mpi::world(comm::mpi::Options::default())?), replicas, tensor)
 }
 
 /// Saves a checkpoint and waits until it is complete. All ranks call it together. `about` is a JSON object that describes the

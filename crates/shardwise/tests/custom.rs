@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use shardwise::checkpoint::{Checkpoint, Store, json};
 use shardwise::comm::single;
-use shardwise::model::{Activations, Batch, Layer, Model, Parameter, Parameters, Result, Tied, Unit};
+use shardwise::model::{Batch, Layer, Model, Parameter, Parameters, Pass, Result, Tied, Unit};
 use shardwise::tch::{Kind, Reduction, Tensor};
 use shardwise::{
     BatchSize, Elements, Elementwise, Optimizer, Options, Precision, Ranks, Schedule, Sharding, SourceError, Trainer,
@@ -18,7 +18,7 @@ use shardwise_harness::{Launch, ranks};
 struct Into;
 
 impl Layer for Into {
-    fn forward(&self, p: &Parameters<'_>, _: Option<&Tensor>, batch: &Batch, _: Activations) -> Result<Tensor> {
+    fn forward(&self, p: &Parameters<'_>, _: Option<&Tensor>, batch: &Batch, _: &Pass) -> Result<Tensor> {
         Ok(batch.inputs.f_to_kind(p.get("w").kind())?.f_matmul(p.get("w"))?)
     }
 }
@@ -27,7 +27,7 @@ impl Layer for Into {
 struct Bend;
 
 impl Layer for Bend {
-    fn forward(&self, _: &Parameters<'_>, input: Option<&Tensor>, _: &Batch, _: Activations) -> Result<Tensor> {
+    fn forward(&self, _: &Parameters<'_>, input: Option<&Tensor>, _: &Batch, _: &Pass) -> Result<Tensor> {
         Ok(input.unwrap().f_tanh()?)
     }
 }
@@ -36,7 +36,7 @@ impl Layer for Bend {
 struct Back;
 
 impl Layer for Back {
-    fn forward(&self, p: &Parameters<'_>, input: Option<&Tensor>, batch: &Batch, _: Activations) -> Result<Tensor> {
+    fn forward(&self, p: &Parameters<'_>, input: Option<&Tensor>, batch: &Batch, _: &Pass) -> Result<Tensor> {
         let found = input.unwrap().f_matmul(p.get("v"))?.f_matmul(&p.tied().unwrap().f_transpose(0, 1)?)?;
         Ok(found.f_to_kind(Kind::Float)?.f_mse_loss(&batch.targets, Reduction::Sum)?)
     }
@@ -46,7 +46,7 @@ impl Layer for Back {
 struct NoLoss;
 
 impl Layer for NoLoss {
-    fn forward(&self, _: &Parameters<'_>, input: Option<&Tensor>, _: &Batch, _: Activations) -> Result<Tensor> {
+    fn forward(&self, _: &Parameters<'_>, input: Option<&Tensor>, _: &Batch, _: &Pass) -> Result<Tensor> {
         Ok(input.unwrap().shallow_clone())
     }
 }

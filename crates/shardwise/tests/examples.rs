@@ -43,8 +43,9 @@ fn numbers(printed: &str, unit: &str) -> Vec<f64> {
 fn a_vision_transformer_in_under_150_lines_learns_on_two_ranks() {
     let source = std::fs::read_to_string(root().join("crates/shardwise/examples/vision.rs")).unwrap();
     assert!(source.lines().count() < 150, "{} lines", source.lines().count());
-    for ranks in [1, 2] {
-        let printed = run("vision", ranks, &[]);
+    let two_share_layers: &[&str] = &["2"];
+    for (ranks, arguments) in [(1, &[][..]), (2, &[]), (2, two_share_layers)] {
+        let printed = run("vision", ranks, arguments);
         let right = numbers(&printed, "% of unseen images");
         assert_eq!(right.len(), 6, "{printed}");
         assert!(right[0] < 50., "it starts at chance: {printed}");

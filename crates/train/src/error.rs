@@ -128,9 +128,15 @@ impl Error {
         }
     }
 
+    /// The error of a unit's forward pass.
+    pub(crate) fn of_model(unit: &str, error: shardwise_model::Error) -> Self {
+        Error::Model { unit: unit.to_string(), error }
+    }
+
     /// The communication error, if this is one.
     pub fn comm_error(&self) -> Option<&shardwise_comm::Error> {
         match self {
+            Error::Model { error: shardwise_model::Error::Communication(error), .. } => error.downcast_ref(),
             Error::Comm(error) | Error::Zero(shardwise_zero::Error::Comm { error, .. }) => Some(error),
             _ => None,
         }

@@ -1,7 +1,7 @@
 //! Evaluation and logits: forward passes without autograd.
 
 use shardwise_comm::ReduceOp;
-use shardwise_model::{Activations, Batch, IGNORED};
+use shardwise_model::{Activations, Batch, IGNORED, Pass};
 use shardwise_plan::program::{Instruction, build};
 use shardwise_torch::tch::{Tensor, no_grad};
 
@@ -28,7 +28,7 @@ impl Trainer {
         let head = self.shards.len() - 1;
         self.forward_no_grad(|trainer, index, input| match input {
             Some(input) if index == head => trainer.head_logits(input),
-            _ => trainer.compute(index, input, &batch, Activations::All),
+            _ => trainer.compute(index, input, &batch, &trainer.inference_pass(index)),
         })
     }
 
@@ -39,10 +39,13 @@ impl Trainer {
         let mut loss_sum = 0.;
         for batch in micro_batches {
             let batch = batch.to_device(self.options.device);
-            let loss =
-                self.forward_no_grad(|trainer, index, input| trainer.compute(index, input, &batch, Activations::All))?;
-            loss_sum += loss.double_value(&[]);
+            let compute = |trainer: &Trainer, index, input: Option<&Tensor>| {
+                trainer.compute(index, input, &batch, &trainer.pass(index, Activations::All))
+            };
+            loss_sum += self.forward_no_grad(compute)?.double_value(&[]);
         }
+        // The ranks that share the head have the same loss.
+        let loss_sum = if self.ranks.tensor.rank() == 0 { loss_sum } else { 0. };
         let loss_sum = self.ranks.world.all_reduce("evaluation", ReduceOp::Sum, vec![loss_sum]).wait()?[0];
         Ok(Evaluation { loss_sum, tokens })
     }
@@ -70,11 +73,18 @@ impl Trainer {
         })
     }
 
+    /// A pass in which all ranks that share a layer have the whole sequence, as logits and generation need it.
+    pub(crate) fn inference_pass(&self, index: usize) -> Pass {
+        let pass = self.pass(index, Activations::All);
+        Pass { parallel: pass.parallel.with_whole_sequence(), ..pass }
+    }
+
     fn head_logits(&self, input: &Tensor) -> Result<Tensor> {
         let index = self.shards.len() - 1;
         let (unit, tied) = (&self.model.units()[index], self.tied(index));
-        let failed = |error| Error::Model { unit: unit.name().to_string(), error };
-        unit.logits(self.shards[index].parameters(), tied, input).map_err(failed)?.ok_or_else(|| {
+        let failed = |error| Error::of_model(unit.name(), error);
+        let parallel = self.inference_pass(index).parallel;
+        unit.logits(self.shards[index].parameters(), tied, input, &parallel).map_err(failed)?.ok_or_else(|| {
             let problem = "the last unit has none; implement `Layer::logits` for it".to_string();
             failed(shardwise_model::Error::Config { key: "logits", problem })
         })

@@ -137,8 +137,9 @@ impl Trainer {
         let logits = self.forward_no_grad(|trainer, index, input| {
             let unit = &trainer.model.units()[index];
             let parameters = trainer.shards[index].parameters();
-            unit.extend(parameters, trainer.tied(index), input, &tokens, &mut caches[index])
-                .map_err(|error| Error::Model { unit: unit.name().to_string(), error })
+            let parallel = trainer.inference_pass(index).parallel;
+            unit.extend(parameters, trainer.tied(index), input, &tokens, &mut caches[index], &parallel)
+                .map_err(|error| Error::of_model(unit.name(), error))
         })?;
         let fail = |error: TchError| Error::Model { unit: "head".to_string(), error: error.into() };
         Vec::try_from(logits.to_kind(Kind::Float).view(-1)).map_err(fail)

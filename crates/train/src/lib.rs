@@ -30,6 +30,7 @@
 
 #![forbid(unsafe_code)]
 
+mod check_layers;
 mod costs;
 mod error;
 mod evaluate;
@@ -46,14 +47,16 @@ mod source;
 mod state;
 mod step;
 mod step_values;
+mod tensor_group;
+mod unit_specs;
 
-pub use costs::{StepShape, memory_costs};
+pub use costs::memory_costs;
 pub use error::{Error, Result, SourceError};
 pub use evaluate::Evaluation;
 pub use generate::{Sampling, generate};
 pub use loss_scale::LossScale;
 pub use nonfinite::{NonFiniteValue, OnNonFinite};
-pub use options::{Options, Ranks};
+pub use options::{Options, Ranks, mesh_of};
 pub use probe::{Probe, StepPhase};
 pub use progress::{Progress, SkippedBatch};
 pub use report::{Gradients, Report};
@@ -62,5 +65,6 @@ pub use shardwise_plan::program::ActivationCheckpointing;
 pub use shardwise_plan::schedule::{Kind, LrAndMomentum, Schedule};
 pub use source::{BatchSize, Source};
 pub use state::{TensorLease, checkpoint_layouts};
-pub use step::{Trainer, unit_specs};
+pub use step::Trainer;
 pub use step_values::BeforeUpdate;
+pub use unit_specs::{StepShape, tensor_place, unit_specs};

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use shardwise_comm::{Group, ReduceOp};
-use shardwise_plan::program::{ActivationCheckpointing, Layout, ModelParallel, Policy};
+use shardwise_plan::program::{ActivationCheckpointing, Layout, Policy};
 use shardwise_plan::schedule::Schedule;
 use shardwise_plan::{Axis, Dtype, DynamicScale, Mesh};
 use shardwise_torch::tch::Device;
@@ -30,6 +30,9 @@ pub struct Options {
     /// unsharded unit: parameters ahead, gradients behind. With 0, ranks compute and communicate in turn, except for the
     /// all-gather of updated parameters at stages 1 and 2.
     pub prefetch: usize,
+    /// Whether the ranks that share a layer each keep their own part of the sequence outside of attention and MLP (sequence
+    /// parallelism). No effect without tensor parallelism.
+    pub sequence_parallel: bool,
     /// The optimizer. The schedule sets its learning rate.
     pub optimizer: Optimizer,
     /// The learning rate schedule.
@@ -53,6 +56,7 @@ impl Options {
             activation_checkpointing: ActivationCheckpointing::None,
             reduce_each_micro_batch: false,
             prefetch: 1,
+            sequence_parallel: true,
             optimizer,
             schedule,
             max_grad_norm: None,
@@ -119,47 +123,68 @@ pub struct Ranks {
     pub world: Arc<Group>,
     /// The groups for sharding and replication, which communicate tensors on the device.
     pub groups: Groups,
+    /// The groups of parameters that all tensor-parallel ranks have: they are sharded among all ranks of a replica.
+    pub replicated: Groups,
+    /// The ranks that share each layer (tensor parallelism).
+    pub tensor: Arc<Group>,
+    mesh: Mesh,
 }
 
 impl Ranks {
     /// One replica, sharded among all ranks, with a single group for everything. A group runs one call at a time, so the next
     /// step's token count waits until all updated parameters are gathered (stages 1 and 2). To train on several ranks, use
-    /// [`Ranks::hybrid`] with one replica, which creates separate groups.
+    /// [`Ranks::on_mesh`], which creates separate groups.
     pub fn sharded(world: Arc<Group>) -> Self {
-        Ranks { groups: Groups::sharded(world.clone()), world }
+        let mesh = Mesh::new(&[(Axis::Shard, world.size())]).expect("a world has at least one rank");
+        let groups = Groups::sharded(world.clone());
+        Ranks { replicated: groups.clone(), groups, world, tensor: Arc::new(shardwise_comm::single::group()), mesh }
     }
 
     /// Hybrid sharding: `replicas` replicas, each sharded among consecutive ranks. Calls of different groups run concurrently. All
     /// ranks call this together.
     pub fn hybrid(world: Arc<Group>, replicas: usize) -> Result<Self> {
-        if replicas == 0 || !world.size().is_multiple_of(replicas) {
-            return Err(indivisible(world.size(), replicas));
-        }
-        let mesh = mesh(replicas, world.size() / replicas)?;
-        let groups = Groups {
-            shard: Arc::new(world.split_along(&mesh, &[Axis::Shard])?),
-            replicate: Arc::new(world.split_along(&mesh, &[Axis::Replicate])?),
-        };
-        Ok(Ranks { world, groups })
+        Ranks::parallel(world, replicas, 1)
     }
 
-    /// The mesh of replicas and shards.
-    pub fn mesh(&self) -> Result<Mesh> {
-        mesh(self.groups.replicate.size(), self.groups.shard.size())
+    /// `replicas` replicas whose layers are each shared by `tensor` consecutive ranks. What is left of the ranks shards each
+    /// replica. All ranks call this together.
+    pub fn parallel(world: Arc<Group>, replicas: usize, tensor: usize) -> Result<Self> {
+        let mesh = mesh_of(world.size(), replicas, tensor)?;
+        Ranks::on_mesh(world, mesh)
+    }
+
+    /// The ranks of a mesh with the axes replicate, shard and tensor. All ranks call this together.
+    pub fn on_mesh(world: Arc<Group>, mesh: Mesh) -> Result<Self> {
+        let along = |axes: &[Axis]| -> Result<Arc<Group>> { Ok(Arc::new(world.split_along(&mesh, axes)?)) };
+        let groups = Groups { shard: along(&[Axis::Shard])?, replicate: along(&[Axis::Replicate])? };
+        if mesh.size(Axis::Tensor) == 1 {
+            let tensor = Arc::new(shardwise_comm::single::group());
+            return Ok(Ranks { replicated: groups.clone(), groups, world, tensor, mesh });
+        }
+        let tensor = along(&[Axis::Tensor])?;
+        let replicated = Groups { shard: along(&[Axis::Shard, Axis::Tensor])?, replicate: groups.replicate.clone() };
+        Ok(Ranks { world, groups, replicated, tensor, mesh })
+    }
+
+    /// The mesh of all ranks.
+    pub fn mesh(&self) -> Mesh {
+        self.mesh
+    }
+
+    /// The number of ranks that read different samples.
+    pub fn data_size(&self) -> usize {
+        self.world.size() / self.tensor.size()
+    }
+
+    /// This rank's index among those that read different samples. The ranks that share a layer have the same.
+    pub fn data_rank(&self) -> usize {
+        self.world.rank() / self.tensor.size()
     }
 
     /// Where this rank is among the others, and the size of the elements that they send.
     pub fn layout(&self, precision: Precision) -> Layout {
-        let Groups { shard, replicate } = &self.groups;
-        Layout {
-            shard: shard.size(),
-            replicate: replicate.size(),
-            shard_rank: shard.rank(),
-            replicate_rank: replicate.rank(),
-            parameter_bytes: precision.param_dtype.bytes(),
-            gradient_bytes: precision.reduce_dtype.bytes(),
-            model_parallel: ModelParallel::NONE,
-        }
+        let (parameter_bytes, gradient_bytes) = (precision.param_dtype.bytes(), precision.reduce_dtype.bytes());
+        Layout::of_rank(&self.mesh, self.world.rank(), parameter_bytes, gradient_bytes)
     }
 
     /// The smallest `own` of all ranks, and the first rank that has it. All ranks call it together.
@@ -170,26 +195,43 @@ impl Ranks {
         Ok((first != i64::MIN).then(|| (-first as usize / ranks, -first as usize % ranks)))
     }
 
-    /// Hybrid sharding with this rank's shards on GPU `device` (cargo feature `cuda`).
+    /// The same ranks with this rank's tensors on GPU `device` (cargo feature `cuda`).
     #[cfg(feature = "cuda")]
-    pub fn on_gpu(world: Arc<Group>, replicas: usize, device: usize) -> Result<Self> {
-        let Ranks { world, groups } = Ranks::hybrid(world, replicas)?;
+    pub fn on_gpu(world: Arc<Group>, mesh: Mesh, device: usize) -> Result<Self> {
+        let Ranks { world, groups, replicated, tensor, mesh } = Ranks::on_mesh(world, mesh)?;
         let over = |group: Arc<Group>| -> Result<Arc<Group>> {
-            let control = Arc::into_inner(group).expect("hybrid returned the only reference");
+            let control = Arc::into_inner(group).expect("on_mesh returned the only reference");
             Ok(Arc::new(shardwise_comm::nccl::connect(control, device)?))
         };
+        if tensor.size() == 1 {
+            drop(replicated);
+            let groups = Groups { shard: over(groups.shard)?, replicate: over(groups.replicate)? };
+            return Ok(Ranks { world, replicated: groups.clone(), groups, tensor, mesh });
+        }
         let Groups { shard, replicate } = groups;
-        Ok(Ranks { world, groups: Groups { shard: over(shard)?, replicate: over(replicate)? } })
+        let all_shards = replicated.shard;
+        drop(replicated.replicate);
+        let groups = Groups { shard: over(shard)?, replicate: over(replicate)? };
+        let replicated = Groups { shard: over(all_shards)?, replicate: groups.replicate.clone() };
+        Ok(Ranks { world, groups, replicated, tensor: over(tensor)?, mesh })
     }
 }
 
-fn mesh(replicas: usize, shards: usize) -> Result<Mesh> {
-    let sizes = [(Axis::Replicate, replicas), (Axis::Shard, shards)];
+/// The mesh of this many ranks.
+pub fn mesh_of(ranks: usize, replicas: usize, tensor: usize) -> Result<Mesh> {
+    let (replicas_of, tensor_of) = (replicas.max(1), tensor.max(1));
+    if replicas == 0 || tensor == 0 || !ranks.is_multiple_of(replicas_of * tensor_of) {
+        return Err(Error::Options(match tensor {
+            1 => format!("parallel.replicate: {ranks} ranks cannot be divided into {replicas} replicas"),
+            _ => format!(
+                "parallel.tensor: {ranks} ranks cannot be divided into {replicas} replicas whose layers are each shared by {tensor} \
+                 ranks"
+            ),
+        }));
+    }
+    let shards = ranks / (replicas * tensor);
+    let sizes = [(Axis::Replicate, replicas), (Axis::Shard, shards), (Axis::Tensor, tensor)];
     Mesh::new(&sizes).map_err(|error| Error::Options(error.to_string()))
-}
-
-fn indivisible(ranks: usize, replicas: usize) -> Error {
-    Error::Options(format!("parallel.replicate: {ranks} ranks cannot be divided into {replicas} replicas"))
 }
 
 #[cfg(test)]

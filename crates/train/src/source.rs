@@ -40,7 +40,8 @@ pub struct BatchSize {
 }
 
 impl BatchSize {
-    /// The indices of a rank's samples in a step (counted from 1), by micro-batch.
+    /// The indices of a rank's samples in a step (counted from 1), by micro-batch. `ranks` is the number of ranks that read different
+    /// samples.
     pub fn sample_indices(&self, step: u64, rank: usize, ranks: usize) -> Vec<Vec<u64>> {
         let together = (ranks * self.micro_batch_size) as u64;
         let micro_batch = |index: u64| {
@@ -64,7 +65,7 @@ impl Trainer {
         steps: u64,
         each: &mut dyn FnMut(&Report),
     ) -> Result<()> {
-        let (rank, ranks) = (self.ranks.world.rank(), self.ranks.world.size());
+        let (rank, ranks) = (self.ranks.data_rank(), self.ranks.data_size());
         while self.steps < steps {
             if self.skip_batch().is_some() {
                 continue;

@@ -4,38 +4,65 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use shardwise_checkpoint::{Checkpoint, FILE_BYTES, FlatBuffer, UnitLayout, UnitReader};
+use shardwise_checkpoint::{Checkpoint, FILE_BYTES, FlatBuffer, Owners, UnitLayout, UnitReader};
 use shardwise_model::{Model, Parameter, Unit};
-use shardwise_plan::FloatsMut;
+use shardwise_plan::program::Place;
+use shardwise_plan::{Axis, FloatsMut, Mesh};
 use shardwise_zero::{CheckpointTensor, InitError};
 
 use crate::error::{Error, Result};
-use crate::init::shape;
+use crate::init::{for_each_run, shape};
 use crate::options::{Options, Ranks};
 use crate::progress::{Progress, SkippedBatch};
 use crate::step::Trainer;
 
-/// The layout of a model in a checkpoint written by `owners` ranks.
-pub fn checkpoint_layouts(model: &Model, options: &Options, owners: usize) -> Vec<UnitLayout> {
+/// The layout of a model in a checkpoint that the ranks of a mesh write.
+pub fn checkpoint_layouts(model: &Model, options: &Options, mesh: &Mesh) -> Vec<UnitLayout> {
     let unit = |(index, unit): (usize, &Unit)| UnitLayout {
         name: unit.name().to_string(),
-        buffers: buffers(unit.parameters(), options),
-        owners,
+        buffers: buffers(unit.parameters(), options, mesh).into_iter().map(|(buffer, _)| buffer).collect(),
+        owners: mesh.size(Axis::Shard) * mesh.size(Axis::Tensor),
         index,
         file_bytes: FILE_BYTES,
     };
     model.units().iter().enumerate().map(unit).collect()
 }
 
-/// The flat buffers of a unit in a checkpoint, in the order of [`shardwise_zero::ShardedUnit::checkpoint_tensors`].
-fn buffers(parameters: &[Parameter], options: &Options) -> Vec<FlatBuffer> {
+/// The flat buffers of a unit in a checkpoint, each with the tensor-parallel rank that has it, unless all have: first those with the
+/// parts of each tensor-parallel rank, then those with the parameters that all of these ranks have.
+fn buffers(parameters: &[Parameter], options: &Options, mesh: &Mesh) -> Vec<(FlatBuffer, Option<usize>)> {
+    let (shard, tensor) = (mesh.size(Axis::Shard), mesh.size(Axis::Tensor));
+    let place = |index: usize| Place { size: tensor, index };
+    let (replicated, split): (Vec<&Parameter>, Vec<&Parameter>) =
+        parameters.iter().partition(|parameter| parameter.is_replicated(place(0)));
+    let mut buffers = Vec::new();
+    for index in (0..tensor).filter(|_| !split.is_empty() || parameters.is_empty()) {
+        let owners = Owners { first: index, stride: tensor, count: shard };
+        let of_rank = buffers_of(&split, options, place(index), owners);
+        buffers.extend(of_rank.into_iter().map(|buffer| (buffer, Some(index))));
+    }
+    if !replicated.is_empty() {
+        let of_all = buffers_of(&replicated, options, place(0), Owners::all(shard * tensor));
+        buffers.extend(of_all.into_iter().map(|buffer| (buffer, None)));
+    }
+    buffers
+}
+
+/// The flat buffers of parameters that are sharded among the same ranks, in the order of
+/// [`shardwise_zero::ShardedUnit::checkpoint_tensors`].
+fn buffers_of(parameters: &[&Parameter], options: &Options, tensor: Place, owners: Owners) -> Vec<FlatBuffer> {
     let buffer = |dtype, trainable: bool, name: &dyn Fn(&Parameter) -> String| FlatBuffer {
         dtype,
         tensors: parameters
             .iter()
             .filter(|parameter| parameter.trainable == trainable)
-            .map(|parameter| shardwise_checkpoint::Tensor { name: name(parameter), shape: shape(parameter) })
+            .map(|parameter| shardwise_checkpoint::Tensor {
+                name: name(parameter),
+                shape: shape(parameter),
+                slice: parameter.kept_slice(tensor),
+            })
             .collect(),
+        owners,
     };
     let state_dtype = options.precision.state_dtype();
     let masters = buffer(state_dtype, true, &|parameter| parameter.name.clone());
@@ -71,15 +98,19 @@ impl Trainer {
 
     /// The layout of this trainer's checkpoints.
     pub fn checkpoint_layouts(&self) -> Vec<UnitLayout> {
-        checkpoint_layouts(&self.model, &self.options, self.ranks.groups.shard.size())
+        checkpoint_layouts(&self.model, &self.options, &self.ranks.mesh())
     }
 
-    /// This rank's shards of a unit, as a checkpoint stores them, once the last update is complete. They share memory with the
-    /// trainer: hold a [`Trainer::lease_tensors`] while reading them.
-    pub fn checkpoint_tensors(&mut self, unit: usize) -> Result<Vec<CheckpointTensor>> {
+    /// This rank's shards of a unit, as a checkpoint stores them, once the last update is complete: one for each buffer of its layout
+    /// that this rank owns a shard of. They share memory with the trainer: hold a [`Trainer::lease_tensors`] while reading them.
+    pub fn checkpoint_tensors(&mut self, unit: usize) -> Result<Vec<Option<CheckpointTensor>>> {
         self.unless_broken(|trainer| {
             trainer.shards[unit].wait_for_update()?;
-            Ok(trainer.shards[unit].checkpoint_tensors())
+            let mut own = trainer.shards[unit].checkpoint_tensors().into_iter();
+            let (parameters, mesh) = (trainer.model.units()[unit].parameters(), trainer.ranks.mesh());
+            let buffers = buffers(parameters, &trainer.options, &mesh).into_iter();
+            let is_own = |rank: Option<usize>| rank.is_none_or(|rank| rank == trainer.ranks.tensor.rank());
+            Ok(buffers.map(|(_, rank)| if is_own(rank) { own.next() } else { None }).collect())
         })
     }
 
@@ -137,13 +168,17 @@ impl Trainer {
         let optimizer = options.optimizer.clone();
         let mut trainer = Trainer::load_weights(model, ranks, options, checkpoint)?;
         let mut readers = Readers { checkpoint, open: None };
+        let place = trainer.tensor_place();
         let states = optimizer.state_names();
         // Before the first update optimizer states have their initial values, and an imported checkpoint does not contain them.
         let shards = trainer.shards.iter_mut().zip(&units).filter(|_| progress.updates > 0);
         for (shard, (unit, parameters)) in shards {
             shard.resume(progress.updates, &mut |parameter, state, range, elements| {
                 let parameter = &parameters[parameter];
-                readers.read(unit, parameter, &state_name(parameter, states[state]), range, elements)
+                let (slice, name) = (parameter.kept_slice(place), state_name(parameter, states[state]));
+                for_each_run(parameter, slice.as_ref(), range, elements, &mut |range, elements| {
+                    readers.read(unit, parameter, &name, range, elements)
+                })
             })?;
         }
         trainer.steps = progress.step;

@@ -7,22 +7,24 @@
 use std::sync::Arc;
 
 use shardwise_comm::ReduceOp;
-use shardwise_model::{Activations, Batch, IGNORED, Model, Parameter, Unit};
+use shardwise_model::{Activations, Batch, IGNORED, Model, Parameter, Pass, TensorParallel, Unit};
 use shardwise_plan::FloatsMut;
-use shardwise_plan::program::{Codec, Instruction, Keep, Policy, Program, Programs, UnitSpec, build, check};
+use shardwise_plan::program::{Codec, Instruction, Keep, Place, Policy, Program, Programs, UnitSpec, build, check};
 use shardwise_torch::autograd::{self, Graph};
 use shardwise_torch::kind_of;
 use shardwise_torch::tch::{Kind, Tensor, no_grad};
-use shardwise_zero::{Bytes, Layout, ParameterSpec, Pool, ShardedUnit};
+use shardwise_zero::{Bytes, Groups, Layout, ParameterSpec, Pool, ShardedUnit};
 
 use crate::error::{Error, Result};
-use crate::init::ParameterInit;
+use crate::init::{ParameterInit, for_each_run};
 use crate::loss_scale::LossScaler;
 use crate::options::{Options, Ranks};
 use crate::probe::{Probe, StepPhase};
 use crate::progress::SkippedBatch;
 use crate::report::{Gradients, Report};
 use crate::step_values::{BeforeUpdate, ParameterGradient, StepValues, UnitPass};
+use crate::tensor_group::TensorRanks;
+use crate::unit_specs::{StepShape, tensor_place, unit_specs};
 
 /// One rank's part of a model in training.
 pub struct Trainer {
@@ -33,6 +35,8 @@ pub struct Trainer {
     pub(crate) options: Options,
     /// What the order of a step depends on, by unit.
     pub(crate) unit_specs: Vec<UnitSpec>,
+    /// The verbs of tensor parallelism.
+    pub(crate) parallel: TensorParallel,
     /// The program of the last step, which the next one probably has too.
     program: Option<(Policy, Arc<Program>)>,
     /// The first unit with trainable parameters, where the backward pass ends.
@@ -51,22 +55,6 @@ pub struct Trainer {
     has_stepped: bool,
     /// The error of a call that failed halfway. From then on every call fails.
     broken_by: Option<String>,
-}
-
-/// What the order of a step depends on, by unit.
-pub fn unit_specs(model: &Model) -> Vec<UnitSpec> {
-    model.units().iter().map(unit_spec).collect()
-}
-
-fn unit_spec(unit: &Unit) -> UnitSpec {
-    let elements = |trainable: bool| {
-        unit.parameters().iter().filter(|parameter| parameter.trainable == trainable).map(Parameter::elements).sum()
-    };
-    UnitSpec {
-        frozen: elements(false),
-        tied: unit.tied().map(|tied| tied.unit),
-        ..UnitSpec::new(unit.name(), elements(true), unit.backward_reads_parameters())
-    }
 }
 
 /// Fails if a program has instructions that training cannot execute yet: messages, halves of backward passes, offload, codecs.
@@ -97,26 +85,49 @@ impl Trainer {
     /// Shards a model. `init` is called only for the elements that this rank keeps.
     pub fn new(model: Model, ranks: Ranks, options: Options, init: &mut ParameterInit<'_>) -> Result<Self> {
         options.check()?;
+        model.check_tensor_parallel(ranks.tensor.size()).map_err(|error| Error::Options(error.to_string()))?;
         let pool = Arc::new(Pool::new(options.device));
-        let layout = Layout {
-            groups: ranks.groups.clone(),
+        let layout = |groups: &Groups, tensor| Layout {
+            groups: groups.clone(),
+            tensor,
             sharding: options.sharding,
             precision: options.precision,
             states: options.optimizer.states(),
             pool: pool.clone(),
         };
+        // What tensor-parallel ranks split is sharded by each of them, and what they replicate by all of them together.
+        let tensor = Some(ranks.tensor.clone()).filter(|tensor| tensor.size() > 1);
+        let layouts = [layout(&ranks.groups, tensor), layout(&ranks.replicated, None)];
+        let place = tensor_place(&ranks.mesh(), ranks.world.rank());
+        let splits_sequence = options.sequence_parallel && place.size > 1;
         let mut shard = |unit: &Unit| {
-            let spec =
-                |p: &Parameter| ParameterSpec { shape: p.shape.clone(), decays: p.decays, trainable: p.trainable };
+            let spec = |parameter: &Parameter| {
+                let is_replicated = parameter.is_replicated(place);
+                ParameterSpec {
+                    shape: parameter.kept_shape(place),
+                    decays: parameter.decays,
+                    trainable: parameter.trainable,
+                    layout: usize::from(is_replicated),
+                    adds_gradient: !is_replicated || place.index == 0 || !parameter.has_same_gradient(splits_sequence),
+                }
+            };
             let specs: Vec<ParameterSpec> = unit.parameters().iter().map(spec).collect();
-            let mut init_parameter =
-                |index: usize, range, elements: FloatsMut<'_>| init(&unit.parameters()[index], range, elements);
-            ShardedUnit::new(unit.name(), &specs, layout.clone(), &mut init_parameter)
+            let mut init_parameter = |index: usize, range, elements: FloatsMut<'_>| {
+                let parameter = &unit.parameters()[index];
+                let slice = parameter.kept_slice(place);
+                for_each_run(parameter, slice.as_ref(), range, elements, &mut |range, elements| {
+                    init(parameter, range, elements)
+                })
+            };
+            ShardedUnit::new(unit.name(), &specs, &layouts, &mut init_parameter)
         };
         let shards: Vec<ShardedUnit> = model.units().iter().map(&mut shard).collect::<std::result::Result<_, _>>()?;
         let first_trainable = shards.iter().position(ShardedUnit::is_trainable).ok_or(Error::AllFrozen)?;
         let loss_scaler = LossScaler::new(options.loss_scale);
-        let unit_specs = unit_specs(&model);
+        // The number of tokens changes nothing about the order.
+        let shape = StepShape { tokens: place.size, positions: place.size, micro_batches: 1 };
+        let unit_specs = unit_specs(&model, &options, place, shape);
+        let parallel = TensorParallel::new(Arc::new(TensorRanks(ranks.tensor.clone())), splits_sequence);
         let leases = shards.iter().map(|_| Arc::default()).collect();
         Ok(Trainer {
             model,
@@ -125,6 +136,7 @@ impl Trainer {
             ranks,
             options,
             unit_specs,
+            parallel,
             program: None,
             first_trainable,
             loss_scaler,
@@ -194,7 +206,16 @@ impl Trainer {
 
     /// The first half of a step: forward and backward passes, and the reduction of gradients. All ranks call it together. It
     /// discards gradients that were computed before and not applied.
+    ///
+    /// Before the first step of a custom model whose layers ranks share, compares the layers with those on one rank.
     pub fn compute_gradients(&mut self, micro_batches: &[Batch]) -> Result<Gradients> {
+        if !self.has_stepped
+            && self.parallel.size() > 1
+            && !self.model.is_built_in()
+            && let Some(batch) = micro_batches.first()
+        {
+            self.check_shared_layers(batch)?;
+        }
         let gradients = self.unless_broken(|trainer| trainer.compute_step(micro_batches))?;
         self.pending = Some(gradients.step);
         Ok(gradients)
@@ -253,7 +274,7 @@ impl Trainer {
             return Ok(program.clone());
         }
         let program = build::train_step(&self.unit_specs, &policy);
-        let checked = check(&Programs::uniform(program.clone()), &self.unit_specs, &policy, &self.ranks.mesh()?);
+        let checked = check(&Programs::uniform(program.clone()), &self.unit_specs, &policy, &self.ranks.mesh());
         checked.map_err(|violation| Error::Options(format!("the step's program is invalid: {violation}")))?;
         check_executable(&program)?;
         let program = Arc::new(program);
@@ -264,6 +285,11 @@ impl Trainer {
     /// What the order of a step depends on, by unit.
     pub fn unit_specs(&self) -> &[UnitSpec] {
         &self.unit_specs
+    }
+
+    /// This rank's place among those that share its layers.
+    pub(crate) fn tensor_place(&self) -> Place {
+        Place { size: self.ranks.tensor.size(), index: self.ranks.tensor.rank() }
     }
 
     // ---- the step -----------------------------------------------------------------------------------------------------
@@ -335,13 +361,29 @@ impl Trainer {
         let previous = unit.checked_sub(1).and_then(|previous| step.passes[micro_batch][previous].as_ref());
         let input = previous.map(|pass| pass.output.detach().set_requires_grad(unit > self.first_trainable));
         let batch = step.batch(micro_batch, self.options.device);
-        let compute = |activations| self.compute(unit, input.as_ref(), batch, activations);
+        let compute = |activations| self.compute(unit, input.as_ref(), batch, &self.pass(unit, activations));
         let output = match keep {
             Keep::All => compute(Activations::All)?,
             Keep::Selective => compute(Activations::Selective)?,
             Keep::Input | Keep::Nothing => no_grad(|| compute(Activations::All))?,
         };
-        step.passes[micro_batch][unit] = Some(UnitPass { input, output });
+        let partitioned =
+            (keep == Keep::Input && self.partitions_inputs()).then(|| input.as_ref().map(Tensor::size)).flatten();
+        let input = match (&partitioned, input) {
+            (Some(_), Some(input)) => {
+                let kept = self.pass(unit, Activations::All).parallel.partition(&input);
+                let kept = kept.map_err(|error| Error::of_model(self.shards[unit].name(), error))?;
+                // The unit before it is recomputed as well, and needs no output until then.
+                if let Some(previous) = &mut step.passes[micro_batch][unit - 1]
+                    && !previous.output.requires_grad()
+                {
+                    previous.output = kept.shallow_clone();
+                }
+                Some(kept)
+            }
+            (_, input) => input,
+        };
+        step.passes[micro_batch][unit] = Some(UnitPass { input, partitioned, output });
         if unit + 1 == self.shards.len() {
             self.add_loss(micro_batch, step);
         }
@@ -351,7 +393,8 @@ impl Trainer {
     /// A unit's backward pass, which frees its activations.
     fn backward(&mut self, unit: usize, micro_batch: usize, step: &mut StepValues<'_>) -> Result<()> {
         step.grads.clear();
-        let UnitPass { input, output } = step.passes[micro_batch][unit].take().expect("the forward pass comes first");
+        let UnitPass { input, output, .. } =
+            step.passes[micro_batch][unit].take().expect("the forward pass comes first");
         // The gradient of the loss is the weight of a token; every other unit gets its gradient from the unit after it.
         let output_grad = match unit + 1 == self.shards.len() {
             true => self.token_weight(step.loss_scale, step.tokens),
@@ -406,25 +449,23 @@ impl Trainer {
     /// Recomputes a unit's output in the backward pass, this time with its autograd graph.
     fn recompute(&self, index: usize, micro_batch: usize, step: &mut StepValues<'_>) -> Result<()> {
         let mut pass = step.passes[micro_batch][index].take().expect("the forward pass comes first");
-        pass.output =
-            self.compute(index, pass.input.as_ref(), step.batch(micro_batch, self.options.device), Activations::All)?;
+        if let (Some(shape), Some(part)) = (pass.partitioned.take(), &pass.input) {
+            let restored = self.pass(index, Activations::All).parallel.restore(part, &shape);
+            let restored = restored.map_err(|error| Error::of_model(self.shards[index].name(), error))?;
+            pass.input = Some(restored.set_requires_grad(index > self.first_trainable));
+        }
+        let batch = step.batch(micro_batch, self.options.device);
+        pass.output = self.compute(index, pass.input.as_ref(), batch, &self.recompute_pass(index))?;
         step.passes[micro_batch][index] = Some(pass);
         Ok(())
     }
 
     /// Computes a unit's output.
-    pub(crate) fn compute(
-        &self,
-        index: usize,
-        input: Option<&Tensor>,
-        batch: &Batch,
-        activations: Activations,
-    ) -> Result<Tensor> {
+    pub(crate) fn compute(&self, index: usize, input: Option<&Tensor>, batch: &Batch, pass: &Pass) -> Result<Tensor> {
         let unit = &self.model.units()[index];
-        let failed = |error| Error::Model { unit: unit.name().to_string(), error };
-        let output = unit
-            .forward(self.shards[index].parameters(), self.tied(index), input, batch, activations)
-            .map_err(failed)?;
+        let failed = |error| Error::of_model(unit.name(), error);
+        let output =
+            unit.forward(self.shards[index].parameters(), self.tied(index), input, batch, pass).map_err(failed)?;
         if index + 1 == self.shards.len() && output.numel() != 1 {
             let problem = format!(
                 "the last unit returned a tensor of shape {:?}; it must return a scalar, the sum of the losses of all targets",
@@ -433,6 +474,23 @@ impl Trainer {
             return Err(failed(shardwise_model::Error::Config { key: "loss", problem }));
         }
         Ok(output)
+    }
+
+    /// Whether the ranks that share a layer divide the inputs that they keep for recomputation. With sequence parallelism they are
+    /// divided already.
+    fn partitions_inputs(&self) -> bool {
+        self.parallel.size() > 1 && !self.parallel.splits_sequence()
+    }
+
+    /// A unit's forward pass that keeps these activations.
+    pub(crate) fn pass(&self, index: usize, activations: Activations) -> Pass {
+        let parallel = self.parallel.with_label(self.model.units()[index].name());
+        Pass { parallel, ..Pass::new(activations) }
+    }
+
+    /// A unit's forward pass just before its backward pass.
+    fn recompute_pass(&self, index: usize) -> Pass {
+        Pass { keeps_gathered: true, ..self.pass(index, Activations::All) }
     }
 
     /// The parameter of another unit that this unit is tied to.
@@ -505,14 +563,22 @@ impl Trainer {
     /// unless all ranks have the same number of micro-batches, because they gather together.
     pub(crate) fn count_tokens(&self, step: u64, micro_batches: &[Batch], signal: u64) -> Result<(u64, u64)> {
         let world = &self.ranks.world;
-        let counted =
+        let counted: i64 =
             micro_batches.iter().map(|batch| batch.targets.ne(IGNORED).sum(Kind::Int64).int64_value(&[])).sum();
         let own = vec![counted, micro_batches.len() as i64, signal as i64];
         let (own, all) = world.all_gather("tokens", own, vec![0i64; 3 * world.size()]).wait()?;
         if let Some(rank) = all.chunks_exact(3).position(|other| other[1] != own[1] || other[1] == 0) {
             return Err(Error::MicroBatches { step, rank, theirs: all[3 * rank + 1], ours: own[1] });
         }
-        let tokens: i64 = all.chunks_exact(3).map(|rank| rank[0]).sum();
+        // The ranks that share a layer have the same batches.
+        let shared_by = self.ranks.tensor.size();
+        let differs = |rank: &usize| all[3 * rank] != all[3 * (rank - rank % shared_by)];
+        if let Some(rank) = (0..world.size()).find(differs) {
+            let other = rank - rank % shared_by;
+            let problem = format!("ranks {other} and {rank} share their layers, but have different micro-batches");
+            return Err(Error::Options(format!("step {step}: {problem}")));
+        }
+        let tokens: i64 = all.chunks_exact(3).step_by(shared_by).map(|rank| rank[0]).sum();
         let largest = all.chunks_exact(3).map(|rank| rank[2]).max().unwrap_or(0);
         Ok((tokens as u64, largest.max(0) as u64))
     }
@@ -523,7 +589,9 @@ impl Trainer {
             true => 0,
             false => self.shards.iter().map(|shard| shard.parameters_without_gradient().count()).sum(),
         };
-        let own: Vec<f64> = [step.loss, missing as f64].into_iter().chain(step.squares.iter().copied()).collect();
+        // The ranks that share the head have the same loss.
+        let loss = if self.ranks.tensor.rank() == 0 { step.loss } else { 0. };
+        let own: Vec<f64> = [loss, missing as f64].into_iter().chain(step.squares.iter().copied()).collect();
         let all = self.ranks.world.all_reduce("loss and norm", ReduceOp::Sum, own).wait()?;
         let (loss_sum, missing, squares) = (all[0], all[1], &all[2..]);
         // Every replica contributed the same gradients.
@@ -581,7 +649,9 @@ mod tests {
         let options =
             Options::new(Sharding::stage(3).unwrap(), Optimizer::AdamW(AdamW::default()), Schedule::constant(1e-3));
         let model = |blocks| Model::from_config(LlamaConfig::new(32, 16, blocks, 2, 40)).unwrap();
-        let program = build::train_step(&unit_specs(&model(8)), &options.policy(1));
+        let shape = StepShape { tokens: 8, positions: 8, micro_batches: 1 };
+        let specs = unit_specs(&model(8), &options, Place::ALONE, shape);
+        let program = build::train_step(&specs, &options.policy(1));
 
         let unsharded = Options { sharding: Sharding::stage(0).unwrap(), ..options };
         let mut trainer = Trainer::new(model(1), ranks, unsharded, &mut crate::init::from_seed(1)).unwrap();

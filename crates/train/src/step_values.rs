@@ -17,6 +17,9 @@ pub type BeforeUpdate<'a> = dyn FnMut(&mut ShardedUnit, usize) -> Result<()> + '
 /// What a unit's forward pass keeps for its backward pass. Each unit has its own autograd graph: its input is a leaf.
 pub(crate) struct UnitPass {
     pub(crate) input: Option<Tensor>,
+    /// The shape of the input, if this rank keeps only its own rows of it until the unit is recomputed (ZeRO-R: partitioned
+    /// activations).
+    pub(crate) partitioned: Option<Vec<i64>>,
     /// Without a graph if the unit is recomputed in the backward pass.
     pub(crate) output: Tensor,
 }

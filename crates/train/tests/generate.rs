@@ -81,16 +81,19 @@ fn ranks_generate_together() {
     ranks!(Launch::ranks(2).timeout(Duration::from_secs(120)), || {
         let world =
             Arc::new(mpi::world(mpi::Options { timeout: Duration::from_secs(60), ..mpi::Options::default() }).unwrap());
-        let ranks = Ranks::sharded(world);
+        let (sharded, shared) = (Ranks::sharded(world.clone()), Ranks::parallel(world, 1, 2).unwrap());
         let chance = Sampling { temperature: 0.8, top_k: Some(20), top_p: Some(0.9), seed: 11 };
-        for ((name, sharded), (_, whole)) in models().into_iter().zip(models()) {
-            let mut together = trainer(sharded, &ranks, 3, 0.);
-            let mut single = trainer(whole, &alone(), 0, 0.);
-            let found = text(&mut together, 30, &Sampling::GREEDY);
-            assert_eq!(found, text_without_cache(&mut together, 30), "{name}");
-            assert_eq!(found, text(&mut single, 30, &Sampling::GREEDY), "{name}");
-            assert_eq!(text(&mut together, 30, &chance), text(&mut single, 30, &chance), "{name}, by chance");
-            assert_eq!(evaluation_and_loss(&mut together, &ranks), [0.; 2], "{name}");
+        for ranks in [sharded, shared] {
+            for ((name, model), (_, whole)) in models().into_iter().zip(models()) {
+                let name = format!("{name}, layers shared by {}", ranks.tensor.size());
+                let mut together = trainer(model, &ranks, 3, 0.);
+                let mut single = trainer(whole, &alone(), 0, 0.);
+                let found = text(&mut together, 30, &Sampling::GREEDY);
+                assert_eq!(found, text_without_cache(&mut together, 30), "{name}");
+                assert_eq!(found, text(&mut single, 30, &Sampling::GREEDY), "{name}");
+                assert_eq!(text(&mut together, 30, &chance), text(&mut single, 30, &chance), "{name}, by chance");
+                assert_eq!(evaluation_and_loss(&mut together, &ranks), [0.; 2], "{name}");
+            }
         }
     });
 }

@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use shardwise_comm::{Group, mpi};
 use shardwise_harness::{Launch, ranks, scale_timeout};
 use shardwise_model::{
-    Activations, Batch, Gpt2Config, IGNORED, Init, Layer, LlamaConfig, Model, Parameter, Parameters, Result, Unit,
+    Batch, Gpt2Config, IGNORED, Init, Layer, LlamaConfig, Model, Parameter, Parameters, Pass, Result, Unit,
 };
 use shardwise_torch::tch::{Device, Kind, Tensor};
 use shardwise_torch::{exclusive, kind_of};
@@ -39,6 +39,8 @@ struct Run {
     /// The sequences of a step, for all ranks and micro-batches.
     batch: fn(i64) -> Batch,
     replicas: usize,
+    /// The ranks that share each layer.
+    tensor: usize,
     options: Options,
     /// The relative tolerance of losses and norms.
     tolerance: f64,
@@ -62,7 +64,16 @@ impl Run {
             ..Options::new(Sharding::stage(stage).unwrap(), optimizer, Schedule::constant(rate))
         };
         let model = || Model::from_config(llama()).unwrap();
-        Run { name, family: llama_family(), model, batch: token_batch, replicas: 1, options, tolerance: 1e-5 }
+        Run {
+            name,
+            family: llama_family(),
+            model,
+            batch: token_batch,
+            replicas: 1,
+            tensor: 1,
+            options,
+            tolerance: 1e-5,
+        }
     }
 
     /// The same run in f64. The oracle agrees to eleven digits.
@@ -137,12 +148,12 @@ impl Run {
 
     /// Trains on this rank, and compares every step with the oracle, on the rank that knows its results.
     fn compare(&self, world: &Arc<Group>, oracle: Option<&[Step]>) {
-        let ranks = Ranks::hybrid(world.clone(), self.replicas).unwrap();
+        let ranks = Ranks::parallel(world.clone(), self.replicas, self.tensor).unwrap();
         let mut trainer =
             Trainer::new((self.model)(), ranks, self.options.clone(), &mut init::from_seed(SEED)).unwrap();
         let mut worst = [0f64; 2];
         for step in 0..STEPS {
-            let report = trainer.step(&own_batches((self.batch)(step), world.rank() as i64)).unwrap();
+            let report = trainer.step(&own_batches((self.batch)(step), trainer.ranks())).unwrap();
             let Some(oracle) = oracle else { continue };
             let (name, expected) = (self.name, oracle[step as usize]);
             assert_eq!(
@@ -196,10 +207,11 @@ fn compare_with_oracle(runs: &[Run]) -> Option<Vec<Vec<Step>>> {
     oracle
 }
 
-fn own_batches(all: Batch, rank: i64) -> Vec<Batch> {
-    let part = |tensor: &Tensor, index: i64| tensor.narrow(0, (index * RANKS + rank) * 2, 2).contiguous();
+fn own_batches(all: Batch, ranks: &Ranks) -> Vec<Batch> {
+    let (rank, size) = (ranks.data_rank() as i64, ranks.data_size() as i64);
+    let part = |tensor: &Tensor, index: i64| tensor.narrow(0, (index * size + rank) * 2, 2).contiguous();
     let batch = |index| Batch::new(part(&all.inputs, index), part(&all.targets, index));
-    (0..MICRO_BATCHES).map(batch).collect()
+    (0..MICRO_BATCHES * RANKS / size).map(batch).collect()
 }
 
 // ---- language models --------------------------------------------------------------------------------------------------
@@ -235,7 +247,9 @@ fn gpt2() -> Gpt2Config {
 fn llama_trains_like_the_oracle() {
     ranks!(Launch::ranks(4), || {
         let run = |name| Run::new(name, 3, Optimizer::AdamW(ADAMW), 3e-3);
-        compare_with_oracle(&[run("llama"), run("llama").in_f64("llama, f64")]);
+        // Layers that two ranks share, with six query heads and three key heads, of which both ranks use the second.
+        let shared = Run { tensor: 2, ..run("llama, tensor 2 × shard 2") };
+        compare_with_oracle(&[run("llama"), run("llama").in_f64("llama, f64"), shared]);
     });
 }
 
@@ -261,7 +275,7 @@ fn gpt_2_trains_like_the_oracle() {
 struct Hidden;
 
 impl Layer for Hidden {
-    fn forward(&self, p: &Parameters<'_>, _: Option<&Tensor>, batch: &Batch, _: Activations) -> Result<Tensor> {
+    fn forward(&self, p: &Parameters<'_>, _: Option<&Tensor>, batch: &Batch, _: &Pass) -> Result<Tensor> {
         let weight = p.get("weight");
         let inputs = batch.inputs.f_to_kind(weight.kind())?;
         Ok(inputs.f_linear(weight, Some(p.get("bias")))?.f_tanh()?)
@@ -272,7 +286,7 @@ impl Layer for Hidden {
 struct HalfSquaredError;
 
 impl Layer for HalfSquaredError {
-    fn forward(&self, p: &Parameters<'_>, input: Option<&Tensor>, batch: &Batch, _: Activations) -> Result<Tensor> {
+    fn forward(&self, p: &Parameters<'_>, input: Option<&Tensor>, batch: &Batch, _: &Pass) -> Result<Tensor> {
         let output = input.unwrap().f_linear(p.get("weight"), None::<Tensor>)?.f_to_kind(Kind::Float)?;
         Ok(output.f_sub(&batch.targets)?.f_square()?.f_sum(Kind::Float)?.f_mul_scalar(0.5)?)
     }

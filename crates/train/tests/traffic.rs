@@ -11,7 +11,9 @@ use shardwise_model::{Batch, Gpt2Config, LlamaConfig, Model};
 use shardwise_plan::Dtype;
 use shardwise_plan::program::{CollectiveKind, GroupKind, Sent, traffic};
 use shardwise_torch::tch::{Device, Kind, Tensor};
-use shardwise_train::{Options, Ranks, Schedule, Trainer, init};
+use shardwise_train::{
+    ActivationCheckpointing, Options, Ranks, Schedule, StepShape, Trainer, init, tensor_place, unit_specs,
+};
 use shardwise_zero::{AdamW, Optimizer, Precision, Sharding};
 
 /// A model with sizes that hardly divide evenly.
@@ -24,7 +26,7 @@ fn model(is_tied: bool, frozen: &[&str]) -> Model {
 }
 
 fn batches(count: usize) -> Vec<Batch> {
-    let tokens = Tensor::arange(8, (Kind::Int64, Device::Cpu)).view([1, 8]);
+    let tokens = Tensor::arange(9, (Kind::Int64, Device::Cpu)).view([1, 9]);
     (0..count).map(|_| Batch::new(tokens.shallow_clone(), tokens.shallow_clone())).collect()
 }
 
@@ -36,14 +38,25 @@ fn compare(model: Model, ranks: &Ranks, options: Options, micro_batches: usize, 
     let policy = trainer.options().policy(micro_batches);
     let layout = ranks.layout(trainer.options().precision);
     let program = trainer.program(micro_batches).unwrap();
-    let expected = traffic(&program, trainer.unit_specs(), &policy, &layout);
+    let place = tensor_place(&ranks.mesh(), ranks.world.rank());
+    let shape = StepShape { tokens: 9, positions: 9, micro_batches };
+    let units = unit_specs(trainer.model(), trainer.options(), place, shape);
+    let expected = traffic(&program, &units, &policy, &layout);
     ranks.world.meter().reset();
     trainer.step(&batches(micro_batches)).unwrap();
     if !policy.sharding.parameters {
         settle(&mut trainer);
     }
     let metered = ranks.world.meter().read();
-    for (kind, group) in [(GroupKind::Shard, &ranks.groups.shard), (GroupKind::Replicate, &ranks.groups.replicate)] {
+    let groups = [
+        (GroupKind::Shard, &ranks.groups.shard),
+        (GroupKind::Replicate, &ranks.groups.replicate),
+        (GroupKind::Tensor, &ranks.tensor),
+        (GroupKind::ShardTensor, &ranks.replicated.shard),
+    ];
+    // Without tensor parallelism there are no more than the first two.
+    let groups = if ranks.tensor.size() == 1 { &groups[..2] } else { &groups[..] };
+    for &(kind, group) in groups {
         for (collective, verb) in [
             (CollectiveKind::AllGather, Verb::AllGather),
             (CollectiveKind::ReduceScatter, Verb::ReduceScatter),
@@ -90,7 +103,7 @@ fn compare_all(size: usize) {
                     }
                 }
             }
-            let gpt2 = Model::from_config(Gpt2Config::new(61, 8, 12, 2, 3)).unwrap();
+            let gpt2 = Model::from_config(Gpt2Config::new(61, 9, 12, 2, 3)).unwrap();
             let options = Options::new(
                 Sharding::stage(stage).unwrap(),
                 Optimizer::AdamW(AdamW::default()),
@@ -99,6 +112,69 @@ fn compare_all(size: usize) {
             compare(gpt2, &ranks, options, 2, &format!("GPT-2, stage {stage}, {replicas} replicas"));
         }
     }
+}
+
+/// Stages 0 to 3 × sequence parallelism × checkpointing × accumulation × tied or untied, with layers that ranks share. Nine rows,
+/// which no number of ranks but three divides.
+fn compare_shared_layers(replicas: usize, tensor: usize) {
+    let ranks = Ranks::parallel(world(), replicas, tensor).unwrap();
+    let checkpointing =
+        [ActivationCheckpointing::None, ActivationCheckpointing::Selective, ActivationCheckpointing::Full];
+    for stage in 0..4 {
+        for sequence_parallel in [false, true] {
+            for activation_checkpointing in checkpointing {
+                for (micro_batches, is_tied) in [(1, false), (2, true)] {
+                    let options = Options {
+                        activation_checkpointing,
+                        sequence_parallel,
+                        ..Options::new(
+                            Sharding::stage(stage).unwrap(),
+                            Optimizer::AdamW(AdamW::default()),
+                            Schedule::constant(1e-3),
+                        )
+                    };
+                    let setting = format!(
+                        "stage {stage}, {replicas} replicas, tensor {tensor}, sequence {sequence_parallel}, \
+                         {activation_checkpointing:?}, {micro_batches} micro-batches, tied {is_tied}"
+                    );
+                    let llama = LlamaConfig {
+                        num_key_value_heads: 3,
+                        tie_word_embeddings: is_tied,
+                        loss_chunk_tokens: 4,
+                        ..LlamaConfig::new(61, 24, 2, 6, 17)
+                    };
+                    let gpt2 = Gpt2Config::new(61, 9, 24, 2, 6);
+                    compare(
+                        Model::from_config(llama.clone()).unwrap(),
+                        &ranks,
+                        options.clone(),
+                        micro_batches,
+                        &setting,
+                    );
+                    compare(Model::from_config(gpt2).unwrap(), &ranks, options.clone(), micro_batches, &setting);
+                    // The backward pass ends within the first block, or before the head's norm.
+                    for frozen in [
+                        &["model.embed_tokens", "model.layers.0.input", "model.layers.0.self_attn"][..],
+                        &["model.embed_tokens", "model.layers.", "model.norm"],
+                    ] {
+                        // A tied embedding would leave the head nothing to train.
+                        let mut model =
+                            Model::from_config(LlamaConfig { tie_word_embeddings: false, ..llama.clone() }).unwrap();
+                        model.freeze(frozen).unwrap();
+                        let setting = format!("{setting}, frozen {frozen:?}");
+                        compare(model, &ranks, options.clone(), micro_batches, &setting);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn simulated_bytes_equal_metered_bytes_of_shared_layers() {
+    ranks!(2, || compare_shared_layers(1, 2));
+    ranks!(3, || compare_shared_layers(1, 3));
+    ranks!(4, || compare_shared_layers(2, 2));
 }
 
 #[test]

@@ -1,8 +1,9 @@
 //! ZeRO: parameters, gradients and optimizer state sharded across ranks.
 //!
 //! A [`ShardedUnit`] is one unit of a model: a few parameters that are gathered, used and reduced together (FSDP2: a module
-//! with `fully_shard`). They are views of two flat buffers, one of trainable and one of frozen parameters. [`Sharding`] selects
-//! what is sharded; all ZeRO stages share the same code. There are no hooks: the trainer calls each step by name.
+//! with `fully_shard`). They are views of flat buffers, of trainable and of frozen parameters, for each set of ranks that they are
+//! sharded among. [`Sharding`] selects what is sharded; all ZeRO stages share the same code. There are no hooks: the trainer calls
+//! each step by name.
 //!
 //! | here | FSDP2 |
 //! | --- | --- |
@@ -31,13 +32,14 @@
 //! let sgd = Optimizer::Sgd(Sgd { lr: 0.1, momentum: 0., weight_decay: 0. });
 //! let layout = Layout {
 //!     groups: Groups::sharded(Arc::new(single::group())),
+//!     tensor: None,
 //!     sharding: Sharding::stage(3)?,
 //!     precision: Precision::F32,
 //!     states: sgd.states(),
 //!     pool: Arc::new(Pool::new(Device::Cpu)),
 //! };
-//! let specs = [ParameterSpec { shape: vec![2, 3], decays: true, trainable: true }];
-//! let mut unit = ShardedUnit::new("block.0", &specs, layout, &mut |_parameter, _range, elements| {
+//! let specs = [ParameterSpec { shape: vec![2, 3], decays: true, trainable: true, layout: 0, adds_gradient: true }];
+//! let mut unit = ShardedUnit::new("block.0", &specs, &[layout], &mut |_parameter, _range, elements| {
 //!     elements.fill(1.);
 //!     Ok(())
 //! })?;
@@ -61,14 +63,16 @@ mod error;
 mod flat_parameter;
 mod optimizer;
 mod pool;
+mod sharded_buffer;
 mod sharding;
 mod unit;
 
 pub use error::{Error, InitError, Result};
 pub use optimizer::{CustomOptimizer, Elements, Elementwise, Lamb, Optimizer, Sgd};
 pub use pool::Pool;
+pub use sharded_buffer::{Bytes, CheckpointTensor, InitFn, Layout, ParameterSpec, StateInitFn};
 pub use sharding::{Groups, Precision};
 pub use shardwise_plan::FloatsMut;
 pub use shardwise_plan::program::{Sharding, StageError};
 pub use shardwise_torch::optim::AdamW;
-pub use unit::{Bytes, CheckpointTensor, InitFn, Layout, ParameterSpec, ShardedUnit, StateInitFn};
+pub use unit::ShardedUnit;

@@ -1,290 +1,61 @@
-//! A unit's parameters, gradients and optimizer state (FSDP2: `FSDPParamGroup`).
+//! A unit of a model, as one rank holds it (FSDP2: `FSDPParamGroup`).
 
-use std::ops::Range;
-use std::sync::Arc;
+use shardwise_plan::FloatsMut;
+use shardwise_torch::tch::Tensor;
 
-use shardwise_comm::{Part, Pending, ReduceOp};
-use shardwise_plan::{Dtype, FloatsMut, Partition};
-use shardwise_torch::tch::{Device, TchError, Tensor, no_grad};
-use shardwise_torch::{Block, kind_of, storage};
-
-use crate::error::{InitError, UnitErrors};
-use crate::flat_parameter::FlatParameter;
-use crate::optimizer::{Run, Squares, sum_of_squares};
-use crate::{Error, Groups, Lamb, Optimizer, Pool, Precision, Result, Sharding};
-
-/// The declaration of a parameter of a unit.
-#[derive(Clone, Debug)]
-pub struct ParameterSpec {
-    /// The unsharded shape.
-    pub shape: Vec<i64>,
-    /// Whether weight decay applies.
-    pub decays: bool,
-    /// Whether it is trained (PyTorch: `requires_grad`). A frozen parameter has no gradient, master or optimizer state.
-    pub trainable: bool,
-}
-
-/// How a unit is sharded and stored.
-#[derive(Clone)]
-pub struct Layout {
-    /// The ranks that shard and replicate the unit.
-    pub groups: Groups,
-    /// What is sharded.
-    pub sharding: Sharding,
-    /// The dtypes of parameters and gradients.
-    pub precision: Precision,
-    /// The number of values that the optimizer keeps per element: [`Optimizer::states`].
-    pub states: usize,
-    /// The memory for unsharded parameters and gradients; its device is the unit's.
-    pub pool: Arc<Pool>,
-}
-
-/// Initializes some elements of a parameter. Arguments: the parameter's index, the range of its elements, the output.
-pub type InitFn<'a> = dyn FnMut(usize, Range<usize>, FloatsMut<'_>) -> std::result::Result<(), InitError> + 'a;
-
-/// Initializes some elements of the optimizer state. Arguments: the parameter's index, the index of the state, the range of
-/// the parameter's elements, the output.
-pub type StateInitFn<'a> =
-    dyn FnMut(usize, usize, Range<usize>, FloatsMut<'_>) -> std::result::Result<(), InitError> + 'a;
-
-/// The memory that a rank holds for a unit, by purpose. Excludes memory of the pool.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Bytes {
-    /// Parameters, in the dtype of the computation.
-    pub parameters: usize,
-    /// Gradients, from the backward pass to the update. Unsharded gradients that will be sharded are in the pool.
-    pub gradients: usize,
-    /// Masters and optimizer state.
-    pub optimizer: usize,
-}
-
-/// A tensor to save in a checkpoint; see [`ShardedUnit::checkpoint_tensors`].
-pub struct CheckpointTensor {
-    /// The tensor, which shares its memory with the unit.
-    pub tensor: Tensor,
-    /// Whether the tensor keeps its memory until the next update. If not, an all-gather of the unit borrows the memory.
-    pub is_stable: bool,
-    /// Whether [`ShardedUnit::detach_checkpoint_tensor`] can detach it.
-    pub is_detachable: bool,
-}
+use crate::sharded_buffer::{Bytes, CheckpointTensor, InitFn, Layout, ParameterSpec, ShardedBuffer, StateInitFn};
+use crate::{Optimizer, Result};
 
 /// A unit of a model, as one rank holds it: parameters that are gathered, used and reduced together (FSDP2: `FSDPParamGroup`).
+///
+/// Parameters that are sharded among the same ranks are in one flat buffer. Most units have one. With tensor parallelism, the parts
+/// of a parameter that is split are sharded among the ranks that have the same part, and a parameter that is not split is sharded
+/// among all ranks of a replica. So no two ranks of a replica keep the same element of the optimizer state.
 pub struct ShardedUnit {
-    errors: UnitErrors,
-    layout: Layout,
-    trainable: FlatParameter,
-    frozen: FlatParameter,
-    /// All parameters in order: views of one of the flat buffers, and autograd leaves.
+    name: String,
+    buffers: Vec<ShardedBuffer>,
+    /// The buffer of each parameter, its index there, and whether this rank's gradient of it counts.
+    places: Vec<Place>,
+    /// All parameters, in order.
     views: Vec<Tensor>,
-    /// The range of each trainable parameter in `trainable`.
-    trainable_ranges: Vec<Option<Range<usize>>>,
-    /// The range of each frozen parameter in `frozen`.
-    frozen_ranges: Vec<Option<Range<usize>>>,
-    /// Which parameters have ever had a gradient on this rank.
-    received: Vec<bool>,
-    local_grads: LocalGrads,
-    reduced_grads: ReducedGrads,
-    /// The shards that this rank updates.
-    shards: Vec<OptimizerShard>,
-    steps: u32,
 }
 
-/// This rank's gradients until they are fully reduced. The variants say what memory they hold.
-enum LocalGrads {
-    /// No gradients.
-    None,
-    /// Gradients of the whole unit, accumulated over micro-batches (FSDP2: `unsharded_accumulated_grad`).
-    Accumulating {
-        /// In memory of the pool if gradients are sharded; otherwise it becomes the memory of the reduced gradients.
-        whole: Tensor,
-        /// Which parameters have a gradient already.
-        has_grad: Vec<bool>,
-    },
-    /// The reduction in the shard group is running: memory as before, plus that of the reduced gradients.
-    ReduceScatter(ReduceScatter),
-    /// Reduced in the shard group, while the all-reduce between replicas is running: memory of the reduced gradients.
-    AllReduce(AllReduce),
+#[derive(Clone, Copy)]
+struct Place {
+    buffer: usize,
+    index: usize,
+    adds_gradient: bool,
 }
-
-enum ReduceScatter {
-    Whole(Pending<Block>),
-    Sharded(Pending<(Block, Block)>),
-}
-
-enum AllReduce {
-    Whole(Pending<Part<Block>>),
-    Sharded(Pending<Block>),
-}
-
-/// Gradients summed over all ranks: this rank's shard if gradients are sharded; otherwise a buffer for the whole unit, of
-/// which only the shards that this rank updates are valid.
-enum ReducedGrads {
-    /// No gradients. The next step allocates their memory again. Until then it is free for activations, which lowers the peak
-    /// of a step, in the head's forward pass, by the size of all gradients.
-    None,
-    /// The sum over all micro-batches that were reduced since the last update.
-    Sum(Tensor),
-}
-
-/// The optimizer state of one shard. A rank has one for its own shard or, if optimizer state is not sharded, for each rank's.
-struct OptimizerShard {
-    owner: usize,
-    /// The master parameters, if the unit computes in a different dtype than the optimizer.
-    master: Option<Tensor>,
-    state: Vec<Tensor>,
-    spans: Vec<ParameterSpan>,
-    /// The contents of tensors that were detached since the last update, by their index in a checkpoint. The next update reads them
-    /// here and writes its results to the unit's own tensors, whose contents are unspecified until then.
-    detached: Vec<(usize, Tensor)>,
-}
-
-/// The range of a shard that belongs to one parameter.
-struct ParameterSpan {
-    parameter: usize,
-    range: Range<usize>,
-    decays: bool,
-}
-
-/// The number of elements that are initialized at once: few enough to stay in the cache, and in memory that is already mapped.
-const INIT_CHUNK: usize = 1 << 18;
 
 impl ShardedUnit {
-    /// Creates a unit with these parameters. `init` is called for the elements that this rank keeps, and for no others.
-    pub fn new(name: &str, specs: &[ParameterSpec], layout: Layout, init: &mut InitFn<'_>) -> Result<Self> {
-        let errors = UnitErrors::new(name);
-        let [mut trainable_len, mut frozen_len] = [0, 0];
-        let ranges: Vec<Range<usize>> = specs
-            .iter()
-            .map(|spec| {
-                let end = if spec.trainable { &mut trainable_len } else { &mut frozen_len };
-                let start = *end;
-                *end += spec.shape.iter().product::<i64>() as usize;
-                start..*end
-            })
-            .collect();
-        let flat = |len| {
-            let (group, pool) = (layout.groups.shard.clone(), layout.pool.clone());
-            FlatParameter::new(name, group, pool, layout.precision.param_dtype, len, layout.sharding.parameters)
-        };
-        let (trainable, frozen) = (flat(trainable_len)?, flat(frozen_len)?);
-        let views = ranges
-            .iter()
-            .zip(specs)
-            .map(|(range, spec)| {
-                let flat = if spec.trainable { &trainable } else { &frozen };
-                flat.view(range.clone(), &spec.shape).set_requires_grad(spec.trainable)
-            })
-            .collect();
-        let trainable_ranges: Vec<Option<Range<usize>>> =
-            ranges.iter().zip(specs).map(|(range, spec)| spec.trainable.then(|| range.clone())).collect();
-        let frozen_ranges =
-            ranges.iter().zip(specs).map(|(range, spec)| (!spec.trainable).then(|| range.clone())).collect();
-
-        let group = &layout.groups.shard;
-        let owners = if layout.sharding.optimizer { group.rank()..group.rank() + 1 } else { 0..group.size() };
-        let shards = owners
-            .map(|owner| {
-                let range = trainable.partition().range(owner);
-                let zeros = || zeros(&errors, layout.precision.state_dtype(), range.len(), layout.pool.device());
-                let master = layout.precision.has_masters().then(zeros).transpose()?;
-                let state = (0..layout.states).map(|_| zeros()).collect::<Result<_>>()?;
-                let spans = trainable_ranges.iter().zip(specs).enumerate().filter_map(|(parameter, (whole, spec))| {
-                    let inside = intersection(whole.as_ref()?, &range)?;
-                    let range = inside.start - range.start..inside.end - range.start;
-                    Some(ParameterSpan { parameter, range, decays: spec.decays })
-                });
-                Ok(OptimizerShard { owner, master, state, spans: spans.collect(), detached: Vec::new() })
-            })
-            .collect::<Result<_>>()?;
-        let mut unit = ShardedUnit {
-            errors,
-            layout,
-            trainable,
-            frozen,
-            views,
-            received: vec![false; trainable_ranges.len()],
-            trainable_ranges,
-            frozen_ranges,
-            local_grads: LocalGrads::None,
-            reduced_grads: ReducedGrads::None,
-            shards,
-            steps: 0,
-        };
-        for (parameter, range) in ranges.into_iter().enumerate() {
-            unit.init_parameter(parameter, range, specs[parameter].trainable, init)?;
-        }
-        Ok(unit)
-    }
-
-    /// Initializes the elements of a parameter that this rank keeps, a chunk at a time. `whole` is the parameter's range in its
-    /// flat buffer.
-    fn init_parameter(
-        &mut self,
-        parameter: usize,
-        whole: Range<usize>,
-        trainable: bool,
-        init: &mut InitFn<'_>,
-    ) -> Result<()> {
-        let flat = if trainable { &self.trainable } else { &self.frozen };
-        let local_range = flat.local_range();
-        let Some(wanted) = intersection(&whole, &local_range) else { return Ok(()) };
-        let mut targets = vec![(flat.local_elements(), local_range)];
-        if trainable {
-            let masters = self.shards.iter().filter_map(|shard| Some((shard.master.as_ref()?, shard.owner)));
-            targets.extend(masters.map(|(master, owner)| (master.shallow_clone(), flat.partition().range(owner))));
-        }
-        if let [(target, target_range)] = &targets[..]
-            && (flat.dtype(), self.layout.pool.device()) == (self.layout.precision.state_dtype(), Device::Cpu)
-        {
-            let inside = wanted.start - target_range.start..wanted.end - target_range.start;
-            return self.init_in_place(parameter, target, inside, wanted.start - whole.start, init);
-        }
-        for from in wanted.clone().step_by(INIT_CHUNK) {
-            let range = from..wanted.end.min(from + INIT_CHUNK);
-            let within = range.start - whole.start..range.end - whole.start;
-            let chunk = self.init_chunk(range.len(), |elements| init(parameter, within, elements))?;
-            for (target, target_range) in &targets {
-                self.errors.tch(copy_overlap(&chunk, &range, target, target_range))?;
+    /// Creates a unit with these parameters, each in a buffer with one of `layouts`. `init` is called for the elements that this
+    /// rank keeps, and for no others.
+    pub fn new(name: &str, specs: &[ParameterSpec], layouts: &[Layout], init: &mut InitFn<'_>) -> Result<Self> {
+        let mut unit =
+            ShardedUnit { name: name.to_string(), buffers: Vec::new(), places: Vec::new(), views: Vec::new() };
+        let unplaced = Place { buffer: 0, index: 0, adds_gradient: true };
+        unit.places = specs.iter().map(|spec| Place { adds_gradient: spec.adds_gradient, ..unplaced }).collect();
+        for (layout, settings) in layouts.iter().enumerate() {
+            let own: Vec<usize> = (0..specs.len()).filter(|&parameter| specs[parameter].layout == layout).collect();
+            // A unit without parameters still has a buffer, and one that has some has no empty ones.
+            if own.is_empty() && (layout > 0 || !specs.is_empty()) {
+                continue;
             }
+            let own_specs: Vec<ParameterSpec> = own.iter().map(|&parameter| specs[parameter].clone()).collect();
+            let mut init_own = |index: usize, range, elements: FloatsMut<'_>| init(own[index], range, elements);
+            for (index, &parameter) in own.iter().enumerate() {
+                (unit.places[parameter].buffer, unit.places[parameter].index) = (unit.buffers.len(), index);
+            }
+            unit.buffers.push(ShardedBuffer::new(name, &own_specs, settings.clone(), &mut init_own)?);
         }
-        Ok(())
-    }
-
-    /// Initializes the elements `inside` of `target`, which are those of the parameter from `first` on, without a copy.
-    fn init_in_place(
-        &self,
-        parameter: usize,
-        target: &Tensor,
-        inside: Range<usize>,
-        first: usize,
-        init: &mut InitFn<'_>,
-    ) -> Result<()> {
-        let mut memory = self.errors.torch(storage::take(target, "it is being initialized"))?;
-        let elements = self.errors.torch(floats_mut(&mut memory))?;
-        let mut initialized = Ok(());
-        for (index, chunk) in elements.slice(inside).chunks(INIT_CHUNK).enumerate() {
-            let from = first + index * INIT_CHUNK;
-            initialized = initialized.and_then(|()| init(parameter, from..from + chunk.len(), chunk));
-        }
-        self.errors.torch(storage::put(target, memory).map_err(|failure| failure.error))?;
-        initialized.map_err(|error| Error::Init { unit: self.name().to_string(), error })
-    }
-
-    /// Creates a tensor for `len` parameters or values of optimizer state, which `init` writes.
-    fn init_chunk(
-        &self,
-        len: usize,
-        init: impl FnOnce(FloatsMut<'_>) -> std::result::Result<(), InitError>,
-    ) -> Result<Tensor> {
-        let mut memory = self.errors.torch(Block::new(self.layout.precision.state_dtype(), len, Device::Cpu))?;
-        init(self.errors.torch(floats_mut(&mut memory))?)
-            .map_err(|error| Error::Init { unit: self.name().to_string(), error })?;
-        self.errors.torch(memory.into_tensor())
+        let view = |place: &Place| unit.buffers[place.buffer].parameters()[place.index].shallow_clone();
+        unit.views = unit.places.iter().map(view).collect();
+        Ok(unit)
     }
 
     /// The unit's name, which is also the label of its collectives.
     pub fn name(&self) -> &str {
-        self.errors.unit()
+        &self.name
     }
 
     /// The parameters, as autograd leaves. They can be read while the unit is gathered; otherwise, reading them is an error that
@@ -295,46 +66,26 @@ impl ShardedUnit {
 
     /// Whether any parameter is trainable.
     pub fn is_trainable(&self) -> bool {
-        !self.trainable.partition().is_empty()
+        self.buffers.iter().any(ShardedBuffer::is_trainable)
     }
 
     /// The memory that this rank holds for the unit.
     pub fn bytes(&self) -> Bytes {
-        let state_bytes = |tensor: &Tensor| tensor.numel() * self.layout.precision.state_dtype().bytes();
-        let gradient_bytes = self.layout.precision.reduce_dtype.bytes();
-        Bytes {
-            parameters: self.trainable.bytes() + self.frozen.bytes(),
-            gradients: match (&self.reduced_grads, &self.local_grads) {
-                (ReducedGrads::Sum(sums), _) => sums.numel() * gradient_bytes,
-                (ReducedGrads::None, LocalGrads::None) => 0,
-                // In the pool.
-                (ReducedGrads::None, LocalGrads::Accumulating { .. }) if self.layout.sharding.gradients => 0,
-                // The memory holds this rank's gradients, or is being written by a reduction.
-                (ReducedGrads::None, _) => self.reduced_len() * gradient_bytes,
-            },
-            optimizer: self
-                .shards
-                .iter()
-                .flat_map(|shard| shard.master.iter().chain(&shard.state))
-                .map(state_bytes)
-                .sum(),
-        }
+        self.buffers.iter().map(ShardedBuffer::bytes).fold(Bytes::default(), Bytes::plus)
     }
 
     // ---- parameters ---------------------------------------------------------------------------------------------------
 
     /// Starts an all-gather of the parameters, if they are sharded: a prefetch (FSDP2: `unshard(async_op=True)`).
     pub fn start_gather(&mut self) -> Result<()> {
-        self.trainable.start_gather()?;
-        self.frozen.start_gather()
+        self.buffers.iter_mut().try_for_each(ShardedBuffer::start_gather)
     }
 
     /// Makes the parameters available: all-gathers them if they are sharded (FSDP2: `unshard`); otherwise waits for the
     /// all-gather after the last update, if there is one.
     pub fn gather(&mut self) -> Result<()> {
         self.start_gather()?;
-        self.trainable.gather()?;
-        self.frozen.gather()
+        self.buffers.iter_mut().try_for_each(ShardedBuffer::gather)
     }
 
     /// Frees the unsharded parameters and keeps the shard (FSDP2: `reshard`). Does nothing if parameters are not sharded.
@@ -342,8 +93,7 @@ impl ShardedUnit {
     /// # Panics
     /// If the unit is not gathered: it was released already, or updated since.
     pub fn release(&mut self) -> Result<()> {
-        self.trainable.release()?;
-        self.frozen.release()
+        self.buffers.iter_mut().try_for_each(ShardedBuffer::release)
     }
 
     // ---- gradients ----------------------------------------------------------------------------------------------------
@@ -355,73 +105,22 @@ impl ShardedUnit {
     /// If the parameter is frozen, if gradients are being reduced, or if gradients are not sharded and were already reduced in
     /// this step.
     pub fn add_gradient(&mut self, parameter: usize, grad: &Tensor) -> Result<()> {
-        let range = self.trainable_ranges[parameter].clone().expect("only trainable parameters have gradients");
-        let (expected, found) = (self.views[parameter].size(), grad.size());
-        if expected != found {
-            return Err(Error::GradientShape { unit: self.name().to_string(), parameter, expected, found });
-        }
-        if let LocalGrads::None = self.local_grads {
-            self.start_accumulating()?;
-        }
-        let LocalGrads::Accumulating { whole, has_grad } = &mut self.local_grads else {
-            panic!("{}: a gradient cannot be added while gradients are being reduced", self.errors.unit());
-        };
-        let added = no_grad(|| {
-            let mut sum = whole.f_narrow(0, range.start as i64, range.len() as i64)?;
-            match (grad.is_sparse(), has_grad[parameter]) {
-                (true, false) => add_rows(&sum.f_zero_()?, grad),
-                (true, true) => add_rows(&sum, grad),
-                (false, false) => sum.f_copy_(&grad.f_reshape(-1)?),
-                (false, true) => sum.f_add_(&grad.f_reshape(-1)?).map(drop),
+        let Place { buffer, index, adds_gradient } = self.places[parameter];
+        match adds_gradient {
+            true => self.buffers[buffer].add_gradient(index, grad),
+            false => {
+                self.buffers[buffer].note_gradient(index);
+                Ok(())
             }
-        });
-        self.errors.tch(added)?;
-        has_grad[parameter] = true;
-        Ok(())
-    }
-
-    fn start_accumulating(&mut self) -> Result<()> {
-        let memory = self.allocate_local_grads()?;
-        let whole = self.errors.torch(memory.into_tensor())?;
-        self.local_grads = LocalGrads::Accumulating { whole, has_grad: vec![false; self.trainable_ranges.len()] };
-        Ok(())
+        }
     }
 
     /// The trainable parameters that have never received a gradient on this rank.
     pub fn parameters_without_gradient(&self) -> impl Iterator<Item = usize> + '_ {
-        let missing = |(range, received): (&Option<Range<usize>>, &bool)| range.is_some() && !received;
-        self.trainable_ranges
-            .iter()
-            .zip(&self.received)
-            .enumerate()
-            .filter(move |(_, pair)| missing(*pair))
-            .map(|(index, _)| index)
-    }
-
-    /// Allocates memory to accumulate gradients: from the pool if they will be sharded; otherwise it will hold the reduced
-    /// gradients too.
-    fn allocate_local_grads(&self) -> Result<Block> {
-        let (dtype, len) = (self.layout.precision.reduce_dtype, self.partition().len());
-        match (&self.reduced_grads, self.layout.sharding.gradients) {
-            (_, true) => self.errors.torch(self.layout.pool.allocate(dtype, len)),
-            (ReducedGrads::None, false) => self.allocate_reduced(),
-            (ReducedGrads::Sum(_), false) => {
-                panic!("{}: gradients that are not sharded can be reduced only once per step", self.name())
-            }
-        }
-    }
-
-    /// The number of reduced gradients that this rank keeps.
-    fn reduced_len(&self) -> usize {
-        match self.layout.sharding.gradients {
-            true => self.partition().part_len(self.layout.groups.shard.rank()),
-            false => self.partition().len(),
-        }
-    }
-
-    /// Allocates memory for reduced gradients.
-    fn allocate_reduced(&self) -> Result<Block> {
-        self.errors.torch(Block::new(self.layout.precision.reduce_dtype, self.reduced_len(), self.layout.pool.device()))
+        let missing = |place: &Place| {
+            self.buffers[place.buffer].parameters_without_gradient().any(|parameter| parameter == place.index)
+        };
+        (0..self.places.len()).filter(move |&parameter| missing(&self.places[parameter]))
     }
 
     /// Starts to reduce the accumulated gradients over all ranks: a reduce-scatter at stages 1 to 3, an all-reduce at stage 0.
@@ -431,64 +130,12 @@ impl ShardedUnit {
     /// # Panics
     /// If a reduction is running, or if gradients are not sharded and were already reduced in this step.
     pub fn start_reduce(&mut self) -> Result<()> {
-        if !self.is_trainable() {
-            return Ok(());
-        }
-        if let LocalGrads::None = self.local_grads {
-            self.start_accumulating()?;
-        }
-        let LocalGrads::Accumulating { whole, has_grad } = std::mem::replace(&mut self.local_grads, LocalGrads::None)
-        else {
-            panic!("{}: its gradients are already being reduced", self.name());
-        };
-        for ((range, received), has_grad) in self.trainable_ranges.iter().zip(&mut self.received).zip(has_grad) {
-            *received |= has_grad;
-            if let (Some(range), false) = (range, has_grad) {
-                let mut unused = whole.narrow(0, range.start as i64, range.len() as i64);
-                self.errors.tch(unused.f_zero_().map(drop))?;
-            }
-        }
-        let whole = self.errors.torch(storage::take(&whole, "the gradients are being reduced"))?;
-        let part = match (&self.reduced_grads, self.layout.sharding.gradients) {
-            (_, false) => None,
-            (ReducedGrads::None, true) => Some(self.allocate_reduced()?),
-            // Temporary: it will be added to the existing sum.
-            (ReducedGrads::Sum(_), true) => Some(
-                self.errors.torch(self.layout.pool.allocate(self.layout.precision.reduce_dtype, self.reduced_len()))?,
-            ),
-        };
-        let (group, label) = (&self.layout.groups.shard, self.errors.unit());
-        self.local_grads = LocalGrads::ReduceScatter(if let Some(part) = part {
-            ReduceScatter::Sharded(group.reduce_scatter(label, ReduceOp::Sum, whole, part))
-        } else if self.layout.sharding.optimizer {
-            ReduceScatter::Whole(group.reduce_scatter_in_place(label, ReduceOp::Sum, whole))
-        } else {
-            ReduceScatter::Whole(group.all_reduce(label, ReduceOp::Sum, whole))
-        });
-        Ok(())
+        self.buffers.iter_mut().try_for_each(ShardedBuffer::start_reduce)
     }
 
     /// Waits for the reduce-scatter, and starts the all-reduce between replicas.
     pub fn finish_reduce_scatter(&mut self) -> Result<()> {
-        let (group, label) = (&self.layout.groups.replicate, self.errors.unit());
-        self.local_grads = match std::mem::replace(&mut self.local_grads, LocalGrads::None) {
-            LocalGrads::ReduceScatter(ReduceScatter::Sharded(pending)) => {
-                let (whole, part) = self.errors.comm(pending.wait())?;
-                self.layout.pool.free(whole);
-                LocalGrads::AllReduce(AllReduce::Sharded(group.all_reduce(label, ReduceOp::Sum, part)))
-            }
-            LocalGrads::ReduceScatter(ReduceScatter::Whole(pending)) => {
-                let whole = self.errors.comm(pending.wait())?;
-                let summed = match self.layout.sharding.optimizer {
-                    true => self.partition().range(self.layout.groups.shard.rank()),
-                    false => 0..self.partition().len(),
-                };
-                let part = Part::new(whole, summed);
-                LocalGrads::AllReduce(AllReduce::Whole(group.all_reduce(label, ReduceOp::Sum, part)))
-            }
-            other => other,
-        };
-        Ok(())
+        self.buffers.iter_mut().try_for_each(ShardedBuffer::finish_reduce_scatter)
     }
 
     /// Waits for the whole reduction that [`ShardedUnit::start_reduce`] started. Does nothing if there are no gradients.
@@ -497,34 +144,15 @@ impl ShardedUnit {
     /// If there are gradients whose reduction was not started.
     pub fn finish_reduce(&mut self) -> Result<()> {
         self.finish_reduce_scatter()?;
-        let summed = match std::mem::replace(&mut self.local_grads, LocalGrads::None) {
-            LocalGrads::AllReduce(AllReduce::Sharded(pending)) => self.errors.comm(pending.wait())?,
-            LocalGrads::AllReduce(AllReduce::Whole(pending)) => self.errors.comm(pending.wait())?.into_whole(),
-            LocalGrads::None => return Ok(()),
-            _ => panic!("{}: no reduction is running", self.name()),
-        };
-        let summed = self.errors.torch(summed.into_tensor())?;
-        self.reduced_grads = match std::mem::replace(&mut self.reduced_grads, ReducedGrads::None) {
-            ReducedGrads::None => ReducedGrads::Sum(summed),
-            ReducedGrads::Sum(mut sums) => {
-                self.errors.tch(sums.f_add_(&summed).map(drop))?;
-                let memory = self.errors.torch(storage::take(&summed, "the sums have been added"))?;
-                self.layout.pool.free(memory);
-                ReducedGrads::Sum(sums)
-            }
-        };
-        Ok(())
+        self.buffers.iter_mut().try_for_each(ShardedBuffer::finish_reduce)
     }
 
-    /// The sum of squares of this rank's shard of the reduced gradients.
+    /// The sum of squares of this rank's shard of the reduced gradients. Every element of a replica is in one rank's shard.
     ///
     /// # Panics
     /// If there are no reduced gradients, or some are not reduced yet.
     pub fn grad_norm_squared(&self) -> Result<f64> {
-        if !self.is_trainable() {
-            return Ok(0.);
-        }
-        self.errors.tch(sum_of_squares(&self.reduced_shard(self.layout.groups.shard.rank())))
+        self.buffers.iter().map(ShardedBuffer::grad_norm_squared).sum()
     }
 
     /// The first parameter with a non-finite gradient in this rank's shard.
@@ -532,52 +160,25 @@ impl ShardedUnit {
     /// # Panics
     /// If there are no reduced gradients, or some are not reduced yet.
     pub fn first_nonfinite_gradient(&self) -> Result<Option<usize>> {
-        if !self.is_trainable() {
-            return Ok(None);
-        }
-        self.first_nonfinite(|shard| self.reduced_shard(shard.owner))
+        self.first_in_buffers(ShardedBuffer::first_nonfinite_gradient)
     }
 
     /// The first parameter, trainable or frozen, with a non-finite element in this rank's shard.
     pub fn first_nonfinite_parameter(&self) -> Result<Option<usize>> {
-        for parameter in 0..self.trainable_ranges.len() {
-            if !self.is_parameter_finite(parameter)? {
-                return Ok(Some(parameter));
-            }
-        }
-        Ok(None)
+        self.first_in_buffers(ShardedBuffer::first_nonfinite_parameter)
     }
 
     /// Whether all elements of a parameter in this rank's shard are finite: in the copy that is updated, if it is trainable.
     pub fn is_parameter_finite(&self, parameter: usize) -> Result<bool> {
-        let part = match &self.frozen_ranges[parameter] {
-            Some(whole) => {
-                let local = self.frozen.local_range();
-                let inside = intersection(whole, &local);
-                inside
-                    .map(|inside| (self.frozen.local_elements(), inside.start - local.start..inside.end - local.start))
-            }
-            None => {
-                let own = self.own_shard();
-                let span = own.spans.iter().find(|span| span.parameter == parameter);
-                span.map(|span| (self.updated_parameters(own), span.range.clone()))
-            }
-        };
-        let Some((elements, range)) = part else { return Ok(true) };
-        self.errors.tch(is_finite(&elements.narrow(0, range.start as i64, range.len() as i64)))
+        let Place { buffer, index, .. } = self.places[parameter];
+        self.buffers[buffer].is_parameter_finite(index)
     }
 
-    /// The first parameter with a non-finite value in `elements` of this rank's shard.
-    fn first_nonfinite(&self, elements: impl Fn(&OptimizerShard) -> Tensor) -> Result<Option<usize>> {
-        let own = self.own_shard();
-        let elements = elements(own);
-        for span in &own.spans {
-            let part = elements.narrow(0, span.range.start as i64, span.range.len() as i64);
-            if !self.errors.tch(is_finite(&part))? {
-                return Ok(Some(span.parameter));
-            }
-        }
-        Ok(None)
+    /// The first of the parameters that `find` returns for each buffer.
+    fn first_in_buffers(&self, find: impl Fn(&ShardedBuffer) -> Result<Option<usize>>) -> Result<Option<usize>> {
+        let found = self.buffers.iter().map(find).collect::<Result<Vec<_>>>()?;
+        let is_found = |place: &Place| found[place.buffer] == Some(place.index);
+        Ok(self.places.iter().position(is_found))
     }
 
     // ---- the update ---------------------------------------------------------------------------------------------------
@@ -589,39 +190,7 @@ impl ShardedUnit {
     /// If there are no reduced gradients, or some are not reduced yet; if sharded parameters are gathered; if the parameters of
     /// the last update are still being gathered; or if the optimizer keeps another number of states than the layout.
     pub fn update(&mut self, optimizer: &Optimizer, factor: f64) -> Result<()> {
-        if !self.is_trainable() {
-            return Ok(());
-        }
-        let (kept, needed) = (self.layout.states, optimizer.states());
-        assert_eq!(kept, needed, "{}: the layout's states per element differ from the optimizer's", self.name());
-        self.steps += 1;
-        let step = Tensor::from(self.steps as f32).to_device(self.layout.pool.device());
-        let runs: Vec<Vec<Run<'_>>> = self.shards.iter().map(|shard| self.runs(shard, &step, factor)).collect();
-        let mut every = runs.iter().flatten();
-        match optimizer {
-            Optimizer::AdamW(adamw) => self.errors.torch(every.try_for_each(|run| run.adamw(*adamw)))?,
-            Optimizer::Sgd(sgd) => self.errors.torch(every.try_for_each(|run| run.sgd(*sgd)))?,
-            Optimizer::Lamb(lamb) => self.update_by_lamb(*lamb, &runs)?,
-            Optimizer::Custom(custom) => self.errors.torch(every.try_for_each(|run| run.custom(custom)))?,
-        }
-        drop(runs);
-        self.shards.iter_mut().for_each(|shard| shard.detached.clear());
-        self.discard_gradients();
-        if self.layout.sharding.optimizer { self.trainable.start_update_gather() } else { Ok(()) }
-    }
-
-    /// LAMB's update: the moments, then the norms of whole parameters, summed over all owners, then the step.
-    fn update_by_lamb(&self, lamb: Lamb, runs: &[Vec<Run<'_>>]) -> Result<()> {
-        let moments = |run: &Run<'_>| self.errors.torch(run.lamb_moments(lamb));
-        let squares: Vec<Vec<Squares>> =
-            runs.iter().map(|shard| shard.iter().map(moments).collect()).collect::<Result<_>>()?;
-        let total = self.sum_squares(&squares)?;
-        for (shard, runs) in self.shards.iter().zip(runs) {
-            for (span, run) in shard.spans.iter().zip(runs) {
-                self.errors.torch(run.lamb_step(lamb, total[span.parameter]))?;
-            }
-        }
-        Ok(())
+        self.buffers.iter_mut().try_for_each(|buffer| buffer.update(optimizer, factor))
     }
 
     /// Frees the gradients, reduced or accumulated, after an update or to skip one.
@@ -629,104 +198,25 @@ impl ShardedUnit {
     /// # Panics
     /// If a reduction is running.
     pub fn discard_gradients(&mut self) {
-        let is_reducing = matches!(self.local_grads, LocalGrads::ReduceScatter(_) | LocalGrads::AllReduce(_));
-        assert!(!is_reducing, "{}: gradients cannot be discarded while they are being reduced", self.name());
-        if let LocalGrads::Accumulating { whole, .. } = std::mem::replace(&mut self.local_grads, LocalGrads::None)
-            && self.layout.sharding.gradients
-            // If this fails, the tensor frees the memory.
-            && let Ok(memory) = storage::take(&whole, "the gradients have been discarded")
-        {
-            self.layout.pool.free(memory);
-        }
-        self.reduced_grads = ReducedGrads::None;
-    }
-
-    fn runs<'a>(&self, shard: &OptimizerShard, step: &'a Tensor, factor: f64) -> Vec<Run<'a>> {
-        let parameters = self.updated_parameters(shard);
-        let grads = self.reduced_shard(shard.owner);
-        let rounded = shard.master.as_ref().map(|_| self.trainable.shard(shard.owner));
-        let run = |span: &ParameterSpan| {
-            let part = |whole: &Tensor| whole.narrow(0, span.range.start as i64, span.range.len() as i64);
-            let moved = shard.detached.iter().map(|(index, from)| {
-                let to = if *index == 0 { &parameters } else { &shard.state[index - 1] };
-                (part(to), part(from))
-            });
-            Run {
-                parameters: part(&parameters),
-                grads: part(&grads),
-                state: shard.state.iter().map(part).collect(),
-                moved: moved.collect(),
-                step,
-                step_number: self.steps,
-                decays: span.decays,
-                factor,
-                rounded: rounded.as_ref().map(part),
-            }
-        };
-        shard.spans.iter().map(run).collect()
-    }
-
-    /// The parameters of a shard that the optimizer updates: the masters, if there are any.
-    fn updated_parameters(&self, shard: &OptimizerShard) -> Tensor {
-        match &shard.master {
-            Some(master) => master.shallow_clone(),
-            None => self.trainable.shard(shard.owner),
-        }
-    }
-
-    /// The sums of squares per parameter, over all shards in the order of their owners.
-    fn sum_squares(&self, squares: &[Vec<Squares>]) -> Result<Vec<Squares>> {
-        let mut totals = vec![0f64; 2 * self.trainable_ranges.len()];
-        for (shard, squares) in self.shards.iter().zip(squares) {
-            for (span, squares) in shard.spans.iter().zip(squares) {
-                totals[2 * span.parameter] += squares.parameter;
-                totals[2 * span.parameter + 1] += squares.direction;
-            }
-        }
-        if self.layout.sharding.optimizer {
-            let shard = &self.layout.groups.shard;
-            let own = Tensor::from_slice(&totals).to_device(self.layout.pool.device());
-            let own = self.errors.torch(storage::take(&own, "LAMB's norms are being summed"))?;
-            let all = self.errors.comm(shard.all_reduce("LAMB's norms", ReduceOp::Sum, own).wait())?;
-            totals = self.errors.tch(Vec::try_from(self.errors.torch(all.into_tensor())?))?;
-        }
-        Ok(totals.chunks_exact(2).map(|pair| Squares { parameter: pair[0], direction: pair[1] }).collect())
+        self.buffers.iter_mut().for_each(ShardedBuffer::discard_gradients);
     }
 
     // ---- checkpoints --------------------------------------------------------------------------------------------------
 
     /// Waits for the all-gather of updated parameters, if there is one.
     pub fn wait_for_update(&mut self) -> Result<()> {
-        self.trainable.wait_for_update()
+        self.buffers.iter_mut().try_for_each(ShardedBuffer::wait_for_update)
     }
 
-    /// Returns this rank's shard for a checkpoint: the updated parameters, the optimizer states, then the frozen parameters in the
-    /// dtype of the computation. Call [`ShardedUnit::wait_for_update`] first.
+    /// Returns this rank's shard for a checkpoint. For each buffer: the updated parameters, the optimizer states, then the frozen
+    /// parameters in the dtype of the computation. Call [`ShardedUnit::wait_for_update`] first.
     ///
     /// # Panics
     /// If a tensor's memory is in use: by sharded parameters that are gathered, or by an all-gather of updated ones; or if a tensor
     /// was detached and not updated since.
     pub fn checkpoint_tensors(&self) -> Vec<CheckpointTensor> {
-        let own = self.own_shard();
-        assert!(own.detached.is_empty(), "{}: its tensors were detached, but not updated", self.name());
-        let gathered = self.layout.sharding.parameters;
-        let is_on_host = self.layout.pool.device() == Device::Cpu;
-        let master = CheckpointTensor {
-            tensor: self.updated_parameters(own),
-            is_stable: own.master.is_some() || !gathered,
-            is_detachable: is_on_host && (own.master.is_some() || self.trainable.keeps_only_own()),
-        };
-        let state = own.state.iter().map(|state| CheckpointTensor {
-            tensor: state.shallow_clone(),
-            is_stable: true,
-            is_detachable: is_on_host,
-        });
-        let frozen = CheckpointTensor {
-            tensor: self.frozen.shard(self.layout.groups.shard.rank()),
-            is_stable: !gathered,
-            is_detachable: false,
-        };
-        std::iter::once(master).chain(state).chain([frozen]).collect()
+        let tensors = self.buffers.iter().flat_map(ShardedBuffer::checkpoint_tensors).enumerate();
+        tensors.map(|(index, tensor)| CheckpointTensor { index, ..tensor }).collect()
     }
 
     /// Detaches a tensor of [`ShardedUnit::checkpoint_tensors`], by its index, so that the next update does not overwrite it: the
@@ -736,121 +226,22 @@ impl ShardedUnit {
     /// # Panics
     /// If the tensor is not detachable, or is detached already.
     pub fn detach_checkpoint_tensor(&mut self, index: usize) -> Result<Tensor> {
-        let rank = self.layout.groups.shard.rank();
-        let own =
-            self.shards.iter_mut().find(|shard| shard.owner == rank).expect("a rank always updates its own shard");
-        assert!(own.detached.iter().all(|(known, _)| *known != index), "{}: detached twice", self.errors.unit());
-        let old = match (index.checked_sub(1), &mut own.master) {
-            (Some(state), _) => replace_with_empty(&self.errors, &mut own.state[state])?,
-            (None, Some(master)) => replace_with_empty(&self.errors, master)?,
-            (None, None) => {
-                assert!(self.trainable.keeps_only_own(), "{}: it cannot be detached", self.errors.unit());
-                self.trainable.replace_memory()?
-            }
-        };
-        own.detached.push((index, old.shallow_clone()));
-        Ok(old)
+        let in_buffer = self.buffers[0].checkpoint_tensors_len();
+        self.buffers[index / in_buffer].detach_checkpoint_tensor(index % in_buffer)
     }
 
     /// The number of updates so far.
     pub fn updates(&self) -> u32 {
-        self.steps
+        self.buffers.iter().map(ShardedBuffer::updates).max().unwrap_or(0)
     }
 
     /// Restores the number of updates, and the optimizer state of the shards that this rank updates, which `init` supplies.
     pub fn resume(&mut self, updates: u32, init: &mut StateInitFn<'_>) -> Result<()> {
-        self.steps = updates;
-        for shard in &self.shards {
-            let first = self.partition().range(shard.owner).start;
-            for span in &shard.spans {
-                let whole =
-                    self.trainable_ranges[span.parameter].as_ref().expect("shards have trainable parameters only");
-                for (index, state) in shard.state.iter().enumerate() {
-                    for from in span.range.clone().step_by(INIT_CHUNK) {
-                        let range = from..span.range.end.min(from + INIT_CHUNK);
-                        // The same elements, as a range of the parameter.
-                        let within = first + range.start - whole.start..first + range.end - whole.start;
-                        let chunk =
-                            self.init_chunk(range.len(), |elements| init(span.parameter, index, within, elements))?;
-                        self.errors.tch(copy_overlap(&chunk, &range, state, &(0..state.numel())))?;
-                    }
-                }
-            }
+        for (number, buffer) in self.buffers.iter_mut().enumerate() {
+            let own: Vec<usize> =
+                (0..self.places.len()).filter(|&parameter| self.places[parameter].buffer == number).collect();
+            buffer.resume(updates, &mut |index, state, range, elements| init(own[index], state, range, elements))?;
         }
         Ok(())
     }
-
-    fn own_shard(&self) -> &OptimizerShard {
-        let own = self.shards.iter().find(|shard| shard.owner == self.layout.groups.shard.rank());
-        own.expect("a rank always updates its own shard")
-    }
-
-    fn partition(&self) -> Partition {
-        self.trainable.partition()
-    }
-
-    /// The reduced gradients of `owner`'s shard. A sum that lacks some of this step's gradients is refused.
-    fn reduced_shard(&self, owner: usize) -> Tensor {
-        let is_complete = matches!(self.local_grads, LocalGrads::None);
-        assert!(is_complete, "{}: its gradients are not reduced yet; finish the reduction first", self.name());
-        match &self.reduced_grads {
-            ReducedGrads::Sum(shard) if self.layout.sharding.gradients => shard.shallow_clone(),
-            ReducedGrads::Sum(whole) => {
-                let range = self.partition().range(owner);
-                whole.narrow(0, range.start as i64, range.len() as i64)
-            }
-            ReducedGrads::None => panic!("{}: there are no reduced gradients", self.name()),
-        }
-    }
-}
-
-/// Allocates zeros. On the CPU this touches no page, so moments become resident in the first update, not at startup.
-fn zeros(errors: &UnitErrors, dtype: Dtype, len: usize, device: Device) -> Result<Tensor> {
-    match device {
-        Device::Cpu => errors.torch(Block::zeros(dtype, len).and_then(Block::into_tensor)),
-        device => errors.tch(Tensor::f_zeros([len as i64], (kind_of(dtype), device))),
-    }
-}
-
-/// The elements of f32 or f64 memory, to write.
-fn floats_mut(memory: &mut Block) -> shardwise_torch::Result<FloatsMut<'_>> {
-    match memory.dtype() {
-        Dtype::F64 => memory.as_mut_slice().map(FloatsMut::F64),
-        _ => memory.as_mut_slice().map(FloatsMut::F32),
-    }
-}
-
-/// Adds the rows of a sparse gradient to its parameter's sum, in order.
-fn add_rows(sum: &Tensor, grad: &Tensor) -> std::result::Result<(), TchError> {
-    let rows = grad.f_internal_values()?.f_to_kind(sum.kind())?;
-    sum.f_view(&grad.size()[..])?.f_index_add_(0, &grad.f_internal_indices()?.f_select(0, 0)?, &rows).map(drop)
-}
-
-/// Replaces a tensor with one of the same shape whose contents are unspecified. Returns the old one.
-fn replace_with_empty(errors: &UnitErrors, tensor: &mut Tensor) -> Result<Tensor> {
-    let new = errors.tch(tensor.f_empty_like())?;
-    Ok(std::mem::replace(tensor, new))
-}
-
-fn is_finite(elements: &Tensor) -> std::result::Result<bool, TchError> {
-    Ok(elements.f_isfinite()?.f_all()?.f_int64_value(&[])? != 0)
-}
-
-fn intersection(a: &Range<usize>, b: &Range<usize>) -> Option<Range<usize>> {
-    let both = a.start.max(b.start)..a.end.min(b.end);
-    (both.start < both.end).then_some(both)
-}
-
-/// Copies the overlap of two tensors that hold the given ranges of a flat buffer.
-fn copy_overlap(
-    from: &Tensor,
-    from_range: &Range<usize>,
-    to: &Tensor,
-    to_range: &Range<usize>,
-) -> std::result::Result<(), TchError> {
-    let Some(both) = intersection(from_range, to_range) else { return Ok(()) };
-    let part = |tensor: &Tensor, range: &Range<usize>| {
-        tensor.f_narrow(0, (both.start - range.start) as i64, both.len() as i64)
-    };
-    part(to, to_range)?.f_copy_(&part(from, from_range)?)
 }

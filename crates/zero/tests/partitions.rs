@@ -28,7 +28,8 @@ fn random_specs(seed: u64) -> Vec<ParameterSpec> {
     let random_spec = |_| {
         let dims = rng.below(3);
         let shape = (0..dims).map(|_| 1 + rng.below(5) as i64).collect();
-        ParameterSpec { shape, decays: rng.below(2) == 0, trainable: rng.below(4) > 0 }
+        let (decays, trainable) = (rng.below(2) == 0, rng.below(4) > 0);
+        ParameterSpec { shape, decays, trainable, layout: 0, adds_gradient: true }
     };
     (0..count).map(random_spec).collect()
 }
@@ -167,7 +168,7 @@ impl Case<'_> {
     fn check_initialization(&self) -> ShardedUnit {
         let layout = self.ranks.layout(self.stage, self.precision, &self.assign);
         let mut counts: Vec<Vec<usize>> = self.specs.iter().map(|spec| vec![0; len_of(spec)]).collect();
-        let unit = ShardedUnit::new("unit", &self.specs, layout, &mut |parameter, range, elements| {
+        let unit = ShardedUnit::new("unit", &self.specs, &[layout], &mut |parameter, range, elements| {
             assert_eq!(range.len(), elements.len());
             elements.write(range.map(|index| {
                 counts[parameter][index] += 1;
@@ -197,7 +198,7 @@ impl Case<'_> {
             start += if spec.trainable { len_of(spec) } else { 0 };
         }
         let layout = self.ranks.layout(self.stage, self.precision, &self.assign);
-        let restored = ShardedUnit::new("unit", &self.specs, layout, &mut |parameter, range, elements| {
+        let restored = ShardedUnit::new("unit", &self.specs, &[layout], &mut |parameter, range, elements| {
             elements.write(range.map(|index| match self.specs[parameter].trainable {
                 true => f64::from(parameters[starts[parameter] + index]),
                 false => f64::from(initial(parameter, index)),

@@ -531,7 +531,7 @@ fn misuse_the_rest(ranks: &Ranks) {
 
         // Errors of the functions that supply values.
         let layout = ranks.layout(stage, Precision::F32, &example.assign);
-        let failed = ShardedUnit::new("block.3", &example.specs, layout, &mut |_, _, _| Err("no such file".into()));
+        let failed = ShardedUnit::new("block.3", &example.specs, &[layout], &mut |_, _, _| Err("no such file".into()));
         let error = failed.err().unwrap();
         assert!(matches!(&error, Error::Init { unit, .. } if unit == "block.3"), "{error}");
         assert!(error.to_string().contains("no such file"), "{error}");

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use serde_json::json;
 use shardwise_checkpoint::{
-    Checkpoint, FORMAT, FlatBuffer, Hash, Manifest, SaveId, Store, Tensor, UnitLayout, elements, write_file,
+    Checkpoint, FORMAT, FlatBuffer, Hash, Manifest, Owners, SaveId, Store, Tensor, UnitLayout, elements, write_file,
     write_manifest, write_table,
 };
 use shardwise_plan::{Dtype, FloatsMut};
@@ -19,8 +19,9 @@ pub(crate) fn units(shapes: &[&[&[u64]]], owners: usize, file_bytes: u64) -> Vec
             tensors: shapes
                 .iter()
                 .enumerate()
-                .map(|(index, shape)| Tensor { name: format!("unit.{unit}.{index}{ending}"), shape: shape.to_vec() })
+                .map(|(index, shape)| Tensor::whole(format!("unit.{unit}.{index}{ending}"), shape.to_vec()))
                 .collect(),
+            owners: Owners::all(owners),
         };
         let buffers = vec![buffer(""), buffer("/first_moment"), buffer("/second_moment")];
         UnitLayout { name: format!("unit.{unit}"), buffers, owners, index: unit, file_bytes }

@@ -80,7 +80,11 @@ fn facts(run: &RunData) -> Vec<(&'static str, String)> {
         (
             "ZeRO",
             from(&|start| {
-                format!("stage {}, {}", start.zero_stage, format_count_of(start.replicate as u64, "replica"))
+                let replicas = format_count_of(start.replicate as u64, "replica");
+                match start.tensor {
+                    1 => format!("stage {}, {replicas}", start.zero_stage),
+                    tensor => format!("stage {}, {replicas}, layers shared by {tensor} ranks", start.zero_stage),
+                }
             }),
         ),
         ("param dtype", from(&|start| start.param_dtype.clone())),

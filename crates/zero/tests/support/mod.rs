@@ -53,6 +53,7 @@ impl Ranks {
     pub(crate) fn layout(&self, stage: u8, precision: Precision, optimizer: &Optimizer) -> Layout {
         Layout {
             groups: self.groups.clone(),
+            tensor: None,
             sharding: Sharding::stage(stage).unwrap(),
             precision,
             states: optimizer.states(),
@@ -62,7 +63,7 @@ impl Ranks {
 }
 
 pub(crate) fn spec(shape: &[i64], decays: bool, trainable: bool) -> ParameterSpec {
-    ParameterSpec { shape: shape.to_vec(), decays, trainable }
+    ParameterSpec { shape: shape.to_vec(), decays, trainable, layout: 0, adds_gradient: true }
 }
 
 /// The number of elements of a parameter.
@@ -97,7 +98,7 @@ pub(crate) fn sum_gradients(
 
 /// A unit with the values of [`initial`].
 pub(crate) fn new_unit(specs: &[ParameterSpec], layout: Layout) -> ShardedUnit {
-    let unit = ShardedUnit::new("block.3", specs, layout, &mut |parameter, range, elements| {
+    let unit = ShardedUnit::new("block.3", specs, &[layout], &mut |parameter, range, elements| {
         elements.write(range.map(|index| f64::from(initial(parameter, index))));
         Ok(())
     });

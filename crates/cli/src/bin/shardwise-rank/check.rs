@@ -88,7 +88,7 @@ fn check(arguments: &RecipeArguments, flags: &CheckFlags) -> Result<String, Stri
 /// The world sizes in a range that a recipe can run on. All of them must have the same global batch size.
 fn world_sizes(recipe: &Recipe, asked: RankCount) -> Result<Vec<usize>, String> {
     let batch = |ranks: usize| {
-        recipe.check_replicas(ranks)?;
+        recipe.mesh(ranks)?;
         Ok::<_, shardwise_recipe::Error>(recipe.batch(ranks)?.global_batch_size)
     };
     let found: Vec<(usize, usize)> =

@@ -1,0 +1,163 @@
+//! A checkpoint of ranks that share layers is read by any other layout, with the same bits, and exports the same files.
+
+#![allow(clippy::unwrap_used, reason = "a test may fail")]
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde_json::json;
+use shardwise_checkpoint::hugging_face::{self, ExportOptions};
+use shardwise_checkpoint::{Checkpoint, Store, elements};
+use shardwise_comm::{Group, mpi};
+use shardwise_harness::{Launch, ranks};
+use shardwise_model::{Batch, Gpt2Config, LlamaConfig, Model, ModelConfig};
+use shardwise_plan::Dtype;
+use shardwise_run::save;
+use shardwise_torch::tch::{Device, Kind, Tensor};
+use shardwise_train::{Options, Ranks, Schedule, Trainer, init};
+use shardwise_zero::{AdamW, FloatsMut, Optimizer, Sharding};
+
+const VOCAB_SIZE: i64 = 101;
+const STEPS: i64 = 2;
+const FOLDER: &str = "SHARDWISE_TEST_FOLDER";
+
+/// The number of replicas, shards, and ranks that share each layer.
+type Layout = [usize; 3];
+
+/// The layouts of four ranks, and one of six.
+const LAYOUTS: [Layout; 5] = [[1, 4, 1], [1, 2, 2], [1, 1, 4], [2, 1, 2], [1, 3, 2]];
+
+/// A Llama whose key heads several ranks use, with a frozen matrix that is split and a frozen norm that is not, and a GPT-2 with a
+/// fused matrix.
+fn models() -> [(&'static str, Model); 2] {
+    let llama = LlamaConfig {
+        num_key_value_heads: 3,
+        head_dim: 4,
+        tie_word_embeddings: true,
+        ..LlamaConfig::new(VOCAB_SIZE as usize, 20, 2, 12, 53)
+    };
+    let gpt2 = Gpt2Config::new(VOCAB_SIZE as usize, 8, 36, 2, 12);
+    [
+        ("llama", ModelConfig::from(llama), &["model.layers.0.mlp.up_proj", "model.layers.1.input_layernorm"][..]),
+        ("gpt2", gpt2.into(), &[]),
+    ]
+    .map(|(name, config, frozen)| {
+        let mut model = Model::from_config(config).unwrap();
+        model.freeze(frozen).unwrap();
+        (name, model)
+    })
+}
+
+fn options() -> Options {
+    let adamw = AdamW { lr: 0., beta1: 0.9, beta2: 0.95, weight_decay: 0.1, eps: 1e-8 };
+    Options::new(Sharding::stage(3).unwrap(), Optimizer::AdamW(adamw), Schedule::constant(3e-3))
+}
+
+fn world() -> Arc<Group> {
+    Arc::new(mpi::world(mpi::Options { timeout: Duration::from_secs(60), ..mpi::Options::default() }).unwrap())
+}
+
+fn batch(step: i64, reader: i64) -> Batch {
+    let numbers = Tensor::arange(2 * 7, (Kind::Int64, Device::Cpu)).view([2, 7]);
+    let tokens = (numbers * 7 + step * 31 + reader * 57).remainder(VOCAB_SIZE);
+    let targets = (&tokens * 3 + 1).remainder(VOCAB_SIZE);
+    Batch::new(tokens, targets)
+}
+
+fn store(model: &str, layout: Layout, what: &str) -> Arc<Store> {
+    let folder = PathBuf::from(std::env::var(FOLDER).unwrap());
+    let [replicas, shards, tensor] = layout;
+    let folder = folder.join(format!("{model}-{replicas}-{shards}-{tensor}{what}"));
+    Arc::new(Store::create(folder.to_str().unwrap()).unwrap())
+}
+
+/// The layouts that this world can have.
+fn own_layouts(world: &Group) -> impl Iterator<Item = Layout> {
+    let size = world.size();
+    LAYOUTS.into_iter().filter(move |layout| layout.iter().product::<usize>() == size)
+}
+
+/// Trains and saves in every layout.
+fn save_all() {
+    let world = world();
+    for layout in own_layouts(&world) {
+        for (name, model) in models() {
+            let ranks = Ranks::parallel(world.clone(), layout[0], layout[2]).unwrap();
+            let reader = ranks.data_rank() as i64;
+            let mut trainer = Trainer::new(model, ranks, options(), &mut init::from_seed(5)).unwrap();
+            (0..STEPS).for_each(|step| drop(trainer.step(&[batch(step, reader)]).unwrap()));
+            save(&mut trainer, &store(name, layout, ""), json!({})).unwrap();
+        }
+    }
+}
+
+/// All tensors of a checkpoint, as bits.
+fn contents(checkpoint: &Checkpoint) -> Vec<(String, Vec<u32>)> {
+    let mut all = Vec::new();
+    for unit in &checkpoint.manifest().units {
+        let mut reader = checkpoint.unit(&unit.name).unwrap();
+        for tensor in reader.table().tensors.clone() {
+            let len = elements(&tensor.shape).unwrap();
+            let mut elements = vec![0f32; len as usize];
+            reader.read_floats(&tensor.name, &tensor.shape, 0..len, FloatsMut::F32(&mut elements)).unwrap();
+            all.push((tensor.name, elements.iter().map(|x| x.to_bits()).collect()));
+        }
+    }
+    all.sort();
+    all
+}
+
+/// The bytes of the files of an export.
+fn exported(checkpoint: &Checkpoint, store: &Arc<Store>) -> Vec<(String, Vec<u8>)> {
+    let options = ExportOptions { dtype: Dtype::F32, file_bytes: 1 << 30 };
+    hugging_face::export(checkpoint, store, &json!({ "model_type": "llama" }), None, &options, &mut |_| ()).unwrap();
+    let folder = store.display("");
+    let mut files: Vec<_> = std::fs::read_dir(Path::new(&folder))
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .filter(|path| path.is_file())
+        .map(|path| (path.file_name().unwrap().to_string_lossy().into_owned(), std::fs::read(path).unwrap()))
+        .collect();
+    files.sort();
+    files
+}
+
+/// Loads every checkpoint in every layout of this world, and saves it again.
+fn load_all() {
+    let world = world();
+    for layout in own_layouts(&world) {
+        for saved_by in LAYOUTS {
+            for (name, model) in models() {
+                let what = format!("{name}: saved by {saved_by:?}, loaded by {layout:?}");
+                let checkpoint = Checkpoint::open(&store(name, saved_by, ""), STEPS as u64).unwrap();
+                let ranks = Ranks::parallel(world.clone(), layout[0], layout[2]).unwrap();
+                let mut trainer = Trainer::resume(model, ranks, options(), &checkpoint).unwrap();
+                let again = store(name, layout, &format!("-again-{saved_by:?}"));
+                save(&mut trainer, &again, json!({})).unwrap();
+                if world.rank() == 0 {
+                    let loaded = Checkpoint::open(&again, STEPS as u64).unwrap();
+                    assert!(contents(&loaded) == contents(&checkpoint), "{what}: other numbers");
+                    let [one, other] = ["-exported", "-exported-again"]
+                        .map(|ending| store(name, layout, &format!("{ending}-{saved_by:?}")));
+                    let files = exported(&loaded, &one);
+                    assert!(files.len() > 1 && files == exported(&checkpoint, &other), "{what}: another export");
+                }
+            }
+        }
+    }
+    world.barrier("loaded").wait().unwrap();
+}
+
+#[test]
+fn a_checkpoint_of_any_layout_is_read_by_any_other() {
+    let folder = std::env::var(FOLDER).map_or_else(|_| tempfile::tempdir(), tempfile::tempdir_in).unwrap();
+    let launch = |ranks| {
+        let launch = Launch::ranks(ranks).variable(FOLDER, folder.path().to_str().unwrap());
+        launch.timeout(Duration::from_secs(300))
+    };
+    ranks!(launch(4), save_all);
+    ranks!(launch(6), save_all);
+    ranks!(launch(4), load_all);
+    ranks!(launch(6), load_all);
+}

@@ -1,0 +1,64 @@
+//! What the order of a step depends on, by unit.
+
+use shardwise_model::{Activations, Model, Parameter, PassShape, Unit};
+use shardwise_plan::program::{ActivationCheckpointing, Place, Replicated, UnitSpec};
+use shardwise_plan::{Axis, Mesh};
+
+use crate::options::Options;
+
+/// The micro-batches of a step on one rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StepShape {
+    /// The tokens of a micro-batch.
+    pub tokens: usize,
+    /// The length of a sequence.
+    pub positions: usize,
+    /// The number of micro-batches.
+    pub micro_batches: usize,
+}
+
+/// The place of a rank among those that share its layers.
+pub fn tensor_place(mesh: &Mesh, rank: usize) -> Place {
+    Place { size: mesh.size(Axis::Tensor), index: mesh.coordinates(rank).along(Axis::Tensor) }
+}
+
+/// What the order of a step depends on, by unit, on a rank at this place among those that share a layer.
+pub fn unit_specs(model: &Model, options: &Options, tensor: Place, shape: StepShape) -> Vec<UnitSpec> {
+    let shape = pass_shape(options, tensor, shape, options.activation_checkpointing.into());
+    let is_trained = |unit: &Unit| unit.parameters().iter().any(|parameter| parameter.trainable);
+    let first_trainable = model.units().iter().position(is_trained).unwrap_or(model.units().len());
+    let spec = |(index, unit)| unit_spec(unit, &PassShape { input_has_grad: index > first_trainable, ..shape });
+    model.units().iter().enumerate().map(spec).collect()
+}
+
+/// The shape of a pass that keeps these activations.
+pub(crate) fn pass_shape(options: &Options, tensor: Place, shape: StepShape, activations: Activations) -> PassShape {
+    PassShape {
+        tokens: shape.tokens,
+        positions: shape.positions,
+        element_bytes: options.precision.param_dtype.bytes(),
+        activations,
+        is_recomputed: options.activation_checkpointing == ActivationCheckpointing::Full,
+        tensor,
+        splits_sequence: options.sequence_parallel && tensor.size > 1,
+        input_has_grad: true,
+    }
+}
+
+fn unit_spec(unit: &Unit, shape: &PassShape) -> UnitSpec {
+    let tensor = shape.tensor;
+    let count = |is_counted: &dyn Fn(&Parameter) -> bool| {
+        unit.parameters().iter().filter(|parameter| is_counted(parameter)).map(|p| p.kept_elements(tensor)).sum()
+    };
+    let trainable = count(&|parameter| parameter.trainable);
+    UnitSpec {
+        frozen: count(&|parameter| !parameter.trainable),
+        replicated: Replicated {
+            trainable: count(&|parameter| parameter.trainable && parameter.is_replicated(tensor)),
+            frozen: count(&|parameter| !parameter.trainable && parameter.is_replicated(tensor)),
+        },
+        tied: unit.tied().map(|tied| tied.unit),
+        inner: unit.collectives(shape),
+        ..UnitSpec::new(unit.name(), trainable, unit.backward_reads_parameters())
+    }
+}
