@@ -13,6 +13,7 @@ fn all() -> impl Iterator<Item = &'static Claim> {
         crate::zero::CLAIMS,
         crate::peers::CLAIMS,
         crate::program::CLAIMS,
+        crate::tensor::CLAIMS,
         crate::checkpoints::CLAIMS,
         crate::text::CLAIMS,
         crate::supervision::CLAIMS,

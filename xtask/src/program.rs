@@ -1,15 +1,14 @@
 //! The claims about programs: what is simulated is what happens.
 
-use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use serde_json::Value;
-use shardwise_harness::{Hosts, Network, launcher};
 
 use crate::claim::{Claim, Verdict};
-use crate::workspace::{Scratch, build, median, output_of};
+use crate::setting::{
+    BASE, M21, M58, M124, M213, SMALL, Setting, compare_memory, measure_step, predict_step, profile, shardwise,
+};
+use crate::workspace::{Scratch, median};
 
 pub(crate) const CLAIMS: &[Claim] = &[
     Claim {
@@ -34,119 +33,6 @@ pub(crate) const CLAIMS: &[Claim] = &[
         measure: time,
     },
 ];
-
-/// A step to run or to simulate.
-#[derive(Clone, Copy)]
-struct Setting {
-    size: &'static Size,
-    ranks: usize,
-    stage: u8,
-    replicate: usize,
-    prefetch: usize,
-    checkpointing: &'static str,
-    dtype: &'static str,
-    sequences: usize,
-    micro_batches: usize,
-    reduce_each_micro_batch: bool,
-}
-
-/// The sizes of a model.
-struct Size {
-    name: &'static str,
-    vocab_size: usize,
-    hidden_size: usize,
-    blocks: usize,
-    heads: usize,
-    intermediate_size: usize,
-    tied: bool,
-}
-
-const M21: Size = size("21M", 16_000, 512, 4, 8, 1376, true);
-/// Blocks that are small against everything else.
-const SMALL: Size = size("", 8000, 512, 0, 8, 1376, true);
-const M42: Size = size("42M", 32_000, 512, 8, 8, 1376, true);
-const M58: Size = size("58M, untied", 32_000, 512, 8, 8, 1376, false);
-const M124: Size = size("124M", 50_257, 768, 12, 12, 2048, true);
-const M213: Size = size("213M", 32_000, 1024, 14, 16, 2816, true);
-
-const fn size(
-    name: &'static str,
-    vocab_size: usize,
-    hidden_size: usize,
-    blocks: usize,
-    heads: usize,
-    intermediate_size: usize,
-    tied: bool,
-) -> Size {
-    Size { name, vocab_size, hidden_size, blocks, heads, intermediate_size, tied }
-}
-
-const POSITIONS: usize = 128;
-
-const BASE: Setting = Setting {
-    size: &M42,
-    ranks: 2,
-    stage: 3,
-    replicate: 1,
-    prefetch: 1,
-    checkpointing: "none",
-    dtype: "f32",
-    sequences: 4,
-    micro_batches: 1,
-    reduce_each_micro_batch: false,
-};
-
-impl Setting {
-    fn recipe(&self, blocks: usize) -> String {
-        let Setting { stage, replicate, prefetch, checkpointing, dtype, sequences, micro_batches, .. } = self;
-        let Size { vocab_size, hidden_size, heads, intermediate_size, tied, .. } = self.size;
-        let each = self.reduce_each_micro_batch;
-        format!(
-            "activation_checkpointing = \"{checkpointing}\"\n[model.llama]\nvocab_size = {vocab_size}\nhidden_size = \
-             {hidden_size}\nnum_hidden_layers = {blocks}\nnum_attention_heads = {heads}\nintermediate_size = \
-             {intermediate_size}\ntie_word_embeddings = {tied}\n[data]\n[batch]\nmicro_batch_size = {sequences}\nseq_len = \
-             {POSITIONS}\ngradient_accumulation_steps = {micro_batches}\n[zero]\nstage = {stage}\nprefetch = {prefetch}\n\
-             reduce_each_micro_batch = {each}\n[parallel]\nreplicate = {replicate}\n[precision]\nparam_dtype = \"{dtype}\"\n\
-             [optimizer]\nlr = 1e-4\n[run]\nsteps = 12\n"
-        )
-    }
-
-    fn write(&self, scratch: &Scratch, blocks: usize) -> Result<PathBuf> {
-        let path = scratch.path().join("recipe.toml");
-        std::fs::write(&path, self.recipe(blocks))?;
-        Ok(path)
-    }
-
-    fn describe(&self) -> String {
-        let Setting { size, ranks, stage, replicate, prefetch, checkpointing, dtype, sequences, micro_batches, .. } =
-            self;
-        let each = if self.reduce_each_micro_batch { ", reduced each" } else { "" };
-        format!(
-            "{}, {ranks} ranks, {replicate} replicas, stage {stage}, prefetch {prefetch}, {checkpointing}, {dtype}, \
-             {micro_batches} × {} tokens{each}",
-            size.name,
-            sequences * POSITIONS
-        )
-    }
-}
-
-/// Builds `shardwise`, and `shardwise-rank` in the same folder.
-fn shardwise() -> Result<PathBuf> {
-    build("shardwise-rank", &["build", "--release", "--workspace", "--bins"])?;
-    build("shardwise", &["build", "--release", "--workspace", "--bins"])
-}
-
-/// Profiles a setting. Returns the report as JSON.
-fn profile(program: &Path, recipe: &Path, ranks: usize, steps: usize, more: &[String]) -> Result<Value> {
-    let mut command = Command::new(program);
-    command.env("OMP_NUM_THREADS", "1").arg("profile").arg(recipe).args(["-n", &ranks.to_string()]);
-    command.args(["--no-tries", "--json", "--steps", &steps.to_string()]).args(more);
-    Ok(serde_json::from_str(&output_of(&mut command)?)?)
-}
-
-fn number(report: &Value, key: &str) -> f64 {
-    report[key].as_f64().unwrap_or(f64::NAN)
-}
 
 // ---- memory -----------------------------------------------------------------------------------------------------------
 
@@ -176,43 +62,7 @@ fn memory_settings() -> Vec<Setting> {
 }
 
 fn memory() -> Result<Verdict> {
-    let program = shardwise()?;
-    let scratch = Scratch::new("memory")?;
-    let (mut tensors, mut resident) = (Vec::new(), Vec::new());
-    println!("tensors: measured  simulated   resident: measured  estimated");
-    for setting in memory_settings() {
-        let recipe = setting.write(&scratch, setting.size.blocks)?;
-        let report = profile(&program, &recipe, setting.ranks, 1, &[])?;
-        let phases = report["memory"].as_array().context("the memory of phases")?;
-        let peak = |key: &str| phases.iter().map(|phase| number(phase, key)).fold(0., f64::max);
-        let (measured, simulated) = (peak("measured_bytes"), peak("simulated_bytes"));
-        let (held, estimate) = (number(&report, "memory_peak_bytes"), number(&report, "memory_estimate_bytes"));
-        tensors.push((simulated / measured - 1.).abs());
-        resident.push((estimate / held - 1.).abs());
-        println!(
-            "{:9.0} MB {:7.0} MB ({:+5.1}%) {:8.0} MB {:7.0} MB ({:+5.1}%)  {}",
-            measured / 1e6,
-            simulated / 1e6,
-            100. * (simulated / measured - 1.),
-            held / 1e6,
-            estimate / 1e6,
-            100. * (estimate / held - 1.),
-            setting.describe()
-        );
-    }
-    let worst = |errors: &[f64]| 100. * errors.iter().copied().fold(0., f64::max);
-    Ok(Verdict {
-        figure: format!(
-            "{} settings: tensors at most {:.1}% off, median {:.1}%; resident at most {:.1}%, median {:.1}%",
-            tensors.len(),
-            worst(&tensors),
-            100. * median(&tensors),
-            worst(&resident),
-            100. * median(&resident)
-        ),
-        bar: "5%".to_string(),
-        holds: worst(&tensors) <= 5. && worst(&resident) <= 5.,
-    })
+    compare_memory(&memory_settings())
 }
 
 // ---- limits -----------------------------------------------------------------------------------------------------------
@@ -277,8 +127,9 @@ fn limits() -> Result<Verdict> {
 
 // ---- time -------------------------------------------------------------------------------------------------------------
 
-/// The rounds; each profiles the base and measures every setting once.
-const ROUNDS: usize = 2;
+/// The rounds. In each, every setting is measured once, right after the base was profiled: the clock of a shared machine drifts by
+/// more than the bar within minutes.
+const ROUNDS: usize = 3;
 
 fn time_settings() -> Vec<(Setting, Option<&'static str>)> {
     let here = [
@@ -313,36 +164,6 @@ fn time_settings() -> Vec<(Setting, Option<&'static str>)> {
     here.chain(hosts.into_iter().map(|(setting, rate)| (setting, Some(rate)))).collect()
 }
 
-/// The bandwidth of a link in bytes per second, without the headers of its packets.
-fn bytes_per_s(rate: &str) -> f64 {
-    let bits = if rate == "1gbit" { 1e9 } else { 2e8 };
-    bits / 8. * 1448. / 1538.
-}
-
-/// Measures the time of a step, here or on two hosts with a link of this rate.
-fn measure_step(program: &Path, recipe: &Path, setting: &Setting, network: Option<&Network>) -> Result<f64> {
-    let report = match network {
-        None => profile(program, recipe, setting.ranks, 4, &[])?,
-        Some(network) => {
-            let mut command = launcher(Some(network), setting.ranks, Duration::from_secs(900));
-            command.arg("OMP_NUM_THREADS=1").arg(program).arg("profile").arg(recipe);
-            command.args(["--no-tries", "--json", "--steps", "4"]);
-            serde_json::from_str(&output_of(&mut command)?)?
-        }
-    };
-    Ok(number(&report, "least_step_s"))
-}
-
-/// Predicts the time of a step from a file of costs.
-fn predict_step(program: &Path, recipe: &Path, setting: &Setting, costs: &Path) -> Result<f64> {
-    let mut command = Command::new(program);
-    command.arg("train").arg(recipe).args(["-n", &setting.ranks.to_string(), "--dry-run", "--costs"]).arg(costs);
-    let printed = output_of(&mut command)?;
-    let words: Vec<&str> = printed.split_whitespace().collect();
-    let place = words.windows(2).position(|pair| pair == ["take", "about"]).context("the time of a step")?;
-    Ok(words[place + 2].parse()?)
-}
-
 fn time() -> Result<Verdict> {
     let program = shardwise()?;
     let scratch = Scratch::new("time")?;
@@ -350,30 +171,13 @@ fn time() -> Result<Verdict> {
     let settings = time_settings();
     let mut errors: Vec<Vec<f64>> = vec![Vec::new(); settings.len()];
     for round in 1..=ROUNDS {
-        let profiled = Setting { prefetch: 0, ..BASE };
-        let recipe = profiled.write(&scratch, profiled.size.blocks)?;
-        profile(&program, &recipe, profiled.ranks, 6, &[format!("--costs={}", costs.display())])?;
         for (index, (setting, rate)) in settings.iter().enumerate() {
+            let profiled = Setting { prefetch: 0, ..BASE };
+            let recipe = profiled.write(&scratch, profiled.size.blocks)?;
+            profile(&program, &recipe, profiled.ranks, 4, &[format!("--costs={}", costs.display())])?;
             let recipe = setting.write(&scratch, setting.size.blocks)?;
-            let network = match rate {
-                Some(rate) => Some(
-                    Hosts { hosts: 2, ranks_per_host: 1, rate: (*rate).to_string(), delay: "0ms".to_string() }
-                        .start()?,
-                ),
-                None => None,
-            };
-            let measured_s = measure_step(&program, &recipe, setting, network.as_ref())?;
-            drop(network);
-            let mut edited: Value = serde_json::from_str(&std::fs::read_to_string(&costs)?)?;
-            if let Some(rate) = rate {
-                edited["ranks_per_host"] = 1.into();
-                edited["cores_per_host"] = 1.into();
-                edited["between_hosts"]["bytes_per_s"] = bytes_per_s(rate).into();
-                edited["between_hosts"]["latency_s"] = 1e-4.into();
-            }
-            let used = scratch.path().join("edited.json");
-            std::fs::write(&used, edited.to_string())?;
-            let predicted_s = predict_step(&program, &recipe, setting, &used)?;
+            let measured_s = measure_step(&program, &recipe, setting, *rate)?;
+            let predicted_s = predict_step(&program, &recipe, setting, &costs, *rate)?;
             errors[index].push(predicted_s / measured_s - 1.);
             println!(
                 "round {round}: measured {measured_s:.3} s, predicted {predicted_s:.3} s ({:+.1}%)  {}{}",

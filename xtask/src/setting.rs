@@ -1,0 +1,228 @@
+//! Steps to measure or to simulate, for the claims about programs and about tensor parallelism.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use serde_json::Value;
+use shardwise_harness::{Hosts, launcher};
+
+use crate::claim::Verdict;
+use crate::workspace::{Scratch, build, median, output_of};
+
+/// A step to run or to simulate.
+#[derive(Clone, Copy)]
+pub(crate) struct Setting {
+    pub(crate) size: &'static Size,
+    pub(crate) ranks: usize,
+    pub(crate) stage: u8,
+    pub(crate) replicate: usize,
+    /// The ranks that share each layer.
+    pub(crate) tensor: usize,
+    pub(crate) sequence: bool,
+    pub(crate) prefetch: usize,
+    pub(crate) checkpointing: &'static str,
+    pub(crate) dtype: &'static str,
+    pub(crate) sequences: usize,
+    pub(crate) micro_batches: usize,
+    pub(crate) reduce_each_micro_batch: bool,
+}
+
+/// The sizes of a model.
+pub(crate) struct Size {
+    name: &'static str,
+    vocab_size: usize,
+    hidden_size: usize,
+    pub(crate) blocks: usize,
+    heads: usize,
+    intermediate_size: usize,
+    tied: bool,
+}
+
+pub(crate) const M21: Size = size("21M", 16_000, 512, 4, 8, 1376, true);
+/// Blocks that are small against everything else.
+pub(crate) const SMALL: Size = size("", 8000, 512, 0, 8, 1376, true);
+pub(crate) const M42: Size = size("42M", 32_000, 512, 8, 8, 1376, true);
+pub(crate) const M58: Size = size("58M, untied", 32_000, 512, 8, 8, 1376, false);
+pub(crate) const M124: Size = size("124M", 50_257, 768, 12, 12, 2048, true);
+pub(crate) const M213: Size = size("213M", 32_000, 1024, 14, 16, 2816, true);
+
+const fn size(
+    name: &'static str,
+    vocab_size: usize,
+    hidden_size: usize,
+    blocks: usize,
+    heads: usize,
+    intermediate_size: usize,
+    tied: bool,
+) -> Size {
+    Size { name, vocab_size, hidden_size, blocks, heads, intermediate_size, tied }
+}
+
+pub(crate) const POSITIONS: usize = 128;
+
+pub(crate) const BASE: Setting = Setting {
+    size: &M42,
+    ranks: 2,
+    stage: 3,
+    replicate: 1,
+    tensor: 1,
+    sequence: true,
+    prefetch: 1,
+    checkpointing: "none",
+    dtype: "f32",
+    sequences: 4,
+    micro_batches: 1,
+    reduce_each_micro_batch: false,
+};
+
+impl Setting {
+    fn recipe(&self, blocks: usize) -> String {
+        let Setting { stage, replicate, tensor, sequence, prefetch, checkpointing, dtype, sequences, .. } = self;
+        let micro_batches = self.micro_batches;
+        let Size { vocab_size, hidden_size, heads, intermediate_size, tied, .. } = self.size;
+        let each = self.reduce_each_micro_batch;
+        format!(
+            "activation_checkpointing = \"{checkpointing}\"\n[model.llama]\nvocab_size = {vocab_size}\nhidden_size = \
+             {hidden_size}\nnum_hidden_layers = {blocks}\nnum_attention_heads = {heads}\nintermediate_size = \
+             {intermediate_size}\ntie_word_embeddings = {tied}\n[data]\n[batch]\nmicro_batch_size = {sequences}\nseq_len = \
+             {POSITIONS}\ngradient_accumulation_steps = {micro_batches}\n[zero]\nstage = {stage}\nprefetch = {prefetch}\n\
+             reduce_each_micro_batch = {each}\n[parallel]\nreplicate = {replicate}\ntensor = {tensor}\nsequence = {sequence}\n\
+             [precision]\nparam_dtype = \"{dtype}\"\n\
+             [optimizer]\nlr = 1e-4\n[run]\nsteps = 12\n"
+        )
+    }
+
+    pub(crate) fn write(&self, scratch: &Scratch, blocks: usize) -> Result<PathBuf> {
+        let path = scratch.path().join("recipe.toml");
+        std::fs::write(&path, self.recipe(blocks))?;
+        Ok(path)
+    }
+
+    pub(crate) fn describe(&self) -> String {
+        let Setting { size, ranks, stage, replicate, prefetch, checkpointing, dtype, sequences, micro_batches, .. } =
+            self;
+        let each = if self.reduce_each_micro_batch { ", reduced each" } else { "" };
+        let shared = match (self.tensor, self.sequence) {
+            (1, _) => String::new(),
+            (tensor, true) => format!(", tensor {tensor}"),
+            (tensor, false) => format!(", tensor {tensor} without sequence parallelism"),
+        };
+        format!(
+            "{}, {ranks} ranks, {replicate} replicas, stage {stage}, prefetch {prefetch}, {checkpointing}, {dtype}, \
+             {micro_batches} × {} tokens{each}{shared}",
+            size.name,
+            sequences * POSITIONS
+        )
+    }
+}
+
+/// Builds `shardwise`, and `shardwise-rank` in the same folder.
+pub(crate) fn shardwise() -> Result<PathBuf> {
+    build("shardwise-rank", &["build", "--release", "--workspace", "--bins"])?;
+    build("shardwise", &["build", "--release", "--workspace", "--bins"])
+}
+
+/// Profiles a setting. Returns the report as JSON.
+pub(crate) fn profile(program: &Path, recipe: &Path, ranks: usize, steps: usize, more: &[String]) -> Result<Value> {
+    let mut command = Command::new(program);
+    command.env("OMP_NUM_THREADS", "1").arg("profile").arg(recipe).args(["-n", &ranks.to_string()]);
+    command.args(["--no-tries", "--json", "--steps", &steps.to_string()]).args(more);
+    Ok(serde_json::from_str(&output_of(&mut command)?)?)
+}
+
+pub(crate) fn number(report: &Value, key: &str) -> f64 {
+    report[key].as_f64().unwrap_or(f64::NAN)
+}
+
+/// The bandwidth of a link in bytes per second, without the headers of its packets.
+fn bytes_per_s(rate: &str) -> f64 {
+    let megabits = match rate.strip_suffix("gbit") {
+        Some(gigabits) => gigabits.parse::<f64>().map(|gigabits| 1000. * gigabits),
+        None => rate.trim_end_matches("mbit").parse(),
+    };
+    megabits.expect("a rate in gbit or mbit") * 1e6 / 8. * 1448. / 1538.
+}
+
+/// Measures the time of a step, here or on two hosts with a link of this rate.
+pub(crate) fn measure_step(program: &Path, recipe: &Path, setting: &Setting, rate: Option<&str>) -> Result<f64> {
+    let report = match rate {
+        None => profile(program, recipe, setting.ranks, 4, &[])?,
+        Some(rate) => {
+            let (hosts, ranks_per_host) = (2, setting.ranks / 2);
+            let network = Hosts { hosts, ranks_per_host, rate: rate.to_string(), delay: "0ms".to_string() }.start()?;
+            let mut command = launcher(Some(&network), setting.ranks, Duration::from_secs(900));
+            command.arg("OMP_NUM_THREADS=1").arg(program).arg("profile").arg(recipe);
+            command.args(["--no-tries", "--json", "--steps", "4"]);
+            serde_json::from_str(&output_of(&mut command)?)?
+        }
+    };
+    Ok(number(&report, "least_step_s"))
+}
+
+/// Predicts the time of a step from a file of costs, here or on two hosts with a link of this rate.
+pub(crate) fn predict_step(
+    program: &Path,
+    recipe: &Path,
+    setting: &Setting,
+    costs: &Path,
+    rate: Option<&str>,
+) -> Result<f64> {
+    let mut edited: Value = serde_json::from_str(&std::fs::read_to_string(costs)?)?;
+    if let Some(rate) = rate {
+        edited["ranks_per_host"] = (setting.ranks / 2).into();
+        edited["cores_per_host"] = 1.into();
+        edited["between_hosts"]["bytes_per_s"] = bytes_per_s(rate).into();
+        edited["between_hosts"]["latency_s"] = 1e-4.into();
+    }
+    let costs = costs.with_extension("edited.json");
+    std::fs::write(&costs, edited.to_string())?;
+    let mut command = Command::new(program);
+    command.arg("train").arg(recipe).args(["-n", &setting.ranks.to_string(), "--dry-run", "--costs"]).arg(costs);
+    let printed = output_of(&mut command)?;
+    let words: Vec<&str> = printed.split_whitespace().collect();
+    let place = words.windows(2).position(|pair| pair == ["take", "about"]).context("the time of a step")?;
+    Ok(words[place + 2].parse()?)
+}
+
+/// Compares the simulated with the measured memory of steps.
+pub(crate) fn compare_memory(settings: &[Setting]) -> Result<Verdict> {
+    let program = shardwise()?;
+    let scratch = Scratch::new("memory")?;
+    let (mut tensors, mut resident) = (Vec::new(), Vec::new());
+    println!("tensors: measured  simulated   resident: measured  estimated");
+    for setting in settings {
+        let recipe = setting.write(&scratch, setting.size.blocks)?;
+        let report = profile(&program, &recipe, setting.ranks, 1, &[])?;
+        let phases = report["memory"].as_array().context("the memory of phases")?;
+        let peak = |key: &str| phases.iter().map(|phase| number(phase, key)).fold(0., f64::max);
+        let (measured, simulated) = (peak("measured_bytes"), peak("simulated_bytes"));
+        let (held, estimate) = (number(&report, "memory_peak_bytes"), number(&report, "memory_estimate_bytes"));
+        tensors.push((simulated / measured - 1.).abs());
+        resident.push((estimate / held - 1.).abs());
+        println!(
+            "{:9.0} MB {:7.0} MB ({:+5.1}%) {:8.0} MB {:7.0} MB ({:+5.1}%)  {}",
+            measured / 1e6,
+            simulated / 1e6,
+            100. * (simulated / measured - 1.),
+            held / 1e6,
+            estimate / 1e6,
+            100. * (estimate / held - 1.),
+            setting.describe()
+        );
+    }
+    let worst = |errors: &[f64]| 100. * errors.iter().copied().fold(0., f64::max);
+    Ok(Verdict {
+        figure: format!(
+            "{} settings: tensors at most {:.1}% off, median {:.1}%; resident at most {:.1}%, median {:.1}%",
+            tensors.len(),
+            worst(&tensors),
+            100. * median(&tensors),
+            worst(&resident),
+            100. * median(&resident)
+        ),
+        bar: "5%".to_string(),
+        holds: worst(&tensors) <= 5. && worst(&resident) <= 5.,
+    })
+}

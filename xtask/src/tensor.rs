@@ -1,0 +1,94 @@
+//! The claims about tensor and sequence parallelism.
+
+use std::process::Command;
+
+use anyhow::Result;
+
+use crate::claim::{Claim, Verdict};
+use crate::setting::{BASE, M21, M58, Setting, compare_memory, measure_step, predict_step, profile, shardwise};
+use crate::workspace::{Scratch, median, root};
+
+pub(crate) const CLAIMS: &[Claim] = &[
+    Claim {
+        group: "tensor",
+        name: "equality",
+        what: "in f64, layers that 2, 3 and 4 ranks share compute the same as on one rank, in every setting, for 20 steps",
+        heavy: true,
+        measure: equality,
+    },
+    Claim {
+        group: "tensor",
+        name: "memory",
+        what: "the simulated peak memory of shared layers is within 5% of the measured one",
+        heavy: true,
+        measure: memory,
+    },
+    Claim {
+        group: "tensor",
+        name: "links",
+        what: "the time of a step on two hosts, by the rate of their link, with and without tensor parallelism between them",
+        heavy: true,
+        measure: links,
+    },
+];
+
+/// The tests of CI train for 20 steps in some settings only.
+fn equality() -> Result<Verdict> {
+    let mut command = Command::new("cargo");
+    command.current_dir(root()).args(["nextest", "run", "--release", "--workspace", "--test", "tensor"]);
+    let holds = command.env("SHARDWISE_THOROUGH", "1").status()?.success();
+    let figure = if holds { "all settings agree" } else { "some settings differ" }.to_string();
+    Ok(Verdict { figure, bar: "1e-12".to_string(), holds })
+}
+
+fn memory() -> Result<Verdict> {
+    let mut settings = Vec::new();
+    for sequence in [true, false] {
+        for checkpointing in ["none", "selective", "full"] {
+            for (stage, dtype) in [(0, "f32"), (3, "bf16")] {
+                let shared = Setting { tensor: 2, sequence, checkpointing, stage, dtype, size: &M21, ..BASE };
+                settings.push(Setting { sequences: 8, ..shared });
+            }
+        }
+        settings.push(Setting { tensor: 2, sequence, ranks: 4, ..BASE });
+        settings.push(Setting { tensor: 4, sequence, ranks: 4, size: &M58, stage: 1, ..BASE });
+    }
+    compare_memory(&settings)
+}
+
+/// The rates of the link, from fast to slow.
+const RATES: [&str; 5] = ["10gbit", "3gbit", "1gbit", "400mbit", "200mbit"];
+const ROUNDS: usize = 3;
+
+fn links() -> Result<Verdict> {
+    let program = shardwise()?;
+    let scratch = Scratch::new("links")?;
+    let costs = scratch.path().join("costs.json");
+    let sides = [("tensor 2", Setting { tensor: 2, stage: 0, ..BASE }), ("stage 3", Setting { sequences: 2, ..BASE })];
+    let mut errors = Vec::new();
+    println!("512 tokens per step on two hosts: measured (simulated) seconds");
+    for rate in RATES {
+        let mut cells = Vec::new();
+        for (name, setting) in sides {
+            let (mut measured, mut predicted) = (Vec::new(), Vec::new());
+            for _ in 0..ROUNDS {
+                // Each is profiled on one host, as it is, just before it is measured on two.
+                let recipe = Setting { prefetch: 0, ..setting }.write(&scratch, setting.size.blocks)?;
+                profile(&program, &recipe, setting.ranks, 4, &[format!("--costs={}", costs.display())])?;
+                let recipe = setting.write(&scratch, setting.size.blocks)?;
+                predicted.push(predict_step(&program, &recipe, &setting, &costs, Some(rate))?);
+                measured.push(measure_step(&program, &recipe, &setting, Some(rate))?);
+            }
+            let (measured, predicted) = (median(&measured), median(&predicted));
+            errors.push((predicted / measured - 1.).abs());
+            cells.push(format!("{name} {measured:.3} ({predicted:.3})"));
+        }
+        println!("{rate:>8}: {}", cells.join(", "));
+    }
+    let worst = errors.iter().copied().fold(0., f64::max);
+    Ok(Verdict {
+        figure: format!("at most {:.0}% off, median {:.0}%", 100. * worst, 100. * median(&errors)),
+        bar: "a curve; simulated within 10%".to_string(),
+        holds: worst <= 0.1,
+    })
+}
