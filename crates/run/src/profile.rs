@@ -313,7 +313,7 @@ fn measure_costs(
 
 fn set_up(recipe: &Recipe, world: &Arc<Group>, position: &Arc<PositionTracker>) -> Result<(Data, Trainer)> {
     let (ranks, options) = place_ranks(recipe, world.clone())?;
-    let data = Data::open(recipe, ranks.data_size())?;
+    let data = Data::open(recipe, world.size())?;
     let mut trainer = init_trainer(recipe, build::model(recipe)?, ranks, options)?;
     Arc::new(RunProbe::new(position.clone(), Arc::default())).attach(&mut trainer);
     Ok((data, trainer))

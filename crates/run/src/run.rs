@@ -172,7 +172,7 @@ impl<'a> Session<'a> {
         mut log: RunLog<'a>,
     ) -> Result<(Self, Trainer)> {
         let (ranks, options) = place_ranks(recipe, world.clone())?;
-        let data = Data::open(recipe, ranks.data_size())?;
+        let data = Data::open(recipe, world.size())?;
         let model = build::model(recipe)?;
         log.print(&describe_run(recipe, &options, model.elements(), &ranks)?);
         data.summary().iter().for_each(|summary| log.print(summary));

@@ -65,7 +65,7 @@ fn sent(entries: &[Entry], verb: &str) -> (u64, u64) {
 #[test]
 fn traffic_is_what_theory_says() {
     let scratch = scratch(3);
-    let sets: [&[&str]; 9] = [
+    let sets: [&[&str]; 11] = [
         &["zero.stage=0"],
         &["zero.stage=1"],
         &["zero.stage=2", "precision.reduce_dtype=bf16"],
@@ -75,6 +75,9 @@ fn traffic_is_what_theory_says() {
         &["zero.stage=3", "model.llama.tie_word_embeddings=true", "zero.prefetch=2"],
         &["zero.stage=3", "parallel.replicate=2", "model.frozen=[\"model.embed_tokens\", \"model.layers.0.\"]"],
         &["zero.stage=1", "parallel.replicate=2", "model.frozen=[\"model.layers.1.mlp\"]"],
+        // Ranks that share layers read the same samples: 1 sequence × 2 micro-batches × 2 pairs of ranks.
+        &["zero.stage=3", "parallel.tensor=2", "batch.global_batch_size=4"],
+        &["zero.stage=1", "parallel.tensor=2", "parallel.replicate=2", "parallel.sequence=false"],
     ];
     ranks!(launch(4, scratch.path()), || {
         let world = world();
