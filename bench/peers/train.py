@@ -1,19 +1,21 @@
-"""One PyTorch side of the comparison, under mpirun: train.py SIDE RECIPE PORT
+"""One PyTorch side of the comparison, under mpirun: train.py SIDE RECIPE PORT --tensor T
 
 SIDE is bare, ddp, zero1 (DDP with ZeroRedundancyOptimizer), fsdp2-keep and fsdp2 (fully_shard without and with resharding
-after the forward pass), or deepspeed-1, -2, -3. With -compiled after ddp, fsdp2-keep and fsdp2, Inductor compiles each block.
-RECIPE is the recipe that `bench-train` trains, PORT a free port on loopback for the rendezvous. Prints the lines that
+after the forward pass), tensor (tensor and sequence parallelism), fsdp2-tensor (the same, and fully_shard on a second axis of
+the mesh), or deepspeed-1, -2, -3. With -compiled after ddp and those of FSDP2 and tensor parallelism, Inductor compiles each
+block. RECIPE is the recipe that `bench-train` trains, PORT a free port on loopback for the rendezvous. T consecutive ranks share
+each layer and read the same batch, which the side bare reads too; T is 1 for the other sides. Prints the lines that
 `bench-train` prints: a line of JSON for each step, and one at the end.
 
 The settings are common ones: one unit per block for FSDP2, DeepSpeed's buckets as Hugging Face's "auto" sizes them and its
 overlap on, torch's fused AdamW, the libraries' defaults for the rest. bf16 is autocast for DDP, and FSDP2 then reduces in f32;
-DeepSpeed reduces in bf16.
+DeepSpeed reduces in bf16. Tensor parallelism has the placements that torchtitan uses.
 """
 
+import argparse
 import contextlib
 import json
 import os
-import sys
 import time
 import tomllib
 from pathlib import Path
@@ -40,11 +42,11 @@ def mixed(bits):
     return z ^ (z >> 31)
 
 
-def batch(recipe):
+def batch(recipe, data_rank):
     """The batch of the first step. Every step trains on it, so that the loss changes fast."""
     size, seq_len = recipe["batch"]["micro_batch_size"], recipe["batch"]["seq_len"]
     vocab_size = recipe["model"]["llama"]["vocab_size"]
-    first = RANK * size
+    first = data_rank * size
     keys = [mixed(recipe["data"].get("seed", 0) ^ mixed(number)) for number in range(first, first + size)]
     ids = torch.tensor([[mixed(key ^ place) % vocab_size for place in range(seq_len + 1)] for key in keys])
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
@@ -62,7 +64,57 @@ def optimizer_of(model, recipe, make=torch.optim.AdamW):
     return make(groups, lr=o["lr"], betas=tuple(o["betas"]), eps=o["eps"], fused=True)
 
 
-def torch_side(side, model, recipe):
+def init_mesh(tensor=None):
+    """The mesh of all ranks: one axis, or shard and tensor."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if tensor is None:
+        return init_device_mesh("cpu", (RANKS,))
+    return init_device_mesh("cpu", (RANKS // tensor, tensor), mesh_dim_names=("shard", "tensor"))
+
+
+def share_layers(model, mesh):
+    """Applies tensor and sequence parallelism to the model, on a mesh with one axis."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    by_tokens = Shard(1)
+    gather_tokens = lambda others: PrepareModuleInput(  # noqa: E731
+        input_layouts=(by_tokens, *[None] * others), desired_input_layouts=(Replicate(), *[None] * others)
+    )
+    block_plan = {
+        "input_layernorm": SequenceParallel(),
+        "self_attn": gather_tokens(others=2),
+        "self_attn.q_proj": ColwiseParallel(),
+        "self_attn.k_proj": ColwiseParallel(),
+        "self_attn.v_proj": ColwiseParallel(),
+        "self_attn.o_proj": RowwiseParallel(output_layouts=by_tokens),
+        "post_attention_layernorm": SequenceParallel(),
+        "mlp": gather_tokens(others=0),
+        "mlp.gate_proj": ColwiseParallel(),
+        "mlp.up_proj": ColwiseParallel(),
+        "mlp.down_proj": RowwiseParallel(output_layouts=by_tokens),
+    }
+    for block in model.model.layers:
+        parallelize_module(block, mesh, block_plan)
+    plan = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=by_tokens),
+        "model.norm": SequenceParallel(),
+        # Each rank has the logits of its part of the vocabulary. `loss_parallel` computes the loss from them.
+        "lm_head": ColwiseParallel(input_layouts=by_tokens, output_layouts=Shard(-1), use_local_output=False),
+    }
+    parallelize_module(model, mesh, plan)
+    # Both are divided by rows, so they can still be tied.
+    model.lm_head.weight = model.model.embed_tokens.weight
+
+
+def torch_side(side, model, recipe, tensor):
     """Returns a function that takes one step and returns this rank's loss."""
     if side.endswith("-compiled"):
         side = side.removesuffix("-compiled")
@@ -71,16 +123,21 @@ def torch_side(side, model, recipe):
     bf16 = recipe["precision"]["param_dtype"] == "bf16"
     cast = lambda: torch.autocast("cpu", torch.bfloat16, enabled=bf16)  # noqa: E731
     make = torch.optim.AdamW
+    loss_context, mesh = contextlib.nullcontext, None
+    if side in ("tensor", "fsdp2-tensor"):
+        from torch.distributed.tensor.parallel import loss_parallel
+
+        mesh, loss_context = init_mesh(tensor), loss_parallel
+        share_layers(model, mesh["tensor"])
     if side in ("ddp", "zero1"):
         model = nn.parallel.DistributedDataParallel(model)
     elif side.startswith("fsdp2"):
-        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else MixedPrecisionPolicy()
-        settings = {"mesh": init_device_mesh("cpu", (RANKS,)), "mp_policy": policy}
+        settings = {"mesh": mesh["shard"] if mesh else init_mesh(), "mp_policy": policy}
         for block in model.model.layers:
-            fully_shard(block, **settings, reshard_after_forward=side == "fsdp2")
+            fully_shard(block, **settings, reshard_after_forward=side != "fsdp2-keep")
         # The embedding and the head, which the backward pass needs first: by default they are not resharded.
         fully_shard(model, **settings)
         cast = contextlib.nullcontext
@@ -92,9 +149,10 @@ def torch_side(side, model, recipe):
 
     def step(tokens, targets):
         global optimizer_cpu_s
-        with cast():
-            loss = model(tokens, targets)
-        loss.backward()
+        with loss_context():
+            with cast():
+                loss = model(tokens, targets)
+            loss.backward()
         before = time.process_time()
         optimizer.step()
         optimizer_cpu_s += time.process_time() - before
@@ -179,7 +237,7 @@ def load_model(recipe, folder):
     return model.requires_grad_(True)
 
 
-def main(side, recipe_path, port):
+def main(side, recipe_path, port, tensor):
     say = lambda line: print(json.dumps(line), flush=True) if RANK == 0 else None  # noqa: E731
     torch.set_num_threads(1)
     recipe = tomllib.loads(recipe_path.read_text())
@@ -189,9 +247,9 @@ def main(side, recipe_path, port):
     if side.startswith("deepspeed-"):
         step = deepspeed_side(int(side[-1]), model, recipe)
     else:
-        step = torch_side(side, model, recipe)
+        step = torch_side(side, model, recipe, tensor)
     ready_s = most(time.time() - float(os.environ["SHARDWISE_LAUNCHED"]))
-    tokens, targets = batch(recipe)
+    tokens, targets = batch(recipe, RANK // tensor)
     reset_peak()
     first = time.perf_counter()
     losses = [step(tokens, targets)]
@@ -223,4 +281,10 @@ def main(side, recipe_path, port):
     os._exit(0)
 
 
-main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])
+parser = argparse.ArgumentParser()
+parser.add_argument("side")
+parser.add_argument("recipe", type=Path)
+parser.add_argument("port")
+parser.add_argument("--tensor", type=int, default=1)
+arguments = parser.parse_args()
+main(arguments.side, arguments.recipe, arguments.port, arguments.tensor)

@@ -4,8 +4,11 @@
 //! training: a step waits for communication that the previous one left running. Prints a line of JSON for each step, and one at
 //! the end; `bench/peers/train.py` prints the same. `bench-train weights RECIPE` writes the weights file that the recipe names,
 //! so that all sides start from the same weights.
+//!
+//! With `--tensor T`, T consecutive ranks share each layer, with sequence parallelism, and read the same batch. The side 'bare'
+//! shares nothing, but reads that batch too.
 
-use std::path::Path;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -29,7 +32,32 @@ use bare::{Bare, cpu};
 mod process;
 use process::kernel_bytes;
 
-const USAGE: &str = "usage: mpirun -n RANKS bench-train bare|stage-0|stage-1|stage-2|stage-3|weights RECIPE [each]";
+const USAGE: &str =
+    "usage: mpirun -n RANKS bench-train bare|stage-0|stage-1|stage-2|stage-3|weights RECIPE [each] [--tensor T]";
+
+/// The arguments of the command line.
+struct Arguments {
+    side: String,
+    recipe: PathBuf,
+    new_batch_each_step: bool,
+    /// The number of ranks that share each layer.
+    tensor: usize,
+}
+
+impl Arguments {
+    fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Self> {
+        let (side, recipe) = arguments.next().zip(arguments.next()).context(USAGE)?;
+        let mut parsed = Arguments { side, recipe: recipe.into(), new_batch_each_step: false, tensor: 1 };
+        while let Some(argument) = arguments.next() {
+            match argument.as_str() {
+                "each" => parsed.new_batch_each_step = true,
+                "--tensor" => parsed.tensor = arguments.next().and_then(|tensor| tensor.parse().ok()).context(USAGE)?,
+                _ => bail!(USAGE),
+            }
+        }
+        Ok(parsed)
+    }
+}
 
 /// A side of the comparison.
 enum Side {
@@ -44,7 +72,8 @@ impl Side {
         let mut read = from_weights(&weights);
         if let Some(stage) = name.strip_prefix("stage-") {
             recipe.zero.stage = stage.parse().context(USAGE)?;
-            let (ranks, options) = (Ranks::hybrid(world.clone(), 1)?, build::options(recipe, Device::Cpu)?);
+            let ranks = Ranks::parallel(world.clone(), 1, recipe.parallel.tensor)?;
+            let options = build::options(recipe, Device::Cpu)?;
             return Ok(Side::Stage(Box::new(Trainer::new(build::model(recipe)?, ranks, options, &mut read)?)));
         }
         ensure!(name == "bare", USAGE);
@@ -73,26 +102,25 @@ impl Side {
 }
 
 fn main() -> Result<()> {
-    let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let (name, path, new_batch_each_step) = match &arguments[..] {
-        [name, path] => (name, path, false),
-        [name, path, each] if each == "each" => (name, path, true),
-        _ => bail!(USAGE),
-    };
-    let mut recipe = Recipe::read(Path::new(path))?;
-    if name == "weights" {
+    let Arguments { side, recipe, new_batch_each_step, tensor } = Arguments::parse(std::env::args().skip(1))?;
+    let mut recipe = Recipe::read(&recipe)?;
+    if side == "weights" {
         return write_weights(&recipe);
     }
+    recipe.parallel.tensor = tensor;
     shardwise_torch::enable_caching_allocator();
     let world = Arc::new(mpi::world(mpi::Options::default())?);
-    let mut side = Side::new(name, &mut recipe, &world)?;
+    recipe.mesh(world.size())?;
+    // The ranks that share layers read the same samples.
+    let (data_rank, data_ranks) = (world.rank() / tensor, world.size() / tensor);
+    let mut side = Side::new(&side, &mut recipe, &world)?;
     let launched: f64 = variable("SHARDWISE_LAUNCHED")?;
     let ready_s = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs_f64() - launched;
     let data = Data::open(&recipe, world.size())?;
     let (steps, warm_up) = (recipe.run.steps as usize, variable::<usize>("SHARDWISE_WARM_UP")?);
     // By default every step uses the same batch: the loss then changes so fast that differences between the sides show. With
     // `each`, every step uses a new batch, as in a run: a memorized batch has other numbers, and another speed.
-    let mut micro_batches = data.step(1, world.rank(), world.size())?;
+    let mut micro_batches = data.step(1, data_rank, data_ranks)?;
     // Reset the peak, so that only training is measured.
     std::fs::write("/proc/self/clear_refs", "5").context("/proc/self/clear_refs")?;
 
@@ -103,7 +131,7 @@ fn main() -> Result<()> {
     let (started, cpu_started) = (Instant::now(), cpu());
     for step in warm_up..steps {
         if new_batch_each_step {
-            micro_batches = data.step(step as u64 + 1, world.rank(), world.size())?;
+            micro_batches = data.step(step as u64 + 1, data_rank, data_ranks)?;
         }
         losses.push(side.step(&micro_batches)?);
         if world.rank() == 0 {

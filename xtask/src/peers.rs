@@ -4,7 +4,7 @@ use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Result, ensure};
 use shardwise_compare::frameworks::{
-    Bench, Framework, Precision, Run, Size, WARM_UP, Workload, check_losses, median_of, run_rounds,
+    Bench, Framework, Layout, Precision, Run, Size, WARM_UP, Workload, check_losses, median_of, run_rounds,
 };
 use shardwise_compare::peers::Table;
 use shardwise_compare::{growth, peers};
@@ -79,6 +79,9 @@ pub(crate) const CLAIMS: &[Claim] = &[
     },
 ];
 
+/// Two ranks, the layout of most claims.
+const TWO: Layout = Layout::data_parallel(2);
+
 /// The results of all frameworks on two ranks, which are measured once for all claims.
 fn measure_once(size: Size, precision: Precision) -> Result<Table> {
     static KNOWN: Mutex<Vec<(Size, Precision, Table)>> = Mutex::new(Vec::new());
@@ -86,7 +89,7 @@ fn measure_once(size: Size, precision: Precision) -> Result<Table> {
     if let Some((.., table)) = known.iter().find(|(s, p, _)| (*s, *p) == (size, precision)) {
         return Ok(table.clone());
     }
-    let table = peers::measure(size, precision, &[2], peers::ROUNDS)?.remove(0);
+    let table = peers::measure(size, precision, &[TWO], peers::ROUNDS)?.remove(0);
     known.push((size, precision, table.clone()));
     Ok(table)
 }
@@ -98,10 +101,10 @@ fn same_loss() -> Result<Verdict> {
         [Framework::Bare, Framework::Shardwise(3), Framework::Ddp, Framework::Fsdp2, Framework::DeepSpeed(3)];
     let runs = frameworks
         .into_iter()
-        .map(|framework| Ok((framework, bench.run(framework, 2, None)?)))
+        .map(|framework| Ok((framework, bench.run(framework, TWO, None)?)))
         .collect::<Result<Vec<_>>>()?;
     runs.iter().for_each(|(framework, run)| println!("{framework}: {} after {} steps", run.last_loss, workload.steps));
-    let agreed = check_losses(&runs, workload.precision, 2);
+    let agreed = check_losses(&runs, workload.precision, TWO);
     Ok(Verdict {
         figure: agreed.as_ref().map_or_else(ToString::to_string, |()| "all agree".to_string()),
         bar: "1e-5".to_string(),
@@ -162,7 +165,7 @@ fn bare_bf16() -> Result<Verdict> {
         Framework::Shardwise(2),
         Framework::Shardwise(3),
     ];
-    let rounds = run_rounds(&bench, &workload, &frameworks, 2, peers::ROUNDS)?;
+    let rounds = run_rounds(&bench, &workload, &frameworks, TWO, peers::ROUNDS)?;
     let of_bare = |stage: usize| {
         let speed = |figure: fn(&Run) -> f64| {
             median(&rounds.iter().map(|runs| figure(&runs[0].1) / figure(&runs[1 + stage].1)).collect::<Vec<_>>())
@@ -187,7 +190,7 @@ fn memory() -> Result<Verdict> {
         let mut peaks = Vec::new();
         for ranks in [2, 4] {
             // Memory is reproducible: one round is enough.
-            let runs = run_rounds(&bench, &workload, &frameworks, ranks, 1)?.remove(0);
+            let runs = run_rounds(&bench, &workload, &frameworks, Layout::data_parallel(ranks), 1)?.remove(0);
             peaks.push(runs.iter().map(|(_, run)| run.peak_bytes / 1e9).collect::<Vec<f64>>());
         }
         for (place, framework) in frameworks.iter().enumerate() {
@@ -208,7 +211,7 @@ fn start() -> Result<Verdict> {
         let workload =
             Workload { micro_batch_size: 1, seq_len: 32, steps: WARM_UP + 1, ..Workload::new(size, Precision::F32) };
         let bench = Bench::new(&workload)?;
-        let rounds = run_rounds(&bench, &workload, &[&ours[..], &peers[..]].concat(), 2, 3)?;
+        let rounds = run_rounds(&bench, &workload, &[&ours[..], &peers[..]].concat(), TWO, 3)?;
         let ready = |framework: &Framework| {
             let runs = rounds.iter().flatten().filter(|(other, _)| other == framework).map(|(_, run)| run);
             median_of(runs, |run| run.ready_s)
@@ -254,7 +257,7 @@ fn overlap() -> Result<Verdict> {
         for turn in 0..2 {
             let (workload, runs) = if (round + turn) % 2 == 0 { (&on, &mut ons) } else { (&off, &mut offs) };
             bench.set(workload)?;
-            let run = bench.run(Framework::Shardwise(3), 2, Some(&hosts))?;
+            let run = bench.run(Framework::Shardwise(3), TWO, Some(&hosts))?;
             println!(
                 "prefetch {}: {:.2} s per step, {:.2} s of calls, {:.2} s waited for",
                 workload.prefetch, run.step_s, run.talked_s, run.waited_s

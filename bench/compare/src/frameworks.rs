@@ -95,6 +95,47 @@ impl Workload {
     }
 }
 
+// ---- the ranks --------------------------------------------------------------------------------------------------------
+
+/// How many ranks train, and how many of them share each layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Layout {
+    /// The number of ranks.
+    pub ranks: usize,
+    /// The number of ranks that share each layer and its batch (tensor parallelism); 1 if none do.
+    pub tensor: usize,
+}
+
+impl Layout {
+    /// Ranks that share no layers.
+    pub const fn data_parallel(ranks: usize) -> Self {
+        Layout { ranks, tensor: 1 }
+    }
+
+    /// The number of ranks that read different samples.
+    pub fn data_ranks(self) -> usize {
+        self.ranks / self.tensor
+    }
+
+    /// The frameworks that can be compared, in the order of their stages.
+    pub fn frameworks(self) -> &'static [Framework] {
+        match (self.tensor, self.data_ranks()) {
+            (1, _) => &FRAMEWORKS,
+            (_, 1) => &TENSOR_PARALLEL,
+            _ => &SHARDED_TENSOR_PARALLEL,
+        }
+    }
+}
+
+impl fmt::Display for Layout {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.tensor {
+            1 => write!(f, "{} ranks", self.ranks),
+            tensor => write!(f, "{} ranks, {tensor} per layer", self.ranks),
+        }
+    }
+}
+
 // ---- the frameworks ---------------------------------------------------------------------------------------------------
 
 /// A framework and its configuration.
@@ -123,10 +164,14 @@ pub enum Framework {
     Fsdp2KeepCompiled,
     /// FSDP2 with each block compiled by Inductor.
     Fsdp2Compiled,
+    /// PyTorch's tensor and sequence parallelism (`parallelize_module`).
+    Tensor,
+    /// FSDP2 and PyTorch's tensor and sequence parallelism, on a mesh of two axes.
+    Fsdp2Tensor,
 }
 
-/// All frameworks, in the order of their stages.
-pub const FRAMEWORKS: [Framework; 16] = [
+/// The frameworks whose ranks share no layers, in the order of their stages.
+const FRAMEWORKS: [Framework; 16] = [
     Framework::Bare,
     Framework::PyTorch,
     Framework::Shardwise(0),
@@ -144,6 +189,15 @@ pub const FRAMEWORKS: [Framework; 16] = [
     Framework::Fsdp2Compiled,
     Framework::DeepSpeed(3),
 ];
+
+/// The frameworks on ranks that share every layer. PyTorch's are not compiled: in torch 2.13 the backward pass of a compiled block with
+/// `SequenceParallel` norms fails.
+const TENSOR_PARALLEL: [Framework; 4] =
+    [Framework::Bare, Framework::PyTorch, Framework::Shardwise(0), Framework::Tensor];
+
+/// The frameworks on ranks that share layers and shard what is left.
+const SHARDED_TENSOR_PARALLEL: [Framework; 4] =
+    [Framework::Bare, Framework::PyTorch, Framework::Shardwise(3), Framework::Fsdp2Tensor];
 
 impl Framework {
     /// Whether it is not part of this project.
@@ -170,9 +224,11 @@ impl Framework {
     pub fn stage(self) -> u8 {
         match self {
             Framework::Bare | Framework::PyTorch | Framework::Ddp | Framework::DdpCompiled => 0,
+            Framework::Tensor => 0,
             Framework::Zero1 => 1,
             Framework::Fsdp2Keep | Framework::Fsdp2KeepCompiled => 2,
             Framework::Fsdp2 | Framework::Fsdp2Compiled => 3,
+            Framework::Fsdp2Tensor => 3,
             Framework::Shardwise(stage) | Framework::DeepSpeed(stage) => stage,
         }
     }
@@ -190,6 +246,8 @@ impl Framework {
             Framework::Fsdp2KeepCompiled => "fsdp2-keep-compiled".to_string(),
             Framework::Fsdp2Compiled => "fsdp2-compiled".to_string(),
             Framework::DeepSpeed(stage) => format!("deepspeed-{stage}"),
+            Framework::Tensor => "tensor".to_string(),
+            Framework::Fsdp2Tensor => "fsdp2-tensor".to_string(),
         }
     }
 }
@@ -208,6 +266,8 @@ impl fmt::Display for Framework {
             Framework::Fsdp2KeepCompiled => f.write_str("FSDP2, no reshard, compiled"),
             Framework::Fsdp2Compiled => f.write_str("FSDP2, compiled"),
             Framework::DeepSpeed(stage) => write!(f, "DeepSpeed {stage}"),
+            Framework::Tensor => f.write_str("PyTorch TP"),
+            Framework::Fsdp2Tensor => f.write_str("FSDP2 + TP"),
         }
     }
 }
@@ -310,9 +370,9 @@ impl Bench {
     }
 
     /// Runs a framework with one thread per rank, on simulated hosts if `hosts` is given.
-    pub fn run(&self, framework: Framework, ranks: usize, hosts: Option<&Hosts>) -> Result<Run> {
+    pub fn run(&self, framework: Framework, layout: Layout, hosts: Option<&Hosts>) -> Result<Run> {
         let network = hosts.map(Hosts::start).transpose()?;
-        let mut command = launcher(network.as_ref(), ranks, Duration::from_secs(1800));
+        let mut command = launcher(network.as_ref(), layout.ranks, Duration::from_secs(1800));
         let launched = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs_f64();
         command.args([
             "OMP_NUM_THREADS=1",
@@ -339,7 +399,8 @@ impl Bench {
         } else {
             command.arg(&self.program).arg(framework.argument()).arg(self.recipe());
         }
-        let printed = output_of(&mut command).with_context(|| format!("{framework} on {ranks} ranks"))?;
+        command.args(["--tensor", &layout.tensor.to_string()]);
+        let printed = output_of(&mut command).with_context(|| format!("{framework} on {layout}"))?;
         parse_run(&printed, self.steps).with_context(|| format!("{framework} printed {printed}"))
     }
 }
@@ -355,8 +416,9 @@ fn parse_run(printed: &str, steps: usize) -> Result<Run> {
 }
 
 /// Checks that all frameworks computed the same thing: first losses agree because weights and tokens are the same, last losses because
-/// ranks train together. The check is meaningful, because baselines whose ranks train alone end with different losses.
-pub fn check_losses(runs: &[(Framework, Run)], precision: Precision, ranks: usize) -> Result<()> {
+/// ranks train together. The check is meaningful, because baselines whose ranks train alone end with different losses, unless all
+/// ranks read the same samples.
+pub fn check_losses(runs: &[(Framework, Run)], precision: Precision, layout: Layout) -> Result<()> {
     // In bf16, frameworks round in different places.
     let allowed = if precision == Precision::F32 { 1e-5 } else { 1e-3 };
     let together =
@@ -366,7 +428,7 @@ pub fn check_losses(runs: &[(Framework, Run)], precision: Precision, ranks: usiz
         let (first, last) = (off(|run| run.first_loss, run), off(|run| run.last_loss, run));
         ensure!(first <= allowed, "void: the first losses of {framework} and {} are {first:.1e} apart", together.0);
         let same = last <= allowed;
-        let expected = framework.is_joint() || ranks == 1;
+        let expected = framework.is_joint() || layout.data_ranks() == 1;
         ensure!(
             same == expected,
             "void: the last losses of {framework} and {} are {last:.1e} apart; expected {} {allowed:.0e}",
@@ -382,7 +444,7 @@ pub fn run_rounds(
     bench: &Bench,
     workload: &Workload,
     frameworks: &[Framework],
-    ranks: usize,
+    layout: Layout,
     rounds: usize,
 ) -> Result<Vec<Vec<(Framework, Run)>>> {
     let mut all = Vec::new();
@@ -394,9 +456,9 @@ pub fn run_rounds(
         }
         let mut runs = Vec::new();
         for framework in order {
-            let run = bench.run(framework, ranks, None)?;
+            let run = bench.run(framework, layout, None)?;
             eprintln!(
-                "{ranks} ranks, round {} of {rounds}: {framework}: {:.3} s per step, {:.0} MB",
+                "{layout}, round {} of {rounds}: {framework}: {:.3} s per step, {:.0} MB",
                 round + 1,
                 run.step_s,
                 run.peak_bytes / 1e6
@@ -404,7 +466,7 @@ pub fn run_rounds(
             runs.push((framework, run));
         }
         runs.sort_by_key(|(framework, _)| frameworks.iter().position(|other| other == framework));
-        check_losses(&runs, workload.precision, ranks)?;
+        check_losses(&runs, workload.precision, layout)?;
         all.push(runs);
     }
     Ok(all)

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use anyhow::{Result, ensure};
 use serde::Serialize;
 
-use crate::frameworks::{Bench, Framework, Precision, Run, SENT, Size, Workload, median_of, run_rounds};
+use crate::frameworks::{Bench, Framework, Layout, Precision, Run, SENT, Size, Workload, median_of, run_rounds};
 use crate::plot::{self, Line, Lines};
 use crate::workspace::{self, machine, median};
 
@@ -62,7 +62,7 @@ pub fn measure(ranks: &[usize], count: usize) -> Result<Vec<Point>> {
     let bench = Bench::new(&workload)?;
     let mut points = Vec::new();
     for &ranks in ranks {
-        let rounds = run_rounds(&bench, &workload, &RUN, ranks, count)?;
+        let rounds = run_rounds(&bench, &workload, &RUN, Layout::data_parallel(ranks), count)?;
         let of = |framework: Framework| -> Vec<Run> {
             rounds.iter().flatten().filter(|(other, _)| *other == framework).map(|(_, run)| *run).collect()
         };

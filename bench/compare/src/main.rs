@@ -21,7 +21,11 @@ enum Command {
     /// Trains the same model with all frameworks. Prints a table for each number of ranks, and saves the tables and a plot to a
     /// dated folder in bench/results. Installs the peers from PyPI into a separate environment. On 2 cores, 5 rounds take about
     /// 20 minutes with 42m, and an hour with 124m.
-    #[command(after_help = "Example:\n  cargo compare peers --size 42m --precision f32 --ranks 2,4")]
+    ///
+    /// With --tensor T, T ranks share each layer: compares tensor and sequence parallelism with PyTorch's, and with FSDP2 on top if
+    /// there are more than T ranks.
+    #[command(after_help = "Examples:\n  cargo compare peers --size 42m --precision f32 --ranks 2,4\n  \
+                            cargo compare peers --size 42m --tensor 2 --ranks 2,4")]
     Peers(peers::Options),
     /// Measure weak scaling, compared with FSDP2
     ///

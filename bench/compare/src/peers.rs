@@ -6,7 +6,7 @@ use anyhow::{Result, ensure};
 use serde::Serialize;
 
 use crate::frameworks::{
-    Bench, FRAMEWORKS, Framework, Precision, Run, SENT, Size, WARM_UP, Workload, median_of, run_rounds,
+    Bench, Framework, Layout, Precision, Run, SENT, Size, WARM_UP, Workload, median_of, run_rounds,
 };
 use crate::plot::{self, Bars};
 use crate::workspace::{machine, median, save_results, spread};
@@ -20,23 +20,45 @@ pub struct Options {
     /// Type of the parameters; master weights and reductions are f32
     #[arg(long, value_enum, default_value = "f32")]
     precision: Precision,
-    /// Numbers of ranks
-    #[arg(long, value_delimiter = ',', default_value = "2")]
+    /// Numbers of ranks [default: 2, or T,2T with --tensor T]
+    #[arg(long, value_delimiter = ',')]
     ranks: Vec<usize>,
+    /// Number of ranks that share each layer; above 1, compare tensor and sequence parallelism
+    #[arg(long, value_name = "T", default_value_t = 1)]
+    tensor: usize,
     /// Number of rounds; each runs every framework once
     #[arg(long, default_value_t = ROUNDS)]
     rounds: usize,
 }
 
+impl Options {
+    fn layouts(&self) -> Result<Vec<Layout>> {
+        let tensor = self.tensor;
+        ensure!(tensor > 0, "--tensor must be at least 1");
+        let counts = match (&self.ranks[..], tensor) {
+            ([], 1) => vec![2],
+            ([], _) => vec![tensor, 2 * tensor],
+            (given, _) => given.to_vec(),
+        };
+        let layout = |ranks: usize| -> Result<Layout> {
+            ensure!(ranks > 0, "at least one rank is needed");
+            ensure!(ranks.is_multiple_of(tensor), "{ranks} ranks cannot be divided into groups of {tensor}");
+            Ok(Layout { ranks, tensor })
+        };
+        counts.into_iter().map(layout).collect()
+    }
+}
+
 /// The default number of rounds.
 pub const ROUNDS: usize = 5;
 
-/// The results of all frameworks at one number of ranks.
+/// The results of all frameworks on one layout.
 #[derive(Clone, Serialize)]
 pub struct Table {
-    /// The number of ranks.
-    pub ranks: usize,
-    /// One row for each framework, in the order of [`FRAMEWORKS`].
+    /// The ranks.
+    #[serde(flatten)]
+    pub layout: Layout,
+    /// One row for each framework, in the order of [`Layout::frameworks`].
     pub rows: Vec<Row>,
 }
 
@@ -47,9 +69,9 @@ pub struct Row {
     pub framework: Framework,
     /// Its runs, by round.
     pub runs: Vec<Run>,
-    /// The speedup of Shardwise at the same stage, by round.
+    /// The speedup of Shardwise at the same stage, by round; empty if one of them shares a batch among ranks and the other does not.
     pub ratios: Vec<f64>,
-    /// Its speed as a fraction of its bare baseline's, by round.
+    /// Its speed per rank as a fraction of its bare baseline's, by round.
     pub of_bare: Vec<f64>,
 }
 
@@ -72,54 +94,77 @@ impl Table {
 
 /// Runs the comparison.
 pub fn run(options: &Options) -> Result<()> {
-    ensure!(options.rounds > 0 && !options.ranks.contains(&0), "at least one round and one rank are needed");
-    measure(options.size, options.precision, &options.ranks, options.rounds).map(drop)
+    ensure!(options.rounds > 0, "at least one round is needed");
+    measure(options.size, options.precision, &options.layouts()?, options.rounds).map(drop)
 }
 
 /// Measures, prints the tables and saves them in bench/results.
-pub fn measure(size: Size, precision: Precision, ranks: &[usize], count: usize) -> Result<Vec<Table>> {
+pub fn measure(size: Size, precision: Precision, layouts: &[Layout], count: usize) -> Result<Vec<Table>> {
     let workload = Workload::new(size, precision);
     let bench = Bench::new(&workload)?;
     let mut tables = Vec::new();
-    for &ranks in ranks {
-        let rounds = run_rounds(&bench, &workload, &FRAMEWORKS, ranks, count)?;
-        tables.push(table(ranks, &rounds));
+    for &layout in layouts {
+        let rounds = run_rounds(&bench, &workload, layout.frameworks(), layout, count)?;
+        tables.push(table(layout, &rounds));
     }
     save_tables(&workload, count, &tables)?;
     Ok(tables)
 }
 
-fn table(ranks: usize, rounds: &[Vec<(Framework, Run)>]) -> Table {
+fn table(layout: Layout, rounds: &[Vec<(Framework, Run)>]) -> Table {
     let of = |framework: Framework| -> Vec<Run> {
         rounds
             .iter()
             .flat_map(|runs| runs.iter().filter(|(other, _)| *other == framework).map(|(_, run)| *run))
             .collect()
     };
-    let ratios = |over: &[Run], under: &[Run]| over.iter().zip(under).map(|(a, b)| a.step_s / b.step_s).collect();
-    let row = |framework: Framework| Row {
-        framework,
-        ratios: ratios(&of(framework), &of(Framework::Shardwise(framework.stage()))),
-        of_bare: ratios(&of(framework.bare()), &of(framework)),
-        runs: of(framework),
+    // The ranks whose work is one batch.
+    let sharers = |framework: Framework| if framework.is_joint() { layout.tensor } else { 1 };
+    let ratios = |over: &[Run], under: &[Run]| -> Vec<f64> {
+        over.iter().zip(under).map(|(a, b)| a.step_s / b.step_s).collect()
     };
-    Table { ranks, rows: FRAMEWORKS.map(row).into() }
+    let row = |framework: Framework| {
+        let (runs, ours) = (of(framework), Framework::Shardwise(framework.stage()));
+        let comparable = sharers(framework) == sharers(ours);
+        let of_bare = ratios(&of(framework.bare()), &runs);
+        Row {
+            framework,
+            ratios: if comparable { ratios(&runs, &of(ours)) } else { Vec::new() },
+            of_bare: of_bare.iter().map(|ratio| ratio / sharers(framework) as f64).collect(),
+            runs,
+        }
+    };
+    Table { layout, rows: layout.frameworks().iter().map(|&framework| row(framework)).collect() }
 }
+
+/// What readers of a table have to know if ranks share layers.
+const TENSOR_NOTES: &str = "TP is tensor and sequence parallelism. Ranks that share layers share a batch, so 'speed relative to bare' is \
+                            per rank; the ranks of the bare baselines each train the whole batch of their group.\n\n";
 
 fn save_tables(workload: &Workload, count: usize, tables: &[Table]) -> Result<()> {
     let Workload { size, precision, micro_batch_size, seq_len, steps, .. } = workload;
     let size = size.to_string().to_lowercase();
-    let ranks: Vec<String> = tables.iter().map(|table| table.ranks.to_string()).collect();
+    let ranks: Vec<String> = tables.iter().map(|table| table.layout.ranks.to_string()).collect();
+    let tensor = tables.first().map_or(1, |table| table.layout.tensor);
+    let (flag, suffix, sharers, notes) = match tensor {
+        1 => (String::new(), String::new(), "rank".to_string(), ""),
+        _ => (
+            format!(" --tensor {tensor}"),
+            format!("-tensor-{tensor}"),
+            format!("group of {tensor} ranks"),
+            TENSOR_NOTES,
+        ),
+    };
     let mut text = format!(
         "# Comparison with peers: {} parameters, {precision}\n\n\
-         Machine: {}. PyTorch 2.13, DeepSpeed 0.19.8. One thread per rank; {micro_batch_size} sequences of {seq_len} tokens per rank and \
+         Machine: {}. PyTorch 2.13, DeepSpeed 0.19.8. One thread per rank; {micro_batch_size} sequences of {seq_len} tokens per {sharers} and \
          step. {count} rounds, each of which runs every framework once, in varying order; {steps} steps per run, of which the first {WARM_UP} \
          are warm-up. Figures are medians over rounds, of the slowest or largest rank; ratios are medians over rounds of the ratio within a \
          round, with minimum and maximum. The final losses of all frameworks whose ranks train together agree; otherwise the run is void. \
          {SENT}\n\n\
          'Bare' is the same model without communication. Bare libtorch is Shardwise's own model, with its chunked loss and its allocator; \
-         bare PyTorch is the peers'.\n\n\
-         Command: `cargo compare peers --size {size} --precision {precision} --ranks {} --rounds {count}`\n\n![plot](plot.svg)\n",
+         bare PyTorch is the peers'.\n\n{notes}\
+         Command: `cargo compare peers --size {size} --precision {precision} --ranks {}{flag} --rounds {count}`\n\n![plot](plot.svg)\n",
         workload.size,
         machine(),
         ranks.join(","),
@@ -129,16 +174,16 @@ fn save_tables(workload: &Workload, count: usize, tables: &[Table]) -> Result<()
     }
     let figures =
         serde_json::json!({ "machine": machine(), "size": size, "precision": precision.to_string(), "tables": tables });
-    let folder = save_results(&format!("peers-{size}-{precision}-{}", ranks.join("-")), &text, &figures)?;
+    let folder = save_results(&format!("peers-{size}-{precision}-{}{suffix}", ranks.join("-")), &text, &figures)?;
     plot::bars(&folder.join("plot.svg"), &tables.iter().flat_map(|table| panels(workload, table)).collect::<Vec<_>>())
 }
 
 fn markdown(table: &Table) -> String {
     let mut text = format!(
-        "\n## {} ranks\n\n\
+        "\n## {}\n\n\
          | framework | step | Shardwise at that stage is | speed relative to bare | CPU per step | peak memory | PSS at the end | launch to first step | of which compilation | sent per step | final loss |\n\
          | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n",
-        table.ranks
+        table.layout
     );
     let with_spread = |values: &[f64]| {
         let (least, greatest) = spread(values);
@@ -150,7 +195,10 @@ fn markdown(table: &Table) -> String {
             "| {} | {:.2} s | {} | {} | {:.2} s | {:.0} MB | {:.0} MB | {:.1} s | {} | {:.0} MB | {:.5} |",
             row.framework,
             row.median_of(|run| run.step_s),
-            if row.framework.is_peer() { format!("{}× as fast", with_spread(&row.ratios)) } else { String::new() },
+            match &row.ratios[..] {
+                ratios @ [_, ..] if row.framework.is_peer() => format!("{}× as fast", with_spread(ratios)),
+                _ => String::new(),
+            },
             with_spread(&row.of_bare),
             row.median_of(|run| run.cpu_s),
             row.median_of(|run| run.peak_bytes) / 1e6,
@@ -180,7 +228,7 @@ fn panels(workload: &Workload, table: &Table) -> [Bars; 2] {
         };
         table.rows.iter().map(bar).collect()
     };
-    let setting = format!("{} parameters, {}, {} ranks", workload.size, workload.precision, table.ranks);
+    let setting = format!("{} parameters, {}, {}", workload.size, workload.precision, table.layout);
     [
         Bars {
             title: format!("Step time: {setting}"),
