@@ -76,13 +76,13 @@ fn measure(world: &Arc<shardwise_comm::Group>, stage: u8, gradients: Dtype) -> R
     let before = allocated_bytes();
     let mut trainer = Trainer::new(model, Ranks::sharded(world.clone()), options, &mut init::from_seed(1))?;
     trainer.step(&batch)?;
-    trainer.shards_mut().iter_mut().filter(|_| stage < 3).try_for_each(|shard| shard.gather())?;
+    trainer.shards_mut().filter(|_| stage < 3).try_for_each(|shard| shard.gather())?;
     world.meter().reset();
     first_bytes.store(0, Ordering::Relaxed);
     trainer.step(&batch)?;
     let live = first_bytes.load(Ordering::Relaxed) - before;
     // Wait for the all-gathers of stages 1 and 2, which run until the next use.
-    trainer.shards_mut().iter_mut().filter(|_| stage < 3).try_for_each(|shard| shard.gather())?;
+    trainer.shards_mut().filter(|_| stage < 3).try_for_each(|shard| shard.gather())?;
     let units =
         |verb: Verb| world.meter().total(|key| key.verb == verb && !["tokens", "loss and norm"].contains(&&*key.label));
     let (gathered, reduced, both) = (units(Verb::AllGather), units(Verb::ReduceScatter), units(Verb::AllReduce));

@@ -16,6 +16,7 @@ mod mutants;
 mod observability;
 mod paired_jobs;
 mod peers;
+mod pipeline;
 mod program;
 mod setting;
 mod supervision;

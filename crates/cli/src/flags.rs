@@ -105,6 +105,34 @@ impl ProfileFlags {
     }
 }
 
+/// Flags of `shardwise plan`.
+#[derive(clap::Args)]
+pub struct PlanFlags {
+    /// Read what units and links cost from this file, which profile --costs has written
+    #[arg(long, value_name = "FILE.json")]
+    pub costs: PathBuf,
+    /// Cut the model into this many stages, instead of as many as are fastest
+    #[arg(long, value_name = "STAGES", value_parser = clap::value_parser!(u32).range(1..))]
+    pub pipeline: Option<u32>,
+    /// Use at most this much memory on each rank for parameters, gradients, optimizer state and activations
+    #[arg(long, value_name = "MIB")]
+    pub memory: Option<usize>,
+    /// Draw the step in this many columns
+    #[arg(long, value_name = "COLUMNS", default_value_t = 100, value_parser = clap::value_parser!(u16).range(20..=1000))]
+    pub width: u16,
+}
+
+impl PlanFlags {
+    /// Converts the flags back to arguments, with absolute paths.
+    pub(crate) fn arguments(&self) -> Vec<OsString> {
+        let mut arguments =
+            vec![format!("--costs={}", absolute(&self.costs).display()), format!("--width={}", self.width)];
+        arguments.extend(self.pipeline.map(|stages| format!("--pipeline={stages}")));
+        arguments.extend(self.memory.map(|mib| format!("--memory={mib}")));
+        arguments.into_iter().map(OsString::from).collect()
+    }
+}
+
 /// Flags of `shardwise train` that its ranks get, too.
 #[derive(clap::Args)]
 pub struct TrainFlags {

@@ -14,6 +14,7 @@ pub mod flags;
 mod inference;
 mod init;
 mod inspect;
+mod plan;
 mod profile;
 mod progress_line;
 mod report;
@@ -70,6 +71,14 @@ enum Command {
         after_help = "Examples:\n  shardwise profile recipes/small.toml -n 2\n  shardwise profile recipes/small.toml -n 2 --keep traces --draw step.svg\n  mpirun -n 4 shardwise profile recipes/small.toml --json"
     )]
     Profile(profile::Options),
+    /// Find where to cut a model into the stages of a pipeline
+    ///
+    /// Reads what units and links cost from a file that `shardwise profile --costs` has written. Balances the stages, within a memory limit
+    /// if there is one, simulates a step of each schedule, and prints a drawing of the fastest and the keys of the recipe. Starts no ranks.
+    #[command(
+        after_help = "Examples:\n  shardwise profile recipes/small.toml -n 2 --costs costs.json\n  shardwise plan recipes/small.toml -n 8 --costs costs.json\n  shardwise plan recipes/small.toml -n 8 --costs costs.json --pipeline 4 --memory 4096"
+    )]
+    Plan(plan::Options),
     /// Tokenize text into a corpus
     ///
     /// Reads plain text, JSON lines and Parquet, compressed or not, on all cores and with little memory, and writes Megatron's indexed
@@ -149,6 +158,7 @@ fn run_command(command: Command) -> Result<ExitCode> {
         Command::Train(options) => train::run(&options),
         Command::Watch(options) => dashboard::run(&options),
         Command::Profile(options) => profile::run(&options),
+        Command::Plan(options) => plan::run(&options),
         Command::Report(options) => report::run(&options),
         Command::Config(options) => config::run(&options),
         Command::Checkpoint(command) => checkpoint::run(&command),

@@ -198,11 +198,20 @@ fn two_ranks_share_each_layer() {
 }
 
 #[test]
+fn two_stages_form_a_pipeline() {
+    let folder = tempfile::tempdir().unwrap();
+    let (said, _) = follow("pipeline-parallelism.md", folder.path());
+    assert!(said.contains("stage 3 on 2 ranks (pipeline 2 × 1 × 1)"), "{said}");
+    assert!(said.contains("2 stages on 4 workers") && said.contains("pipeline_split_points = [\"block."), "{said}");
+}
+
+#[test]
 fn every_command_is_run_or_says_why_not() {
     let followed = [
         "quick-start",
         "choosing-a-stage",
         "tensor-parallelism",
+        "pipeline-parallelism",
         "fine-tuning",
         "from-deepspeed",
         "checkpoints",

@@ -110,6 +110,75 @@ fn a_job_that_is_killed_resumes_with_the_same_command() {
     folder.assert_same_checkpoint(&whole, 24);
 }
 
+/// Two stages of two ranks, which take turns with four micro-batches.
+const PIPELINE: [&str; 8] = [
+    "-n",
+    "4",
+    "--set",
+    "parallel.pipeline=2",
+    "--set",
+    "batch.gradient_accumulation_steps=4",
+    "--set",
+    "parallel.pipeline_schedule=zb-h1",
+];
+
+#[test]
+fn kills_of_stages_leave_no_trace() {
+    let recipe = RECIPE.replace("every_steps = 2", "every_steps = 1") + "max_restarts = 20\n";
+    let whole = Folder::new(&recipe);
+    let expected = good(&whole.train(&PIPELINE));
+    assert!(expected.contains("on 4 ranks (pipeline 2 × 1 × 2)"), "{expected}");
+    let folder = Folder::new(&recipe);
+    let faults = [
+        "kill rank=0 step=2 phase=forward",
+        "kill rank=3 step=4 phase=forward",
+        "kill rank=1 step=6 phase=backward",
+        "kill rank=2 step=8 phase=backward",
+        "kill rank=3 step=10 phase=reduce",
+        "kill rank=0 step=12 phase=optimizer",
+        "kill rank=2 step=14 phase=save-inside",
+    ];
+    let arguments: Vec<&str> = PIPELINE.into_iter().chain(faults.iter().flat_map(|fault| ["--fault", fault])).collect();
+    let text = good(&folder.train(&arguments));
+    assert_same_losses(&text, &expected, 0.);
+    folder.assert_same_checkpoint(&whole, 24);
+    assert_eq!(text.matches(" died (signal 9").count(), faults.len(), "{text}");
+}
+
+#[test]
+fn a_pipeline_resumes_with_other_numbers_of_stages_and_ranks() {
+    let whole = Folder::new(RECIPE);
+    let batch = "batch.global_batch_size=16";
+    let sizes = ["--set", batch, "--set", "batch.micro_batch_size=2"];
+    let run = |folder: &Folder, layout: &[&str]| folder.command("train", &[layout, &sizes].concat());
+    let expected = good(&run(&whole, &["-n", "2"]).output().unwrap());
+    let folder = Folder::new(RECIPE);
+    let mut text = String::new();
+    let layouts: [&[&str]; 2] = [
+        &["-n", "4", "--set", "parallel.pipeline=2"],
+        &[
+            "-n",
+            "4",
+            "--set",
+            "parallel.pipeline=2",
+            "--set",
+            "parallel.tensor=2",
+            "--set",
+            "parallel.pipeline_schedule=gpipe",
+        ],
+    ];
+    for (layout, step) in layouts.into_iter().zip(["step  6", "step 13"]) {
+        let mut child = run(&folder, layout).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        text += &read_to(&mut lines, step);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        wait_until("ranks outlive their supervisor", || rank_pids(&folder.path("recipe.toml")).is_empty());
+    }
+    text += &good(&run(&folder, &["-n", "1"]).output().unwrap());
+    assert_same_losses(&text, &expected, 1e-5);
+}
+
 /// Faults, keys added to the recipe, and the expected parts of the explanation.
 const EXPLAINED: [(&str, &str, &[&str]); 6] = [
     (

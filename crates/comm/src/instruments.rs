@@ -170,6 +170,8 @@ pub struct Entry {
     pub started: Option<Duration>,
     /// When the call succeeded or failed.
     pub ended: Option<Duration>,
+    /// Whether [`Pending::wait`](crate::Pending::wait) was called before the call ended. Until then it runs in the background.
+    pub is_awaited: bool,
     /// How long [`Pending::wait`](crate::Pending::wait) blocked, including time that the call spent in the queue.
     pub waited: Option<Duration>,
     /// When `wait` returned.
@@ -181,8 +183,8 @@ pub struct Entry {
     pub waits_for: Vec<usize>,
 }
 
-/// The current call of a group: the first that failed, else the longest running one, else the next in the queue, else the
-/// last that ended.
+/// The current call of a group: the first that failed, else the longest running one (of messages, one that the caller waits
+/// for, if there is one), else the next in the queue, else the last that ended.
 #[derive(Clone, Debug)]
 pub struct GroupStatus {
     /// The group's global ranks; the group's name is in the call.
@@ -280,7 +282,11 @@ impl Lane {
 
     fn group_status(&self, ranks: RankSet, now: Duration) -> Option<GroupStatus> {
         let failed = self.last.as_ref().filter(|last| matches!(last.status, CallStatus::Failed(_)));
-        let under_way = || self.open.iter().position(|(_, entry)| entry.status == CallStatus::Running);
+        let is_running = |entry: &Entry| entry.status == CallStatus::Running;
+        // Any number of messages run at once.
+        let is_awaited = |entry: &Entry| entry.is_awaited && !entry.call.verb.is_collective();
+        let awaited = || self.open.iter().position(|(_, entry)| is_running(entry) && is_awaited(entry));
+        let under_way = || awaited().or_else(|| self.open.iter().position(|(_, entry)| is_running(entry)));
         let (entry, calls_behind) = match failed {
             Some(failed) => (failed, self.open.len()),
             None if self.open.is_empty() => (self.last.as_ref()?, 0),
@@ -338,6 +344,7 @@ impl FlightRecorder {
             queued: self.epoch.elapsed(),
             started: None,
             ended: None,
+            is_awaited: false,
             waited: None,
             wait_ended: None,
             status: CallStatus::Queued,
@@ -404,6 +411,10 @@ impl EntryHandle {
                 entry.waits_for.clear();
             }
         });
+    }
+
+    pub(crate) fn mark_awaited(&self) {
+        self.record.change(self, |entry, _| entry.is_awaited |= entry.ended.is_none());
     }
 
     pub(crate) fn mark_waited(&self, waited: Duration) {
@@ -507,6 +518,33 @@ mod tests {
         let failed = record.group_status().swap_remove(0);
         assert_eq!((failed.entry.call.number, failed.calls_behind), (2, 0));
         assert!(matches!(failed.entry.status, CallStatus::Failed(_)));
+    }
+
+    #[test]
+    fn the_current_message_is_the_one_that_is_waited_for() {
+        let instruments = Instruments::new(None);
+        let slot = instruments.add_group(RankSet::world(4));
+        let record = instruments.flight_recorder().clone();
+        let enter = |verb: Verb, number: u64| {
+            let handle = instruments.enter(slot, &Call { verb, ..call(number) }, 0);
+            handle.mark_started();
+            handle
+        };
+        // Collectives come first, if there are any.
+        let current = || {
+            let entry = record.group_status().swap_remove(0).entry;
+            (entry.call.number, entry.is_awaited)
+        };
+        let messages = [enter(Verb::Send, 1), enter(Verb::Receive, 2)];
+        assert_eq!(current(), (1, false), "the longest running one");
+        messages[1].mark_awaited();
+        assert_eq!(current(), (2, true));
+        messages[1].mark_ended(&Ok(()));
+        assert_eq!(current(), (1, false));
+        // Collectives run one after the other, whichever of them is waited for.
+        let collectives = [enter(Verb::AllGather, 1), enter(Verb::AllGather, 2)];
+        collectives[1].mark_awaited();
+        assert_eq!(current(), (1, false));
     }
 
     #[test]

@@ -50,6 +50,9 @@ impl<T: 'static> Pending<T> {
     /// After an error the buffers are lost: the network may still write to them.
     pub fn wait(self) -> Result<T> {
         let started = Instant::now();
+        if let Some(handle) = &self.handle {
+            handle.mark_awaited();
+        }
         let buffers = (self.completion)();
         if let Some(handle) = self.handle {
             handle.mark_waited(started.elapsed());

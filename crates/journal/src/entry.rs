@@ -106,6 +106,9 @@ pub struct Start {
     /// The number of replicas of the sharded state (`parallel.replicate`).
     #[serde(alias = "replicas")]
     pub replicate: usize,
+    /// The number of stages of the pipeline (`parallel.pipeline`).
+    #[serde(default = "one")]
+    pub pipeline: usize,
     /// The number of ranks that share each layer (`parallel.tensor`).
     #[serde(default = "one")]
     pub tensor: usize,
@@ -384,6 +387,7 @@ mod tests {
                 ranks_per_host: 2,
                 zero_stage: 3,
                 replicate: 2,
+                pipeline: 1,
                 tensor: 1,
                 param_dtype: "bf16".to_string(),
                 parameters: 42,

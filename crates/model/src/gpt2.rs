@@ -66,8 +66,8 @@ impl Norm {
 
 /// A matrix and its bias, by columns: every rank computes its own features.
 fn linear(parameters: &Parameters<'_>, x: &Tensor, name: &str) -> Result<Tensor> {
-    let weight = parameters.get(&format!("{name}.weight")).f_transpose(0, 1)?;
-    Ok(x.f_linear(&weight, Some(parameters.get(&format!("{name}.bias"))))?)
+    let bias = parameters.get(&format!("{name}.bias"));
+    parameters.linear_transposed(x, &format!("{name}.weight"), Some(bias))
 }
 
 /// A matrix by rows, with which a tensor-parallel region ends, and its bias, which is added once.
@@ -75,8 +75,7 @@ fn row_linear(parameters: &Parameters<'_>, x: &Tensor, name: &str, parallel: &Te
     if parallel.size() == 1 {
         return linear(parameters, x, name);
     }
-    let weight = parameters.get(&format!("{name}.weight")).f_transpose(0, 1)?;
-    let summed = parallel.leave(&x.f_linear(&weight, None::<&Tensor>)?)?;
+    let summed = parallel.leave(&parameters.linear_transposed(x, &format!("{name}.weight"), None)?)?;
     Ok(summed.f_add(parameters.get(&format!("{name}.bias")))?)
 }
 
@@ -122,6 +121,10 @@ impl Layer for Embedding {
 
     fn max_positions(&self) -> Option<usize> {
         Some(self.0.n_positions)
+    }
+
+    fn output_shape(&self, batch: &Batch, parallel: &TensorParallel) -> Option<Vec<i64>> {
+        Some(parallel.shape_outside(&batch.inputs, self.0.n_embd))
     }
 
     fn footprint(&self, shape: &PassShape) -> Footprint {
@@ -202,6 +205,10 @@ impl Layer for Block {
         let x = x.f_add(&row_linear(parameters, &joined, "attn.c_proj", parallel)?)?;
         let pass = Pass { parallel: parallel.clone(), ..Pass::new(Activations::All) };
         Ok(x.f_add(&self.mlp(parameters, &x, tokens.numel(), &pass)?)?)
+    }
+
+    fn output_shape(&self, batch: &Batch, parallel: &TensorParallel) -> Option<Vec<i64>> {
+        Some(parallel.shape_outside(&batch.inputs, self.0.n_embd))
     }
 
     fn footprint(&self, shape: &PassShape) -> Footprint {
@@ -287,7 +294,7 @@ impl Block {
         let (x, norm, projected, parallel) = (x.detach(), norm.detached(), projected.detach(), pass.parallel.clone());
         recompute_in_backward(output, &saved, move || {
             let mut recomputed = if is_selective { core(&projected)? } else { Vec::new() };
-            recomputed.push(parallel.gather_again(&norm.of(&x)?, rows)?);
+            recomputed.push(parallel.gather_rows(&norm.of(&x)?, rows)?);
             Ok(recomputed)
         })
     }
@@ -309,7 +316,7 @@ impl Block {
         let (x, norm, wide, parallel) = (x.detach(), norm.detached(), wide.detach(), pass.parallel.clone());
         recompute_in_backward(output, &saved, move || {
             let mut recomputed = if is_selective { vec![wide.f_gelu("tanh")?] } else { Vec::new() };
-            recomputed.push(parallel.gather_again(&norm.of(&x)?, rows)?);
+            recomputed.push(parallel.gather_rows(&norm.of(&x)?, rows)?);
             Ok(recomputed)
         })
     }

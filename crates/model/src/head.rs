@@ -66,6 +66,10 @@ impl<M: LmHead> Layer for Head<M> {
         self.logits_of(parameters, input, parallel).map(Some)
     }
 
+    fn forward_computes_gradients(&self) -> bool {
+        true
+    }
+
     fn footprint(&self, shape: &PassShape) -> Footprint {
         let Sizes { vocab_size, hidden_size, chunk_tokens } = self.0.sizes();
         loss::footprint(shape, vocab_size, hidden_size, chunk_tokens)

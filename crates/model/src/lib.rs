@@ -46,6 +46,7 @@ mod from_config;
 mod gpt2;
 mod head;
 pub mod init;
+mod linear;
 mod llama;
 mod loss;
 mod pass;
@@ -54,9 +55,10 @@ mod unit;
 
 pub use activation_checkpointing::Activations;
 pub use cache::Cache;
+pub use linear::DeferredGradients;
 pub use loss::{IGNORED, head_loss};
 pub use pass::{Pass, PassShape};
-pub use tensor_parallel::{TensorGroup, TensorParallel};
+pub use tensor_parallel::{TensorGroup, TensorParallel, cut};
 pub use unit::{Batch, Footprint, Init, Layer, Model, Parameter, Parameters, Tied, Unit};
 
 pub use shardwise_plan::{ConfigError, Gpt2Config, Llama3Rope, LlamaConfig, ModelConfig};

@@ -69,6 +69,10 @@ impl Layer for Embedding {
         self.look_up(parameters, tokens, parallel)
     }
 
+    fn output_shape(&self, batch: &Batch, parallel: &TensorParallel) -> Option<Vec<i64>> {
+        Some(parallel.shape_outside(&batch.inputs, self.0.hidden_size))
+    }
+
     fn footprint(&self, shape: &PassShape) -> Footprint {
         Footprint::of_embedding(shape, self.0.vocab_size, self.0.hidden_size)
     }
@@ -109,10 +113,14 @@ impl Layer for Block {
         let normed = rms_norm(&self.0, x, parameters.get("input_layernorm.weight"))?;
         let entered = parallel.enter(&normed, tokens.numel())?;
         let joined = self.core(parameters, &entered, None, parallel)?.extend(cache)?;
-        let partial = joined.f_linear(parameters.get("self_attn.o_proj.weight"), None::<&Tensor>)?;
+        let partial = parameters.linear(&joined, "self_attn.o_proj.weight", None)?;
         let x = x.f_add(&parallel.leave(&partial)?)?;
         let pass = Pass { parallel: parallel.clone(), ..Pass::new(Activations::All) };
         Ok(x.f_add(&self.mlp(parameters, &x, tokens.numel(), &pass)?)?)
+    }
+
+    fn output_shape(&self, batch: &Batch, parallel: &TensorParallel) -> Option<Vec<i64>> {
+        Some(parallel.shape_outside(&batch.inputs, self.0.hidden_size))
     }
 
     fn footprint(&self, shape: &PassShape) -> Footprint {
@@ -195,23 +203,20 @@ impl Block {
         let core = self.core(parameters, &whole, Documents::of(batch)?, parallel)?;
         let attended = core.attend()?;
         let joined = attended.last().expect("attention has an output");
-        let partial = joined.f_linear(parameters.get("self_attn.o_proj.weight"), None::<&Tensor>)?;
+        let partial = parameters.linear(joined, "self_attn.o_proj.weight", None)?;
         let output = parallel.leave(&partial)?;
-        let (x, norm, parallel) = (x.detach(), norm.detach(), parallel.clone());
-        if pass.activations == Activations::All {
-            if !pass.gathers_again() {
-                return Ok(output);
-            }
-            let config = self.0.clone();
-            return recompute_in_backward(output, &[&entered], move || {
-                Ok(vec![parallel.gather_again(&rms_norm(&config, &x, &norm)?, rows)?])
-            });
+        let is_selective = pass.activations == Activations::Selective;
+        if !is_selective && !pass.gathers_again() {
+            return Ok(output);
         }
-        let saved: Vec<&Tensor> = attended.iter().chain([&entered]).collect();
-        let core = core.detached();
+        let freed = if is_selective { &attended[..] } else { &[] };
+        let saved: Vec<&Tensor> = freed.iter().chain([&entered]).collect();
+        // Its projections are kept only to attend again.
+        let core = is_selective.then(|| core.detached());
+        let (config, x, norm, parallel) = (self.0.clone(), x.detach(), norm.detach(), parallel.clone());
         recompute_in_backward(output, &saved, move || {
-            let mut recomputed = core.attend()?;
-            recomputed.push(parallel.gather_again(&rms_norm(&core.config, &x, &norm)?, rows)?);
+            let mut recomputed = core.as_ref().map(Core::attend).transpose()?.unwrap_or_default();
+            recomputed.push(parallel.gather_rows(&rms_norm(&config, &x, &norm)?, rows)?);
             Ok(recomputed)
         })
     }
@@ -224,8 +229,7 @@ impl Block {
         parallel: &TensorParallel,
     ) -> Result<Core> {
         let project = |name: &str| -> Result<Tensor> {
-            let weight = parameters.get(&format!("{name}.weight"));
-            Ok(normed.f_linear(weight, parameters.find(&format!("{name}.bias")))?)
+            parameters.linear(normed, &format!("{name}.weight"), parameters.find(&format!("{name}.bias")))
         };
         Ok(Core {
             config: self.0.clone(),
@@ -241,7 +245,7 @@ impl Block {
 
     /// The MLP of a block, whose input has `rows` rows on all ranks together.
     fn mlp(&self, parameters: &Parameters<'_>, x: &Tensor, rows: usize, pass: &Pass) -> Result<Tensor> {
-        let linear = |x: &Tensor, name: &str| x.f_linear(parameters.get(name), None::<&Tensor>);
+        let linear = |x: &Tensor, name: &str| parameters.linear(x, name, None);
         let norm = parameters.get("post_attention_layernorm.weight");
         let normed = rms_norm(&self.0, x, norm)?;
         let entered = pass.parallel.enter(&normed, rows)?;
@@ -278,7 +282,7 @@ impl Block {
                 recomputed.push(recomputed[0].f_mul(&up)?);
             }
             if frees_entered {
-                recomputed.push(parallel.gather_again(&rms_norm(&config, &x, &norm)?, rows)?);
+                recomputed.push(parallel.gather_rows(&rms_norm(&config, &x, &norm)?, rows)?);
             }
             Ok(recomputed)
         })

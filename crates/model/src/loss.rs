@@ -39,9 +39,8 @@ pub(crate) fn parallel_head_loss(
         Wanted { hidden: hidden.f_view_as(hidden)?.requires_grad(), weight: weight.f_view_as(weight)?.requires_grad() };
     let targets = targets.f_reshape(-1)?;
     let kind = weight.kind();
-    let rows = no_grad(|| {
-        parallel.gather_again(hidden, targets.numel())?.f_view([-1, weight.size()[1]]).map_err(Error::from)
-    })?;
+    let rows =
+        no_grad(|| parallel.gather_rows(hidden, targets.numel())?.f_view([-1, weight.size()[1]]).map_err(Error::from))?;
     let own = Partition::new(vocab_size, parallel.size()).range(parallel.rank());
     let vocabulary = Vocabulary { first: own.start as i64, parallel };
     let (loss, [hidden_grad, weight_grad]) =

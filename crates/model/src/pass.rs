@@ -3,7 +3,7 @@
 use shardwise_plan::Partition;
 use shardwise_plan::program::{CollectiveKind, GroupKind, InnerCollective, InnerCollectives, Place};
 
-use crate::{Activations, TensorParallel};
+use crate::{Activations, DeferredGradients, TensorParallel};
 
 /// How a unit computes in a pass.
 #[derive(Clone)]
@@ -14,12 +14,14 @@ pub struct Pass {
     pub parallel: TensorParallel,
     /// Whether the backward pass follows at once, so that what it would have to gather again is kept.
     pub keeps_gathered: bool,
+    /// Where linear layers put the gradients of their weights aside, if the backward pass computes them later.
+    pub deferred: Option<DeferredGradients>,
 }
 
 impl Pass {
     /// A pass on one rank.
     pub fn new(activations: Activations) -> Self {
-        Pass { activations, parallel: TensorParallel::none(), keeps_gathered: false }
+        Pass { activations, parallel: TensorParallel::none(), keeps_gathered: false, deferred: None }
     }
 
     /// Whether the backward pass gathers again what [`TensorParallel::enter`] has gathered.

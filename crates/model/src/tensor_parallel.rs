@@ -15,7 +15,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use shardwise_plan::Partition;
+use shardwise_plan::{Partition, Slice};
 use shardwise_torch::autograd::{self, ClosureError, Forward};
 use shardwise_torch::tch::{TchError, Tensor, no_grad};
 
@@ -100,6 +100,14 @@ impl TensorParallel {
         }
     }
 
+    /// The shape of activations outside of a region: `features` for each element of `tokens`.
+    pub fn shape_outside(&self, tokens: &Tensor, features: usize) -> Vec<i64> {
+        match self.splits_sequence {
+            true => vec![self.own_rows(tokens.numel()).len() as i64, features as i64],
+            false => tokens.size().into_iter().chain([features as i64]).collect(),
+        }
+    }
+
     /// Leads into a tensor-parallel region: returns all rows, `rows` in total. The backward pass sums the gradients of all ranks.
     pub fn enter(&self, x: &Tensor, rows: usize) -> Result<Tensor> {
         let Some(group) = &self.group else { return Ok(x.shallow_clone()) };
@@ -171,7 +179,7 @@ impl TensorParallel {
     }
 
     /// All rows of a tensor, as [`TensorParallel::enter`] returns them, without autograd.
-    pub(crate) fn gather_again(&self, x: &Tensor, rows: usize) -> Result<Tensor> {
+    pub(crate) fn gather_rows(&self, x: &Tensor, rows: usize) -> Result<Tensor> {
         match self.group.as_ref().filter(|_| self.splits_sequence) {
             Some(group) => group.all_gather(&self.label, x, rows).map_err(Error::Communication),
             None => Ok(x.shallow_clone()),
@@ -203,6 +211,19 @@ impl TensorParallel {
         let mut shape = x.size();
         *shape.last_mut().expect("a tensor with features has a dimension") = features as i64;
         Ok(joined.f_transpose(0, 1)?.f_contiguous()?.f_view(&shape[..])?)
+    }
+}
+
+/// The part of a tensor that a slice describes: a view if the slice is one range, otherwise a copy.
+pub fn cut(tensor: &Tensor, slice: &Slice) -> Result<Tensor> {
+    let dimension = slice.dimension as i64;
+    let part = |range: &Range<usize>| tensor.f_narrow(dimension, range.start as i64, range.len() as i64);
+    match &slice.ranges[..] {
+        [range] => Ok(part(range)?),
+        ranges => {
+            let parts = ranges.iter().map(part).collect::<std::result::Result<Vec<_>, _>>()?;
+            Ok(Tensor::f_cat(&parts, dimension)?)
+        }
     }
 }
 

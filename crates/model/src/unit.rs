@@ -5,14 +5,15 @@
 //! last unit read the batch.
 
 use std::collections::HashSet;
-use std::ops::Range;
 
 use shardwise_plan::program::{InnerCollectives, Place};
 use shardwise_plan::{Partition, Slice, TensorPlacement, check_frozen_prefixes};
 use shardwise_torch::tch::{Device, Tensor, no_grad};
 
+use crate::linear::{Orientation, linear};
 use crate::pass::{Pass, PassShape};
-use crate::{Cache, Error, Result, TensorParallel};
+use crate::tensor_parallel::cut;
+use crate::{Cache, DeferredGradients, Error, Result, TensorParallel};
 
 /// A model: a chain of units.
 pub struct Model {
@@ -133,6 +134,12 @@ pub trait Layer: Send {
         Err(Error::Config { key: "generation", problem })
     }
 
+    /// The shape of the output for this micro-batch, which the next stage of a pipeline needs before the output arrives. `parallel`
+    /// says which rows this rank has. Without it, the unit cannot be the last one of a stage.
+    fn output_shape(&self, _batch: &Batch, _parallel: &TensorParallel) -> Option<Vec<i64>> {
+        None
+    }
+
     /// The maximum sequence length, if there is one.
     fn max_positions(&self) -> Option<usize> {
         None
@@ -163,6 +170,12 @@ pub trait Layer: Send {
     /// positions that is one document.
     fn attention_flops(&self, _positions: usize) -> f64 {
         0.
+    }
+
+    /// Whether the forward pass computes gradients of parameters, and holds them until the backward pass. A pipeline delays such a
+    /// pass until just before the backward pass. Only the last layer, which computes the loss, can do this.
+    fn forward_computes_gradients(&self) -> bool {
+        false
     }
 
     /// Whether the backward pass reads the values of the parameters, so that they must be gathered for it. That of an embedding
@@ -221,6 +234,8 @@ pub struct Parameters<'a> {
     /// By parameter: the part of a tensor of which this rank uses only a part.
     narrowed: Vec<Option<Tensor>>,
     tied: Option<&'a Tensor>,
+    /// Where the gradients of weights are put aside.
+    deferred: Option<&'a DeferredGradients>,
 }
 
 impl Parameters<'_> {
@@ -234,10 +249,35 @@ impl Parameters<'_> {
 
     /// Returns the parameter whose name ends in `ending`, if there is one. For optional parameters, such as biases.
     pub fn find(&self, ending: &str) -> Option<&Tensor> {
-        let place = self.declared.iter().position(|parameter| {
-            parameter.name.strip_suffix(ending).is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
-        })?;
+        let place = self.place(ending)?;
         Some(self.narrowed[place].as_ref().unwrap_or(&self.tensors[place]))
+    }
+
+    /// A linear layer (PyTorch: `torch.nn.Linear`) with the weight, of shape (output, input), whose name ends in `weight`. In a
+    /// zero-bubble pipeline, the gradient of this weight is computed later than that of `x`.
+    ///
+    /// # Panics
+    /// Panics if the unit has not declared such a parameter.
+    pub fn linear(&self, x: &Tensor, weight: &str, bias: Option<&Tensor>) -> Result<Tensor> {
+        linear(x, self.get(weight), bias, Orientation::OutputByInput, self.deferral(weight))
+    }
+
+    /// The same with a weight of shape (input, output), as Hugging Face's GPT-2 has them.
+    pub(crate) fn linear_transposed(&self, x: &Tensor, weight: &str, bias: Option<&Tensor>) -> Result<Tensor> {
+        linear(x, self.get(weight), bias, Orientation::InputByOutput, self.deferral(weight))
+    }
+
+    /// Where the gradient of a parameter is put aside, unless it belongs to a part of the parameter only.
+    fn deferral(&self, ending: &str) -> Option<(usize, DeferredGradients)> {
+        let place = self.place(ending).filter(|&place| self.narrowed[place].is_none())?;
+        Some((place, self.deferred?.clone()))
+    }
+
+    /// The index of the parameter whose name ends in `ending`.
+    fn place(&self, ending: &str) -> Option<usize> {
+        self.declared.iter().position(|parameter| {
+            parameter.name.strip_suffix(ending).is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
+        })
     }
 
     /// The tied parameter, which another unit owns.
@@ -277,6 +317,11 @@ impl Unit {
         self.layer.footprint(shape)
     }
 
+    /// The shape of its output; see [`Layer::output_shape`].
+    pub fn output_shape(&self, batch: &Batch, parallel: &TensorParallel) -> Option<Vec<i64>> {
+        self.layer.output_shape(batch, parallel)
+    }
+
     /// The collectives of its passes; see [`Layer::collectives`].
     pub fn collectives(&self, shape: &PassShape) -> InnerCollectives {
         match shape.tensor.size {
@@ -285,6 +330,11 @@ impl Unit {
                 self.parameters.iter().any(|parameter| parameter.trainable && parameter.name.ends_with(ending))
             }),
         }
+    }
+
+    /// See [`Layer::forward_computes_gradients`].
+    pub fn forward_computes_gradients(&self) -> bool {
+        self.layer.forward_computes_gradients()
     }
 
     /// See [`Layer::backward_reads_parameters`].
@@ -307,7 +357,8 @@ impl Unit {
         batch: &Batch,
         pass: &Pass,
     ) -> Result<Tensor> {
-        self.layer.forward(&self.given(tensors, tied, &pass.parallel)?, input, batch, pass)
+        let given = self.given(tensors, tied, &pass.parallel)?;
+        self.layer.forward(&Parameters { deferred: pass.deferred.as_ref(), ..given }, input, batch, pass)
     }
 
     /// The logits of every position; `None` for all units but the head.
@@ -370,22 +421,11 @@ impl Unit {
         assert_eq!(tensors.len(), self.parameters.len(), "{} is given all of its parameters", self.name);
         assert_eq!(tied.is_some(), self.tied.is_some(), "{} is given what it shares", self.name);
         let place = Place { size: parallel.size(), index: parallel.rank() };
-        let narrow = |(parameter, tensor): (&Parameter, &Tensor)| match parameter.used_slice(place) {
-            Some(Slice { dimension, ranges }) => {
-                let dimension = dimension as i64;
-                let part = |range: &Range<usize>| tensor.f_narrow(dimension, range.start as i64, range.len() as i64);
-                match &ranges[..] {
-                    [range] => Ok(Some(part(range)?)),
-                    ranges => {
-                        let parts = ranges.iter().map(part).collect::<std::result::Result<Vec<_>, _>>()?;
-                        Ok(Some(Tensor::f_cat(&parts, dimension)?))
-                    }
-                }
-            }
-            None => Ok(None),
+        let narrow = |(parameter, tensor): (&Parameter, &Tensor)| {
+            parameter.used_slice(place).map(|slice| cut(tensor, &slice)).transpose()
         };
         let narrowed = self.parameters.iter().zip(tensors).map(narrow).collect::<Result<_>>()?;
-        Ok(Parameters { declared: &self.parameters, tensors, narrowed, tied })
+        Ok(Parameters { declared: &self.parameters, tensors, narrowed, tied, deferred: None })
     }
 }
 
@@ -542,23 +582,28 @@ impl Model {
     /// The FLOPs per token of a forward and a backward pass, averaged over a sequence of `positions` positions: those of matrix
     /// products and of causal attention. Recomputed activations are not counted, and neither are gradients of frozen parameters.
     pub fn flops_per_token(&self, positions: usize) -> f64 {
+        self.unit_flops_per_token(positions).into_iter().sum()
+    }
+
+    /// The same for each unit.
+    pub fn unit_flops_per_token(&self, positions: usize) -> Vec<f64> {
         let is_trained = |unit: &Unit| unit.parameters.iter().any(|parameter| parameter.trainable);
         let first_trained = self.units.iter().position(is_trained).unwrap_or(self.units.len());
-        let mut flops = 0.;
-        for (index, unit) in self.units.iter().enumerate() {
+        let flops_of = |(index, unit): (usize, &Unit)| {
             let tied = unit.tied.map(|tied| &self.units[tied.unit].parameters[tied.parameter]);
             // An embedding looks up rows of its table, and multiplies nothing.
             let own = unit.parameters.iter().filter(|_| unit.backward_reads_parameters());
             // The gradient of each factor costs as much as the product itself.
             let of_input = f64::from(u8::from(index > first_trained));
-            for matrix in own.chain(tied).filter(|parameter| parameter.shape.len() == 2) {
+            let matrices = own.chain(tied).filter(|parameter| parameter.shape.len() == 2);
+            let product = |matrix: &Parameter| {
                 let of_parameter = f64::from(u8::from(matrix.trainable));
-                flops += 2. * matrix.elements() as f64 * (1. + of_input + of_parameter);
-            }
+                2. * matrix.elements() as f64 * (1. + of_input + of_parameter)
+            };
             let both_factors = if index >= first_trained { 2. } else { 0. };
-            flops += unit.layer.attention_flops(positions) * (1. + both_factors);
-        }
-        flops
+            matrices.map(product).sum::<f64>() + unit.layer.attention_flops(positions) * (1. + both_factors)
+        };
+        self.units.iter().enumerate().map(flops_of).collect()
     }
 
     /// The number of elements of all parameters. A tied parameter is counted once.

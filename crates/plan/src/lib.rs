@@ -29,6 +29,8 @@ mod mesh;
 mod model_config;
 mod parameters;
 mod partition;
+pub mod pipeline;
+pub mod pipeline_partition;
 pub mod program;
 pub mod schedule;
 mod tensor_parallel;

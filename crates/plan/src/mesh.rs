@@ -62,6 +62,18 @@ pub enum MeshError {
         /// The requested sizes.
         sizes: String,
     },
+    /// Ranks cannot be divided evenly along an axis.
+    #[error("{count} {what} cannot be divided into {into}; use a divisor of {count}")]
+    Indivisible {
+        /// The axis at fault.
+        axis: Axis,
+        /// The number of ranks or groups to divide.
+        count: usize,
+        /// What is divided: `ranks`, or `groups of 2 ranks`.
+        what: String,
+        /// What it should be divided into: `3 replicas`, or `groups of 2`.
+        into: String,
+    },
     /// The mesh does not match the world size.
     #[error(
         "the mesh {sizes} has {mesh} ranks, but {world} were started; change an axis so that the product is {world}"
@@ -107,6 +119,32 @@ impl Mesh {
             Some(_) => Ok(mesh),
             None => Err(MeshError::TooLarge { sizes: mesh.to_string() }),
         }
+    }
+
+    /// Divides ranks into `stages` stages of a pipeline, and each of them into `replicas` replicas whose layers are each shared by
+    /// `tensor` consecutive ranks. What is left of the ranks shards each replica.
+    pub fn divide(ranks: usize, stages: usize, replicas: usize, tensor: usize) -> Result<Self, MeshError> {
+        if stages == 0 || !ranks.is_multiple_of(stages) {
+            let (what, into) = ("ranks".to_string(), format!("{stages} stages"));
+            return Err(MeshError::Indivisible { axis: Axis::Pipeline, count: ranks, what, into });
+        }
+        let ranks = ranks / stages;
+        if tensor == 0 || !ranks.is_multiple_of(tensor) {
+            let (what, into) = ("ranks".to_string(), format!("groups of {tensor}"));
+            return Err(MeshError::Indivisible { axis: Axis::Tensor, count: ranks, what, into });
+        }
+        let groups = ranks / tensor;
+        if replicas == 0 || !groups.is_multiple_of(replicas) {
+            let what = if tensor > 1 { format!("groups of {tensor} ranks") } else { "ranks".to_string() };
+            let into = format!("{replicas} replicas");
+            return Err(MeshError::Indivisible { axis: Axis::Replicate, count: groups, what, into });
+        }
+        Mesh::new(&[
+            (Axis::Pipeline, stages),
+            (Axis::Replicate, replicas),
+            (Axis::Shard, groups / replicas),
+            (Axis::Tensor, tensor),
+        ])
     }
 
     /// Checks that the mesh has exactly `world` ranks, and returns it.

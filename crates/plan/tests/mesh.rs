@@ -122,3 +122,15 @@ fn a_wrong_mesh_is_explained() {
         "the mesh replicate 2 × shard 4 has 8 ranks, but 6 were started; change an axis so that the product is 6"
     );
 }
+
+#[test]
+fn ranks_are_divided_into_replicas_shards_and_groups_that_share_layers() {
+    let mesh = Mesh::divide(24, 1, 3, 2).unwrap();
+    assert_eq!([Axis::Replicate, Axis::Shard, Axis::Tensor].map(|axis| mesh.size(axis)), [3, 4, 2]);
+    let said = |ranks, replicas, tensor| Mesh::divide(ranks, 1, replicas, tensor).unwrap_err().to_string();
+    assert_eq!(said(4, 3, 1), "4 ranks cannot be divided into 3 replicas; use a divisor of 4");
+    assert_eq!(said(4, 1, 3), "4 ranks cannot be divided into groups of 3; use a divisor of 4");
+    assert_eq!(said(8, 3, 2), "4 groups of 2 ranks cannot be divided into 3 replicas; use a divisor of 4");
+    assert_eq!(said(4, 0, 1), "4 ranks cannot be divided into 0 replicas; use a divisor of 4");
+    assert_eq!(said(4, 1, 0), "4 ranks cannot be divided into groups of 0; use a divisor of 4");
+}

@@ -6,11 +6,13 @@ mod support;
 
 use std::collections::BTreeMap;
 
+use shardwise_plan::pipeline::{Pipeline, PipelineSchedule};
 use shardwise_plan::program::{
-    ActivationCheckpointing, Instruction, Message, Policy, Program, Programs, Rule, UnitSpec, check, simulate,
+    ActivationCheckpointing, Collective, Instruction, Message, Policy, Program, Programs, Rule, UnitSpec, build, check,
+    simulate,
 };
 use shardwise_plan::{Axis, Mesh};
-use support::pipeline::{Schedule, assert_close, blocks, costs, pipeline, topology};
+use support::pipeline::{assert_close, blocks, costs, pipeline, schedules, tie, topology};
 use support::{
     Mutation, Random, drops_a_wait_that_the_next_one_includes, issues, mutate, random_mutation, share_a_group,
     touch_different_state, without_positions,
@@ -28,15 +30,19 @@ fn mesh(data_parallel: Axis) -> Mesh {
 fn pipelines_are_accepted_and_simulate_to_the_end() {
     let checkpointing =
         [ActivationCheckpointing::None, ActivationCheckpointing::Selective, ActivationCheckpointing::Full];
-    for schedule in Schedule::ALL {
+    for schedule in schedules() {
         for (stage, activation_checkpointing) in (0..4).flat_map(|stage| checkpointing.map(|kind| (stage, kind))) {
-            for frozen in [0, 1, 3] {
+            for (frozen, is_tied) in [(0, false), (0, true), (1, true), (3, false)] {
                 let mut units = blocks(8);
+                if is_tied {
+                    tie(&mut units);
+                }
                 units[..frozen].iter_mut().for_each(|unit| (unit.trainable, unit.frozen) = (0, 64));
                 let policy = Policy { activation_checkpointing, ..Policy::stage(stage, MICRO_BATCHES) };
                 for mesh in [mesh(Axis::Shard), mesh(Axis::Replicate)] {
-                    let programs = pipeline(&units, &policy, STAGES, schedule);
-                    assert_eq!(check(&programs, &units, &policy, &mesh), Ok(()), "{schedule:?} {stage} {frozen}");
+                    let programs = pipeline(&units, &policy, STAGES, schedule.clone());
+                    let checked = check(&programs, &units, &policy, &mesh);
+                    assert_eq!(checked, Ok(()), "{schedule} stage {stage}, {frozen} frozen");
                     let exceptions = BTreeMap::from([(5, programs.stages[2].clone())]);
                     let with_exception = Programs { exceptions, ..programs.clone() };
                     assert_eq!(check(&with_exception, &units, &policy, &mesh), Ok(()));
@@ -58,45 +64,61 @@ struct Case {
     units: Vec<UnitSpec>,
     policy: Policy,
     mesh: Mesh,
+    /// The stage of each unit.
+    stages: Vec<usize>,
     programs: Programs,
 }
 
 fn random_case(random: &mut Random) -> Case {
-    let mut units = blocks([4, 8][random.below(2)]);
+    let mut units = blocks(8 + random.below(3));
     let frozen = random.below(3);
     units[..frozen].iter_mut().for_each(|unit| (unit.trainable, unit.frozen) = (0, 64));
+    if random.percent(50) {
+        tie(&mut units);
+    }
     let policy = Policy::stage(random.below(4) as u8, MICRO_BATCHES);
     let mesh = mesh([Axis::Shard, Axis::Replicate][random.below(2)]);
-    let programs = pipeline(&units, &policy, STAGES, Schedule::ALL[random.below(3)]);
-    Case { units, policy, mesh, programs }
+    let schedules = schedules();
+    let schedule = schedules[random.below(schedules.len())].clone();
+    let pipeline = Pipeline::even(units.len(), STAGES, schedule).unwrap();
+    let programs = build::pipeline_step(&units, &policy, &pipeline).unwrap();
+    Case { stages: pipeline.stages_of_units(), units, policy, mesh, programs }
 }
 
-/// The messages that a program sends and receives, each in order.
-fn messages(program: &Program) -> [Vec<Message>; 2] {
-    let select = |select: fn(&Instruction) -> Option<Message>| program.instructions.iter().filter_map(select).collect();
-    [
-        select(|instruction| if let Instruction::Send(message) = instruction { Some(*message) } else { None }),
-        select(|instruction| if let Instruction::StartReceive(message) = instruction { Some(*message) } else { None }),
-    ]
+/// The messages that a program exchanges with each other stage, sent and received, each in order.
+fn messages(program: &Program, case: &Case) -> BTreeMap<(bool, usize), Vec<Message>> {
+    let mut messages = BTreeMap::<_, Vec<Message>>::new();
+    for instruction in &program.instructions {
+        let (sends, message) = match instruction {
+            Instruction::Send(message) => (true, message),
+            Instruction::StartReceive(message) => (false, message),
+            _ => continue,
+        };
+        let other = if sends { message.receiving_unit(&case.units) } else { message.sending_unit(&case.units) };
+        messages.entry((sends, case.stages[other.unwrap()])).or_default().push(*message);
+    }
+    messages
 }
 
-/// Asserts that a mutant does the same as its program.
-fn assert_equivalent(case: &Case, program: &Program, mutant: &Program, mutation: Mutation) {
+/// Asserts that a mutant does the same as its program. If all ranks of its stage have it, they may change the order of collectives.
+fn assert_equivalent(case: &Case, program: &Program, mutant: &Program, mutation: Mutation, is_on_all_ranks: bool) {
     let Case { units, policy, mesh, .. } = case;
     let context = || format!("{mutation:?}\n{policy:?}\n{mesh}\n{program}");
     let [before, after] = [program, mutant].map(|program| issues(program, units, policy, mesh));
-    assert_eq!(without_positions(&before), without_positions(&after), "{}", context());
-    let by_payload = |messages: Vec<Message>| {
-        let mut messages = messages;
-        messages.sort_by_key(|message| message.payload);
-        messages
+    let collectives = |issues: &[(usize, Collective)]| {
+        let mut collectives = without_positions(issues);
+        if is_on_all_ranks {
+            collectives.sort_by_key(|collective| format!("{collective:?}"));
+        }
+        collectives
     };
-    assert_eq!(messages(program).map(by_payload), messages(mutant).map(by_payload), "{}", context());
+    assert_eq!(collectives(&before), collectives(&after), "{}", context());
+    assert_eq!(messages(program, case), messages(mutant, case), "{}", context());
     match mutation {
         Mutation::Swap(first, second) => {
             let (one, other) = (&program.instructions[first], &program.instructions[second]);
             assert!(touch_different_state(one, other, units), "{}", context());
-            assert!(!share_a_group(&before, first, second), "{}", context());
+            assert!(is_on_all_ranks || !share_a_group(&before, first, second), "{}", context());
         }
         _ => assert!(drops_a_wait_that_the_next_one_includes(program, mutation), "{}", context()),
     }
@@ -121,7 +143,7 @@ fn mutants_of_one_rank_are_rejected_or_equivalent() {
                 assert_eq!(violation.instruction, named.unwrap_or_default(), "{violation}\n{mutation:?}\n{program}");
             }
             Ok(()) => {
-                assert_equivalent(&case, program, &mutant, mutation);
+                assert_equivalent(&case, program, &mutant, mutation, false);
                 let simulated =
                     simulate(&programs, &case.units, &case.policy, &topology(case.mesh), &costs(&case.units));
                 assert!(simulated.step_s > 0.);
@@ -154,7 +176,7 @@ fn mutants_of_a_stage_are_rejected_or_equivalent() {
                 *rejected.entry(violation.rule).or_default() += 1;
             }
             Ok(()) => {
-                assert_equivalent(&case, program, &mutant, mutation);
+                assert_equivalent(&case, program, &mutant, mutation, true);
                 accepted += 1;
             }
         }
@@ -167,7 +189,7 @@ fn mutants_of_a_stage_are_rejected_or_equivalent() {
 fn a_rank_or_stage_with_the_program_of_another_stage_is_rejected() {
     let mut random = Random(13);
     for _ in 0..200 {
-        let Case { units, policy, mesh, programs } = random_case(&mut random);
+        let Case { units, policy, mesh, programs, .. } = random_case(&mut random);
         let rank = random.below(mesh.ranks());
         let stage = mesh.coordinates(rank).along(Axis::Pipeline);
         let other = (stage + 1 + random.below(STAGES - 1)) % STAGES;
@@ -184,7 +206,7 @@ fn a_rank_or_stage_with_the_program_of_another_stage_is_rejected() {
 fn stages_that_wait_for_each_other_are_found() {
     let units = blocks(2);
     let (policy, mesh) = (Policy::stage(0, 2), Mesh::new(&[(Axis::Pipeline, 2)]).unwrap());
-    let programs = pipeline(&units, &policy, 2, Schedule::OneForwardOneBackward);
+    let programs = pipeline(&units, &policy, 2, PipelineSchedule::OneFOneB);
     // The first stage waits for the gradients of micro-batch 0 before it sends the activations of micro-batch 1, for which the
     // second stage waits before it computes them.
     let mut waits = programs.clone();

@@ -1,8 +1,10 @@
 //! Checks of a recipe that need no ranks: numbers out of range, keys without effect, keys that contradict each other.
 
+use std::ops::Range;
 use std::result::Result as Either;
 
-use shardwise_plan::{Axis, Mesh, ModelConfig};
+use shardwise_plan::pipeline::{Actions, ActionsError, PipelineSchedule, ScheduleError};
+use shardwise_plan::{Axis, Mesh, MeshError, ModelConfig};
 
 use super::resolve::{
     GRADIENT_ACCUMULATION_STEPS_MAX, MICRO_BATCH_SIZE_MAX, NO_MICRO_BATCH_SIZE, TOKENS_MAX, number, word,
@@ -32,6 +34,7 @@ impl Recipe {
             let problem = "parameters start from a seed or from weights: leave one of them out";
             return Err(Invalid::between(&[("init.seed", seed), ("init.weights", quoted(&weights))], problem));
         }
+        self.read_pipeline_schedule()?;
         self.check_model()
     }
 
@@ -48,6 +51,7 @@ impl Recipe {
                 GRADIENT_ACCUMULATION_STEPS_MAX,
             ),
             ("batch.seq_len", batch.seq_len, 1 << 22),
+            ("parallel.pipeline", self.parallel.pipeline, 1 << 12),
             ("parallel.replicate", self.parallel.replicate, 1 << 20),
             ("parallel.tensor", self.parallel.tensor, 1 << 10),
             ("run.steps", count(self.run.steps), 1 << 40),
@@ -424,25 +428,57 @@ impl Recipe {
 
     /// The mesh of this many ranks. Fails if they cannot be divided into replicas whose layers are shared as the recipe says.
     pub fn mesh(&self, ranks: usize) -> Result<Mesh> {
-        let ParallelRecipe { replicate, tensor, .. } = self.parallel;
-        let fail = |key: &str, problem: String| Err(self.sources.error(Invalid::at(key, format!("{key}: {problem}"))));
-        if !ranks.is_multiple_of(tensor) {
-            let problem = format!("{ranks} ranks cannot be divided into groups of {tensor}; use a divisor of {ranks}");
-            return fail("parallel.tensor", problem);
-        }
-        let rest = ranks / tensor;
-        if !rest.is_multiple_of(replicate) {
-            let what = if tensor > 1 { format!("groups of {tensor} ranks") } else { "ranks".to_string() };
-            let problem = format!("{rest} {what} cannot be divided into {replicate} replicas; use a divisor of {rest}");
-            return fail("parallel.replicate", problem);
-        }
-        let sizes = [(Axis::Replicate, replicate), (Axis::Shard, rest / replicate), (Axis::Tensor, tensor)];
-        Mesh::new(&sizes).or_else(|error| fail("parallel.replicate", error.to_string()))
+        let ParallelRecipe { pipeline, replicate, tensor, .. } = self.parallel;
+        Mesh::divide(ranks, pipeline, replicate, tensor).map_err(|error| {
+            let key = match &error {
+                MeshError::Indivisible { axis: Axis::Pipeline, .. } => "parallel.pipeline",
+                MeshError::Indivisible { axis: Axis::Tensor, .. } => "parallel.tensor",
+                _ => "parallel.replicate",
+            };
+            self.sources.error_at(key, format!("{key}: {error}"))
+        })
     }
 
-    /// The number of these ranks that read different samples: those that share layers count as one.
+    /// The number of these ranks that read different samples: those that share layers, or hold the stages of a pipeline, count as
+    /// one.
     pub fn data_ranks(&self, ranks: usize) -> usize {
-        (ranks / self.parallel.tensor.max(1)).max(1)
+        (ranks / self.parallel.tensor.max(1) / self.parallel.pipeline.max(1)).max(1)
+    }
+
+    /// The schedule of the pipeline: one with a name, or one that is read from a file.
+    pub fn pipeline_schedule(&self) -> Result<PipelineSchedule> {
+        self.read_pipeline_schedule().map_err(|wrong| self.sources.error(wrong))
+    }
+
+    fn read_pipeline_schedule(&self) -> Either<PipelineSchedule, Invalid> {
+        let (key, text) = ("parallel.pipeline_schedule", &self.parallel.pipeline_schedule);
+        if !self.parallel.has_schedule_file() {
+            return text.parse().map_err(|error: ScheduleError| Invalid::at(key, format!("{key}: {error}")));
+        }
+        let wrong = |problem: String| Invalid::at(key, format!("{key}: {text}: {problem}"));
+        let actions = std::fs::read_to_string(text).map_err(|error| wrong(error.to_string()))?;
+        let actions: Actions = actions.parse().map_err(|error: ActionsError| wrong(error.to_string()))?;
+        Ok(PipelineSchedule::Custom(actions))
+    }
+
+    /// The chunks of a pipeline, if `parallel.pipeline_split_points` says where they begin. `units` are the names of the model's
+    /// units.
+    pub fn pipeline_chunks(&self, units: &[&str]) -> Result<Option<Vec<Range<usize>>>> {
+        let Some(points) = &self.parallel.pipeline_split_points else { return Ok(None) };
+        let key = "parallel.pipeline_split_points";
+        let wrong = |problem: String| self.sources.error_at(key, format!("{key}: {problem}"));
+        let mut cuts = vec![0];
+        for point in points {
+            let unit = units.iter().position(|unit| unit == point).ok_or_else(|| {
+                wrong(format!("the model has no unit {}; its units are {}", quoted(point), units.join(", ")))
+            })?;
+            if unit <= cuts[cuts.len() - 1] {
+                return Err(wrong(format!("{} is not after the split point before it", quoted(point))));
+            }
+            cuts.push(unit);
+        }
+        let ends = cuts[1..].iter().copied().chain([units.len()]);
+        Ok(Some(cuts.iter().copied().zip(ends).map(|(start, end)| start..end).collect()))
     }
 }
 

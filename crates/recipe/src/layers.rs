@@ -86,6 +86,9 @@ impl Recipe {
         for file in files.into_iter().chain(written).flatten().chain(parts).chain(held_out) {
             *file = folder.join(&*file);
         }
+        if self.parallel.has_schedule_file() {
+            self.parallel.pipeline_schedule = folder.join(&self.parallel.pipeline_schedule).display().to_string();
+        }
         let checkpoints = self.checkpoints.as_mut().map(|checkpoints| &mut checkpoints.folder);
         let addresses = [self.init.weights.as_mut(), self.model.from_pretrained.as_mut(), checkpoints];
         for address in addresses.into_iter().flatten().filter(|address| !address.contains("://")) {

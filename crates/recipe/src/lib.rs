@@ -213,7 +213,8 @@ pub struct EvaluationRecipe {
 }
 
 /// `[batch]`: global_batch_size = micro_batch_size × gradient_accumulation_steps × ranks. Two of the three give the third;
-/// micro_batch_size alone means one micro-batch per step. Ranks that share layers (parallel.tensor) count as one.
+/// micro_batch_size alone means one micro-batch per step. Ranks that share layers
+/// (parallel.tensor), and those that hold the stages of a pipeline (parallel.pipeline), count as one.
 #[derive(Clone, Debug, Deserialize, JsonSchema, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct BatchRecipe {
@@ -249,19 +250,43 @@ impl Default for ZeroRecipe {
 #[derive(Clone, Debug, Deserialize, JsonSchema, Serialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct ParallelRecipe {
+    /// The number of stages of a pipeline (pipeline parallelism). Each stage holds some consecutive units of the model on an equal share of
+    /// the ranks. The micro-batches of a step, batch.gradient_accumulation_steps, pass through the stages.
+    pub pipeline: usize,
+    /// The order in which stages work on micro-batches: gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-v or looped-bfs. Interleaved-1f1b and
+    /// looped-bfs cut the model into 2 chunks per stage, or as many as a number says, as in looped-bfs:4. A path that ends in .csv is a
+    /// schedule in the format of torch.distributed.pipelining. No effect if pipeline is 1.
+    pub pipeline_schedule: String,
+    /// The first unit of every chunk of the pipeline except the first, such as ["block.3"]. By default, chunks have about equally many
+    /// FLOPs. No effect if pipeline is 1.
+    pub pipeline_split_points: Option<Vec<String>>,
     /// The number of replicas, for hybrid sharding (HSDP). Each replica is sharded over an equal share of the ranks.
     pub replicate: usize,
     /// The number of ranks that share each layer (tensor parallelism). Consecutive ranks do, so they are usually on one host. They
     /// read the same samples.
     pub tensor: usize,
     /// Whether the ranks that share a layer each keep their own part of the sequence between attention and MLP (sequence
-    /// parallelism): less memory, the same traffic. No effect if tensor is 1.
+    /// parallelism): less memory, for a quarter more traffic unless activations are recomputed. No effect if tensor is 1.
     pub sequence: bool,
+}
+
+impl ParallelRecipe {
+    /// Whether the schedule of the pipeline is in a file.
+    pub(crate) fn has_schedule_file(&self) -> bool {
+        self.pipeline_schedule.ends_with(".csv")
+    }
 }
 
 impl Default for ParallelRecipe {
     fn default() -> Self {
-        ParallelRecipe { replicate: 1, tensor: 1, sequence: true }
+        ParallelRecipe {
+            pipeline: 1,
+            pipeline_schedule: "1f1b".to_string(),
+            pipeline_split_points: None,
+            replicate: 1,
+            tensor: 1,
+            sequence: true,
+        }
     }
 }
 

@@ -102,12 +102,12 @@ impl Invalid {
         Invalid { keys: vec![(key.into(), String::new())], problem: problem.into() }
     }
 
-    /// An error about keys that contradict each other.
-    /// The same with a sentence more.
+    /// The same error with a note after the problem.
     pub(super) fn with_note(self, note: &str) -> Self {
         Invalid { problem: format!("{}; {note}", self.problem), ..self }
     }
 
+    /// An error about keys that contradict each other.
     pub(super) fn between(keys: &[(&str, String)], problem: impl Into<String>) -> Self {
         let keys = keys.iter().map(|(key, value)| (key.to_string(), value.clone())).collect();
         Invalid { keys, problem: problem.into() }

@@ -2,17 +2,23 @@
 //!
 //! Defaults are those of `shardwise-recipe`. The tests below check that they agree with the defaults of the library.
 
+use std::ops::Range;
 use std::time::Duration;
 
 use shardwise_comm::mpi;
-use shardwise_model::Model;
-use shardwise_plan::program::Program;
-use shardwise_plan::program::build::train_step;
+use shardwise_model::{Model, Unit};
+use shardwise_plan::pipeline_partition::{
+    Constraints, GradientReduction, Replication, StateBytes, UnitProfile, Workers, partition_stages,
+};
+use shardwise_plan::program::Programs;
 use shardwise_recipe::{
     ActivationCheckpointingRecipe, DeviceRecipe, NonFiniteRecipe, Recipe, ResolvedOptimizer, SupervisionRecipe,
 };
 use shardwise_torch::tch::Device;
-use shardwise_train::{ActivationCheckpointing, LossScale, OnNonFinite, Options, StepShape, tensor_place, unit_specs};
+use shardwise_train::{
+    ActivationCheckpointing, LossScale, OnNonFinite, Options, PipelineSchedule, StepShape, checked_programs,
+    tensor_place, unit_specs,
+};
 use shardwise_zero::{AdamW, Lamb, Optimizer, Precision, Sgd, Sharding};
 
 use crate::error::{Error, Result};
@@ -30,11 +36,41 @@ pub fn model(recipe: &Recipe) -> Result<Model> {
     Ok(model)
 }
 
-/// The program of a step on this many ranks.
-pub fn program(recipe: &Recipe, ranks: usize) -> Result<Program> {
+/// The programs of a step on this many ranks: one, or one for each stage of a pipeline.
+pub fn programs(recipe: &Recipe, ranks: usize) -> Result<Programs> {
     let (mesh, shape, options) = (recipe.mesh(ranks)?, step_shape(recipe, ranks)?, options(recipe, Device::Cpu)?);
     let units = unit_specs(&model(recipe)?, &options, tensor_place(&mesh, 0), shape);
-    Ok(train_step(&units, &options.policy(shape.micro_batches)))
+    Ok(checked_programs(&units, &options, &mesh, shape.micro_batches)?)
+}
+
+/// The chunks of the recipe's pipeline: those that it asks for, or chunks whose slowest one has as few FLOPs as possible.
+fn pipeline_chunks(recipe: &Recipe, model: &Model, schedule: &PipelineSchedule) -> Result<Option<Vec<Range<usize>>>> {
+    let names: Vec<&str> = model.units().iter().map(Unit::name).collect();
+    let stages = recipe.parallel.pipeline;
+    let given = recipe.pipeline_chunks(&names)?;
+    if stages == 1 || given.is_some() {
+        return Ok(given);
+    }
+    let chunks = schedule.chunks(stages);
+    let flops = model.unit_flops_per_token(recipe.batch.seq_len);
+    let profile = |(name, flops): (&&str, f64)| UnitProfile {
+        name: name.to_string(),
+        forward_s: flops,
+        backward_s: 0.,
+        output_bytes: 0,
+        parameter_bytes: 0,
+        kept_bytes: 0,
+    };
+    let units: Vec<UnitProfile> = names.iter().zip(flops).map(profile).collect();
+    let constraints = Constraints {
+        replication: Replication::Grid { stages: Some(chunks) },
+        reduction: GradientReduction::EachStep { micro_batches: 1 },
+        state: StateBytes { replicated: 0., sharded: 0. },
+        memory_bytes_max: None,
+    };
+    // If the model has too few units, building the pipeline says so.
+    let plan = partition_stages(&units, &Workers::on_one_network(chunks, 1.), &constraints).ok();
+    Ok(plan.map(|plan| plan.stages.into_iter().map(|stage| stage.units).collect()))
 }
 
 /// The micro-batches of a step of a recipe on one of this many ranks.
@@ -62,6 +98,8 @@ pub fn options(recipe: &Recipe, device: Device) -> Result<Options> {
     check_device(recipe)?;
     let sharding = Sharding::stage(recipe.zero.stage)
         .map_err(|error| recipe.sources.error_at("zero.stage", format!("zero.stage: {error}")))?;
+    let schedule = recipe.pipeline_schedule()?;
+    let pipeline_chunks = pipeline_chunks(recipe, &model(recipe)?, &schedule)?;
     let options = Options {
         sharding,
         precision: Precision {
@@ -76,6 +114,9 @@ pub fn options(recipe: &Recipe, device: Device) -> Result<Options> {
         reduce_each_micro_batch: recipe.zero.reduce_each_micro_batch,
         prefetch: recipe.zero.prefetch,
         sequence_parallel: recipe.parallel.sequence,
+        pipeline_schedule: schedule,
+        pipeline_chunks,
+        sum_tied_shares_apart: false,
         optimizer: optimizer(recipe),
         schedule: recipe.resolve_schedule(),
         max_grad_norm: recipe.optimizer.max_grad_norm,

@@ -8,11 +8,13 @@ use std::fmt;
 use shardwise_checkpoint::SaveId;
 use shardwise_journal::format::format_memory_fixed;
 use shardwise_model::Model;
-use shardwise_plan::program::{Layout, Memory, MemoryKind, MemoryUse, Program, build::train_step, memory_use};
+use shardwise_plan::program::{Layout, Memory, MemoryKind, MemoryUse, Program, memory_use};
 use shardwise_plan::{Axis, Mesh};
 use shardwise_recipe::{ActivationCheckpointingRecipe, FloatRecipe, Recipe};
 use shardwise_torch::tch::Device;
-use shardwise_train::{Options, checkpoint_layouts, memory_costs, tensor_place, unit_specs};
+use shardwise_train::{
+    Options, checked_programs, checkpoint_layouts, memory_costs, stages_of_units, tensor_place, unit_specs,
+};
 
 use crate::build::{self, step_shape};
 use crate::error::Result;
@@ -48,13 +50,14 @@ impl MemoryEstimate {
         let (program, memory) = simulate_memory(recipe, &model, &options, ranks)?;
         let peak_instruction = program.instructions.get(memory.peak_position);
         let mesh = recipe.mesh(ranks)?;
+        let stages = stages_of_units(model.units().len(), &options, &mesh)?;
         Ok(MemoryEstimate {
             step: memory.peak(),
             peak_instruction: peak_instruction.map(|peak| program.describe(peak)).unwrap_or_default(),
             saving: recipe.checkpoints.as_ref().map_or(0, |checkpoints| {
                 // A blocking save needs no buffer.
                 let buffer = if checkpoints.background { checkpoints.buffer_bytes } else { 0 };
-                saving(&model, &options, &mesh, buffer)
+                saving(&model, &options, &mesh, &stages, buffer)
             }),
             process: PROCESS_BYTES + if ranks > 1 { COMMUNICATION_BYTES } else { 0 },
         })
@@ -104,22 +107,27 @@ pub(crate) fn simulate_memory(
     let layout = Layout::of_rank(&mesh, 0, parameter_bytes, gradient_bytes);
     let place = tensor_place(&mesh, 0);
     let (units, policy) = (unit_specs(model, options, place, shape), options.policy(shape.micro_batches));
-    let program = train_step(&units, &policy);
-    let memory = memory_use(&program, &units, &policy, &layout, &memory_costs(model, options, place, shape));
-    Ok((program, memory))
+    let programs = checked_programs(&units, options, &mesh, shape.micro_batches)?;
+    let costs = memory_costs(model, options, place, shape);
+    let of_stage = |program: Program| {
+        let memory = memory_use(&program, &units, &policy, &layout, &costs);
+        (program, memory)
+    };
+    let stages = programs.stages.into_iter().map(of_stage);
+    Ok(stages.max_by_key(|(_, memory)| memory.peak().total_bytes()).expect("a pipeline has at least one stage"))
 }
 
 /// The memory of a save on the rank that needs the most: the shards of others that it writes, and a copy of its own shards up to
 /// the size of the buffer.
-fn saving(model: &Model, options: &Options, mesh: &Mesh, buffer: u64) -> usize {
-    let replicas = mesh.size(Axis::Replicate);
-    let owners = mesh.ranks() / replicas;
+fn saving(model: &Model, options: &Options, mesh: &Mesh, stage_of_unit: &[usize], buffer: u64) -> usize {
+    let (replicas, per_stage) = (mesh.size(Axis::Replicate), mesh.stride(Axis::Pipeline));
+    let owners = per_stage / replicas;
     let mut written = vec![[0; 2]; mesh.ranks()];
     for (unit, layout) in checkpoint_layouts(model, options, mesh).iter().enumerate() {
         for file in layout.files(SaveId::from(0)) {
             let of_writer = file.segments.iter().filter(|segment| segment.owner == file.writer);
             let own: u64 = of_writer.map(|segment| segment.bytes).sum();
-            let [owns, others] = &mut written[unit % replicas * owners + file.writer];
+            let [owns, others] = &mut written[stage_of_unit[unit] * per_stage + unit % replicas * owners + file.writer];
             *owns += own;
             *others += file.bytes() - own;
         }

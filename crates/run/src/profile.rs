@@ -277,7 +277,8 @@ fn trace_steps(
     }))
 }
 
-/// Measures what a step costs, on rank 0. Nothing is prefetched, so that computation and communication do not compete for cores.
+/// Measures what a step costs, on rank 0. Nothing is prefetched, so that computation and communication do not compete for cores, and
+/// the model is not cut into the stages of a pipeline, so that every rank computes every unit and no rank waits for another stage.
 fn measure_costs(
     recipe: &Recipe,
     world: &Arc<Group>,
@@ -288,6 +289,11 @@ fn measure_costs(
 ) -> Result<Option<StepCosts>> {
     let mut recipe = recipe.clone();
     recipe.zero.prefetch = 0;
+    let batch = recipe.batch(world.size())?;
+    recipe.batch.global_batch_size = None;
+    recipe.batch.micro_batch_size = Some(batch.micro_batch_size);
+    recipe.batch.gradient_accumulation_steps = Some(batch.gradient_accumulation_steps);
+    recipe.parallel.pipeline = 1;
     let folder = options.folder.join("without-prefetch");
     let options = ProfileOptions { folder, ..options.clone() };
     let Some(Baseline { profile, units, layout, least_step_s, .. }) = trace_steps(&recipe, world, position, &options)?

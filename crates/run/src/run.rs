@@ -211,7 +211,7 @@ impl<'a> Session<'a> {
         }
         let saver = store.clone().zip(recipe.checkpoints.clone()).map(|(store, checkpoints)| {
             let about = run_info(recipe, order.clone());
-            Saver::new(store, world.clone(), checkpoints, about, requests.clone(), first_step - 1, position.clone())
+            Saver::new(store, trainer.ranks(), checkpoints, about, requests.clone(), first_step - 1, position.clone())
         });
         if is_done {
             log.print(&format!("there is nothing left to do: run.steps is {}", recipe.run.steps));
@@ -293,7 +293,7 @@ impl<'a> Session<'a> {
             Some(saver) => {
                 let updated =
                     trainer.apply_update_with(gradients, &mut |shard, unit| saver.release_unit(shard, unit))?;
-                saver.end_update();
+                saver.end_update(trainer.fewer_updates())?;
                 updated
             }
             None => trainer.apply_update(gradients)?,
@@ -471,6 +471,7 @@ fn journal_start(recipe: &Recipe, trainer: &Trainer, workload: &Workload, resume
         ranks_per_host,
         zero_stage: recipe.zero.stage,
         replicate: trainer.ranks().groups.replicate.size(),
+        pipeline: trainer.ranks().pipeline.size(),
         tensor: trainer.ranks().tensor.size(),
         param_dtype: trainer.options().precision.param_dtype.to_string(),
         parameters: trainer.model().elements() as u64,
@@ -486,13 +487,16 @@ fn journal_start(recipe: &Recipe, trainer: &Trainer, workload: &Workload, resume
     }
 }
 
-/// The sizes of the mesh: replicas by shards and, with tensor parallelism, by the ranks that share each layer.
+/// The sizes of the mesh: replicas by shards and, if there are any, the stages of a pipeline and the ranks that share each layer.
 fn describe_mesh(ranks: &Ranks) -> String {
     let (replicas, shards) = (ranks.groups.replicate.size(), ranks.groups.shard.size());
-    match ranks.tensor.size() {
-        1 => format!("{replicas} × {shards}"),
-        tensor => format!("{replicas} × {shards} × tensor {tensor}"),
-    }
+    let along = |axis: &str, size: usize| (size > 1).then(|| format!("{axis} {size}"));
+    let parts = [
+        along("pipeline", ranks.pipeline.size()),
+        Some(format!("{replicas} × {shards}")),
+        along("tensor", ranks.tensor.size()),
+    ];
+    parts.into_iter().flatten().collect::<Vec<_>>().join(" × ")
 }
 
 /// The first lines that a run prints: its size, and all data types.

@@ -20,7 +20,7 @@ use shardwise_comm::{Group, ReduceOp};
 use shardwise_journal::Saved;
 
 use shardwise_recipe::{CheckpointsRecipe, Recipe};
-use shardwise_train::Trainer;
+use shardwise_train::{Ranks, Trainer};
 use shardwise_zero::ShardedUnit;
 
 use crate::agreement::agree;
@@ -95,8 +95,8 @@ pub(crate) struct Saver {
 /// run; the manifest stores it.
 pub fn save(trainer: &mut Trainer, store: &Arc<Store>, about: Value) -> Result<()> {
     let recipe = CheckpointsRecipe { keep_last: None, background: false, ..CheckpointsRecipe::at("") };
-    let (world, step, position) = (trainer.ranks().world.clone(), trainer.steps(), Arc::default());
-    let mut saver = Saver::new(store.clone(), world, recipe, about, Requests::default(), 0, position);
+    let (step, position) = (trainer.steps(), Arc::default());
+    let mut saver = Saver::new(store.clone(), trainer.ranks(), recipe, about, Requests::default(), 0, position);
     saver.start(trainer, step, Retry::Here, &mut |_| ())?;
     saver.failure.map_or(Ok(()), |why| Err(Error::Checkpoint(why)))
 }
@@ -173,7 +173,7 @@ impl Job {
 impl Saver {
     pub(crate) fn new(
         store: Arc<Store>,
-        world: Arc<Group>,
+        ranks: &Ranks,
         recipe: CheckpointsRecipe,
         about: Value,
         requests: Requests,
@@ -183,7 +183,7 @@ impl Saver {
         let last = Instant::now();
         Saver {
             store,
-            world,
+            world: ranks.world.clone(),
             recipe,
             about,
             requests,
@@ -308,7 +308,7 @@ impl Saver {
     }
 
     /// Releases the tensors of a unit that is about to be updated: waits until the save in progress has read, detached or copied
-    /// them. All ranks call it together, before every update of a unit.
+    /// them. All ranks call it together, before every update of a unit; the stages of a pipeline each for their own unit.
     pub(crate) fn release_unit(&mut self, shard: &mut ShardedUnit, unit: usize) -> shardwise_train::Result<()> {
         let Some(snapshot) = &self.unreleased else { return Ok(()) };
         // Running out of memory is treated like a full buffer.
@@ -317,9 +317,15 @@ impl Saver {
         Ok(())
     }
 
-    /// Notes that all units have been updated, so that nothing is left to release.
-    pub(crate) fn end_update(&mut self) {
-        self.unreleased = None;
+    /// Notes that all units have been updated, so that nothing is left to release. `fewer` is the number of units that this stage
+    /// has updated less than another one, whose calls it joins.
+    pub(crate) fn end_update(&mut self, fewer: usize) -> Result<()> {
+        if self.unreleased.take().is_some() {
+            for _ in 0..fewer {
+                release_tensors(&self.world, None, TensorSet::Lent, &mut |_| None)?;
+            }
+        }
+        Ok(())
     }
 
     /// Reports why the snapshot failed and whether it will be tried again.

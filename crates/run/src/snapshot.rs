@@ -315,9 +315,9 @@ impl Drop for WriterGuard {
 }
 
 /// Releases the tensors that training is about to touch, of a snapshot that may already have been written and dropped on this rank.
-/// `detach` is called for tensors of the unit that is released. All ranks call it together.
+/// `detach` is called for tensors of the unit that is released. All ranks of `group` call it together.
 pub(crate) fn release_tensors(
-    world: &Group,
+    group: &Group,
     snapshot: Option<&Snapshot>,
     which: TensorSet,
     detach: &mut Detach<'_>,
@@ -327,7 +327,7 @@ pub(crate) fn release_tensors(
     // Disks may differ in speed by more than the timeout of a single call.
     loop {
         let is_held = snapshot.is_some_and(|snapshot| !snapshot.release(which, detach));
-        let any = world.all_reduce("checkpoint's buffer", ReduceOp::Max, vec![i64::from(is_held)]).wait()?;
+        let any = group.all_reduce("checkpoint's buffer", ReduceOp::Max, vec![i64::from(is_held)]).wait()?;
         if any[0] == 0 {
             break;
         }

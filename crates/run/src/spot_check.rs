@@ -98,10 +98,9 @@ impl SpotCheck<'_> {
         Ok(received)
     }
 
-    /// The rank that reads the samples of `reader` and has the same parts of layers as this rank.
+    /// The rank that reads the samples of `reader`, and computes with the same parameters as this rank.
     fn rank_of(&self, reader: usize) -> usize {
-        let tensor = &self.trainer.ranks().tensor;
-        reader * tensor.size() + tensor.rank()
+        self.trainer.ranks().counterpart(reader)
     }
 
     /// Chooses one verdict for all ranks, preferably one that names a rank. A verdict is a unit and a rank; each rank may have
@@ -115,9 +114,12 @@ impl SpotCheck<'_> {
         let verdict = vec![unit as i64, wrong.map_or(-1, |rank| rank as i64)];
         let verdict = world.broadcast("spot check's verdict", first, verdict).wait()?;
         let (unit, wrong) = (verdict[0] as usize, usize::try_from(verdict[1]).ok());
-        let shared_by = self.trainer.ranks().tensor.size();
-        let of_shift = |shift: usize| (first + shift * shared_by) % world.size();
-        let ranks: Vec<usize> = (0..self.trainer.ranks().data_size().min(3)).map(of_shift).collect();
+        // A wrong number also changes what the ranks compute that share the layer, or hold other stages of the pipeline.
+        let wrong = wrong.filter(|_| ranks.tensor.size() == 1 && ranks.pipeline.size() == 1);
+        // The rank with the verdict and those that computed the same gradients, which are all on its stage.
+        let (shared_by, per_stage) = (ranks.tensor.size(), ranks.stage.size());
+        let of_shift = |shift: usize| first - first % per_stage + (first % per_stage + shift * shared_by) % per_stage;
+        let ranks: Vec<usize> = (0..ranks.data_size().min(3)).map(of_shift).collect();
         let hosts = wrong.map_or(ranks.clone(), |wrong| vec![wrong]);
         let hosts = hosts.into_iter().map(|rank| self.host_of(rank)).collect::<Result<_>>()?;
         let unit = self.trainer.model().units()[unit].name().to_string();

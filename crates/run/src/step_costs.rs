@@ -8,12 +8,10 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 use shardwise_journal::Profile;
-use shardwise_plan::program::{
-    Lane, Layout, LinkCost, Programs, SharedLink, StepSimulation, Topology, UnitSpec, build::train_step, simulate,
-};
+use shardwise_plan::program::{Lane, Layout, LinkCost, SharedLink, StepSimulation, Topology, UnitSpec, simulate};
 use shardwise_recipe::Recipe;
 use shardwise_torch::tch::Device;
-use shardwise_train::{ActivationCheckpointing, Options, memory_costs, tensor_place, unit_specs};
+use shardwise_train::{ActivationCheckpointing, Options, checked_programs, memory_costs, tensor_place, unit_specs};
 
 use crate::build;
 use crate::build::step_shape;
@@ -144,8 +142,8 @@ impl StepCosts {
             cost.update_s = times.update_s * share(unit, options.sharding.optimizer);
             cost.norm_s = times.norm_s * share(unit, true);
         }
-        let program = train_step(&units, &policy);
-        let simulation = simulate(&Programs::uniform(program), &units, &policy, &topology, &costs);
+        let programs = checked_programs(&units, &options, &topology.mesh, shape.micro_batches)?;
+        let simulation = simulate(&programs, &units, &policy, &topology, &costs);
         Ok(SimulatedStep { step_s: simulation.step_s + self.overhead_s, simulation })
     }
 
@@ -168,7 +166,7 @@ impl StepCosts {
         })
     }
 
-    fn check_units(&self, units: &[UnitSpec]) -> Result<()> {
+    pub(crate) fn check_units(&self, units: &[UnitSpec]) -> Result<()> {
         let is_same = self.units.iter().map(|unit| &unit.name).eq(units.iter().map(|unit| &unit.name));
         match is_same {
             true => Ok(()),

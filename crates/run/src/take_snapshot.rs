@@ -46,8 +46,8 @@ fn exchange_and_build(
         let saved = trainer.checkpoint_tensors(unit)?;
         let prepared = match unit % replicas == replica {
             _ if std::mem::take(&mut fails) => Err("the copy failed by fault injection".to_string()),
-            true => prepare(layout, save, &saved, replicated.shard.rank()),
-            false => Ok(Vec::new()),
+            true if trainer.has_unit(unit) => prepare(layout, save, &saved, replicated.shard.rank()),
+            _ => Ok(Vec::new()),
         };
         // Unit by unit, so that at most one unit is copied for other ranks at a time. The agreement ensures that no rank waits for a
         // copy that failed.
@@ -56,7 +56,7 @@ fn exchange_and_build(
             Ok(prepared) => prepared,
             Err(error) => return Ok(Err(error)),
         };
-        builder.start_unit(Some(trainer.lease_tensors(unit)));
+        builder.start_unit(trainer.has_unit(unit).then(|| trainer.lease_tensors(unit)));
         for (file, name, contents) in exchange(prepared, &world, |owner| replicated.shard.ranks().rank_at(owner))? {
             builder.add(file, name, contents);
         }

@@ -313,8 +313,9 @@ fn boot() -> i64 {
 
 /// The names and sizes of a trainer's groups.
 fn groups(ranks: &Ranks) -> Vec<(String, usize)> {
-    let groups = [&ranks.world, &ranks.groups.shard, &ranks.groups.replicate, &ranks.tensor, &ranks.replicated.shard];
-    groups.iter().map(|group| (group.name().to_string(), group.size())).collect()
+    let data_parallel = [&ranks.groups.shard, &ranks.groups.replicate, &ranks.replicated.shard];
+    let groups = [&ranks.world, &ranks.stage, &ranks.pipeline, &ranks.tensor].into_iter().chain(data_parallel);
+    groups.map(|group| (group.name().to_string(), group.size())).collect()
 }
 
 /// Builds the spans of a rank.
@@ -467,6 +468,7 @@ mod tests {
             queued,
             started: Some(started),
             ended: Some(ended),
+            is_awaited: true,
             waited: Some(waited),
             wait_ended: Some(wait_ended),
             status: CallStatus::Done,

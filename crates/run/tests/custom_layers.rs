@@ -110,7 +110,7 @@ fn parameters(trainer: &mut Trainer) -> Vec<Vec<f32>> {
         shard.release().unwrap();
         parameters
     };
-    trainer.shards_mut().iter_mut().map(of_unit).collect()
+    trainer.shards_mut().map(of_unit).collect()
 }
 
 fn world() -> Arc<Group> {

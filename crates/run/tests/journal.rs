@@ -65,7 +65,7 @@ fn sent(entries: &[Entry], verb: &str) -> (u64, u64) {
 #[test]
 fn traffic_is_what_theory_says() {
     let scratch = scratch(3);
-    let sets: [&[&str]; 11] = [
+    let sets: [&[&str]; 12] = [
         &["zero.stage=0"],
         &["zero.stage=1"],
         &["zero.stage=2", "precision.reduce_dtype=bf16"],
@@ -78,6 +78,7 @@ fn traffic_is_what_theory_says() {
         // Ranks that share layers read the same samples: 1 sequence × 2 micro-batches × 2 pairs of ranks.
         &["zero.stage=3", "parallel.tensor=2", "batch.global_batch_size=4"],
         &["zero.stage=1", "parallel.tensor=2", "parallel.replicate=2", "parallel.sequence=false"],
+        &["zero.stage=3", "parallel.pipeline=2", "parallel.pipeline_schedule=zb-v", "batch.global_batch_size=4"],
     ];
     ranks!(launch(4, scratch.path()), || {
         let world = world();
@@ -87,9 +88,11 @@ fn traffic_is_what_theory_says() {
                 assert!(entries.is_empty() && text.is_empty());
                 continue;
             }
-            // In addition, each step sends three numbers per rank: tokens, micro-batches and a trace request.
+            // In addition, each step sends four numbers per rank: tokens, micro-batches, a trace request and a fingerprint.
             let (bytes, theory) = sent(&entries, "all-gather");
-            assert_eq!(bytes - 3 * 3 * 8 * 3, theory, "all-gather, {sets:?}");
+            assert_eq!(bytes - 3 * 4 * 8 * 3, theory, "all-gather, {sets:?}");
+            let (bytes, theory) = sent(&entries, "send");
+            assert_eq!(bytes, theory, "send, {sets:?}");
             let (bytes, theory) = sent(&entries, "reduce-scatter");
             assert_eq!(bytes, theory, "reduce-scatter, {sets:?}");
             // In addition: a loss, and a norm for each of five units.

@@ -1,4 +1,5 @@
-//! A checkpoint of ranks that share layers is read by any other layout, with the same bits, and exports the same files.
+//! A checkpoint of ranks that share layers or hold the stages of a pipeline is read by any other layout, with the same bits, and exports
+//! the same files.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
@@ -12,7 +13,7 @@ use shardwise_checkpoint::{Checkpoint, Store, elements};
 use shardwise_comm::{Group, mpi};
 use shardwise_harness::{Launch, ranks};
 use shardwise_model::{Batch, Gpt2Config, LlamaConfig, Model, ModelConfig};
-use shardwise_plan::Dtype;
+use shardwise_plan::{Dtype, Mesh};
 use shardwise_run::save;
 use shardwise_torch::tch::{Device, Kind, Tensor};
 use shardwise_train::{Options, Ranks, Schedule, Trainer, init};
@@ -22,11 +23,12 @@ const VOCAB_SIZE: i64 = 101;
 const STEPS: i64 = 2;
 const FOLDER: &str = "SHARDWISE_TEST_FOLDER";
 
-/// The number of replicas, shards, and ranks that share each layer.
-type Layout = [usize; 3];
+/// The number of stages, replicas, shards, and ranks that share each layer.
+type Layout = [usize; 4];
 
-/// The layouts of four ranks, and one of six.
-const LAYOUTS: [Layout; 5] = [[1, 4, 1], [1, 2, 2], [1, 1, 4], [2, 1, 2], [1, 3, 2]];
+/// The layouts of four ranks, and two of six.
+const LAYOUTS: [Layout; 8] =
+    [[1, 1, 4, 1], [1, 1, 2, 2], [1, 1, 1, 4], [1, 2, 1, 2], [1, 1, 3, 2], [2, 1, 2, 1], [2, 1, 1, 2], [3, 2, 1, 1]];
 
 /// A Llama whose key heads several ranks use, with a frozen matrix that is split and a frozen norm that is not, and a GPT-2 with a
 /// fused matrix.
@@ -67,9 +69,13 @@ fn batch(step: i64, reader: i64) -> Batch {
 
 fn store(model: &str, layout: Layout, what: &str) -> Arc<Store> {
     let folder = PathBuf::from(std::env::var(FOLDER).unwrap());
-    let [replicas, shards, tensor] = layout;
-    let folder = folder.join(format!("{model}-{replicas}-{shards}-{tensor}{what}"));
+    let [stages, replicas, shards, tensor] = layout;
+    let folder = folder.join(format!("{model}-{stages}-{replicas}-{shards}-{tensor}{what}"));
     Arc::new(Store::create(folder.to_str().unwrap()).unwrap())
+}
+
+fn place_ranks(world: &Arc<Group>, [stages, replicas, _, tensor]: Layout) -> Ranks {
+    Ranks::on_mesh(world.clone(), Mesh::divide(world.size(), stages, replicas, tensor).unwrap()).unwrap()
 }
 
 /// The layouts that this world can have.
@@ -83,7 +89,7 @@ fn save_all() {
     let world = world();
     for layout in own_layouts(&world) {
         for (name, model) in models() {
-            let ranks = Ranks::parallel(world.clone(), layout[0], layout[2]).unwrap();
+            let ranks = place_ranks(&world, layout);
             let reader = ranks.data_rank() as i64;
             let mut trainer = Trainer::new(model, ranks, options(), &mut init::from_seed(5)).unwrap();
             (0..STEPS).for_each(|step| drop(trainer.step(&[batch(step, reader)]).unwrap()));
@@ -131,7 +137,7 @@ fn load_all() {
             for (name, model) in models() {
                 let what = format!("{name}: saved by {saved_by:?}, loaded by {layout:?}");
                 let checkpoint = Checkpoint::open(&store(name, saved_by, ""), STEPS as u64).unwrap();
-                let ranks = Ranks::parallel(world.clone(), layout[0], layout[2]).unwrap();
+                let ranks = place_ranks(&world, layout);
                 let mut trainer = Trainer::resume(model, ranks, options(), &checkpoint).unwrap();
                 let again = store(name, layout, &format!("-again-{saved_by:?}"));
                 save(&mut trainer, &again, json!({})).unwrap();

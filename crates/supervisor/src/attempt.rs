@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 use shardwise_journal::{EntryKind, Resumed};
-use shardwise_watch::{self as watch, Cause, Event, FailureKind, Order, Presence, Request, Secret, Server, explain};
+use shardwise_watch::{
+    self as watch, Cause, Event, FailureKind, ModelAxes, Order, Presence, RankInfo, Request, Secret, Server, explain,
+};
 
 use crate::error::{Error, Result};
 use crate::event_log::EventLog;
@@ -53,6 +55,7 @@ const KILL_TIMEOUT: Duration = Duration::from_millis(1500);
 pub(crate) struct Attempt<'a> {
     pub(crate) command: &'a RankCommand<'a>,
     pub(crate) ranks: usize,
+    pub(crate) axes: ModelAxes,
     pub(crate) hosts: &'a [Host],
     pub(crate) agent: &'a str,
     pub(crate) listen: SocketAddr,
@@ -117,6 +120,7 @@ impl Attempt<'_> {
         if self.ranks <= FEW_RANKS {
             server.set_heartbeat(SHORT_HEARTBEAT);
         }
+        server.set_axes(self.axes);
         server.set_history(log.history());
         let address = server.address();
         let file = SupervisorFile::create(log.folder(), address, self.secret);
@@ -283,7 +287,7 @@ impl Attempt<'_> {
 
     fn outcome(
         &self,
-        ranks: &[watch::RankInfo],
+        ranks: &[RankInfo],
         state: State,
         status: ExitStatus,
         messages: &[String],
@@ -313,8 +317,10 @@ impl Attempt<'_> {
         let (mut text, is_final) = match &cause {
             Some(Cause::Failed { kind: FailureKind::Final, text, .. }) => (text.clone(), true),
             // Another attempt would need as much memory.
-            Some(Cause::Failed { rank, kind: FailureKind::Memory, text }) => (name_rank(*rank, text), true),
-            Some(Cause::Failed { rank, kind: FailureKind::Error, text }) => (name_rank(*rank, text), never_worked),
+            Some(Cause::Failed { rank, kind: FailureKind::Memory, text }) => (name_rank(*rank, ranks, text), true),
+            Some(Cause::Failed { rank, kind: FailureKind::Error, text }) => {
+                (name_rank(*rank, ranks, text), never_worked)
+            }
             Some(cause) => (explain(ranks, cause, noticed), false),
             None if is_refused_now => ("The ranks refused to restart for the reason above.".to_string(), false),
             None => (format!("The launcher exited ({status}) before its ranks."), never_worked && state.joined == 0),
@@ -335,16 +341,17 @@ impl Attempt<'_> {
 }
 
 /// Prefixes an error with its rank, unless it already starts with a rank.
-fn name_rank(rank: usize, text: &str) -> String {
+fn name_rank(rank: usize, ranks: &[RankInfo], text: &str) -> String {
     let names_one =
         text.strip_prefix("rank ").is_some_and(|rest| rest.starts_with(|letter: char| letter.is_ascii_digit()));
-    if names_one { text.to_string() } else { format!("rank {rank}: {text}") }
+    let name = || ranks[rank].coordinates.describe_rank(rank);
+    if names_one { text.to_string() } else { format!("{}: {text}", name()) }
 }
 
 /// Determines the first cause of the failure and when it stopped the ranks, from the reports of the ranks and of the launcher.
 fn first_cause(
     reported: Option<(Cause, Instant)>,
-    ranks: &[watch::RankInfo],
+    ranks: &[RankInfo],
     messages: &[String],
     noticed: Instant,
 ) -> (Option<Cause>, Instant) {

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use serde::Deserialize;
 use shardwise_journal::{EntryKind, Launch};
-use shardwise_watch::Secret;
+use shardwise_watch::{ModelAxes, Secret};
 
 use crate::attempt::{Attempt, Failure, Outcome};
 use crate::error::{Error, Result};
@@ -36,6 +36,9 @@ const PAUSE_FOR_HOSTS: Duration = Duration::from_secs(5);
 pub struct Settings {
     /// The world sizes that the recipe can run on, in ascending order, all with the same global batch.
     pub ranks: Vec<usize>,
+    /// The sizes of the axes that cut the model into parts, which are the same on any number of ranks.
+    #[serde(default)]
+    pub axes: ModelAxes,
     /// The run folder, which holds the journal.
     pub folder: PathBuf,
     /// Whether the recipe has a checkpoint folder.
@@ -116,6 +119,7 @@ fn run_attempts(
         let attempt = Attempt {
             command,
             ranks,
+            axes: settings.axes,
             hosts: &hosts,
             agent: &placement.agent,
             listen,

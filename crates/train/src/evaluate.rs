@@ -1,12 +1,15 @@
 //! Evaluation and logits: forward passes without autograd.
 
 use shardwise_comm::ReduceOp;
-use shardwise_model::{Activations, Batch, IGNORED, Pass};
-use shardwise_plan::program::{Instruction, build};
+use shardwise_model::{Activations, Batch, IGNORED, Pass, TensorParallel};
+use shardwise_plan::program::{Instruction, Payload};
 use shardwise_torch::tch::{Tensor, no_grad};
 
 use crate::error::{Error, Result};
+
 use crate::step::Trainer;
+use crate::step_programs::inference_programs;
+use crate::step_values::Receiving;
 
 /// The result of an evaluation over all ranks and micro-batches.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -20,29 +23,33 @@ pub struct Evaluation {
 
 impl Trainer {
     /// The logits for these inputs: sequences by positions by vocabulary, or whatever a custom head's `logits` returns. All
-    /// ranks call it together, each with its own inputs.
+    /// ranks call it together, each with its own inputs; the stages of a pipeline with the same.
     pub fn logits(&mut self, inputs: &Tensor) -> Result<Tensor> {
         let inputs = inputs.to_device(self.options.device);
         let targets = inputs.full_like(IGNORED);
         let batch = Batch::new(inputs, targets);
-        let head = self.shards.len() - 1;
-        self.forward_no_grad(|trainer, index, input| match input {
+        let head = self.shards.model_len() - 1;
+        let parallel = self.parallel.with_whole_sequence();
+        let logits = self.forward_no_grad(&batch, &parallel, |trainer, index, input| match input {
             Some(input) if index == head => trainer.head_logits(input),
             _ => trainer.compute(index, input, &batch, &trainer.inference_pass(index)),
-        })
+        })?;
+        self.share_from_last_stage("logits", logits)
     }
 
     /// The loss on micro-batches, without training on them. All ranks call it together, each with the same number of
     /// micro-batches.
     pub fn evaluate(&mut self, micro_batches: &[Batch]) -> Result<Evaluation> {
         let (tokens, _) = self.count_tokens(self.steps, micro_batches, 0)?;
+        let parallel = self.parallel.clone();
         let mut loss_sum = 0.;
         for batch in micro_batches {
             let batch = batch.to_device(self.options.device);
             let compute = |trainer: &Trainer, index, input: Option<&Tensor>| {
                 trainer.compute(index, input, &batch, &trainer.pass(index, Activations::All))
             };
-            loss_sum += self.forward_no_grad(compute)?.double_value(&[]);
+            // Only the last stage of a pipeline computes the loss.
+            loss_sum += self.forward_no_grad(&batch, &parallel, compute)?.map_or(0., |loss| loss.double_value(&[]));
         }
         // The ranks that share the head have the same loss.
         let loss_sum = if self.ranks.tensor.rank() == 0 { loss_sum } else { 0. };
@@ -50,26 +57,51 @@ impl Trainer {
         Ok(Evaluation { loss_sum, tokens })
     }
 
-    /// A forward pass without autograd, which keeps only the last unit's output. While one unit computes, the parameters of
-    /// the next are all-gathered.
+    /// A forward pass without autograd, which keeps only the last unit's output, and returns it if this rank has that unit. While
+    /// one unit computes, the parameters of the next are all-gathered. `batch` and `parallel` say which activations the stages of a
+    /// pipeline send.
     pub(crate) fn forward_no_grad(
         &mut self,
+        batch: &Batch,
+        parallel: &TensorParallel,
         mut compute: impl FnMut(&Trainer, usize, Option<&Tensor>) -> Result<Tensor>,
-    ) -> Result<Tensor> {
+    ) -> Result<Option<Tensor>> {
         self.unless_broken(|trainer| {
-            let program = build::inference(&trainer.unit_specs, &trainer.options.policy(1));
+            let (mesh, rank) = (trainer.ranks.mesh(), trainer.ranks.world.rank());
+            let programs = inference_programs(&trainer.unit_specs, &trainer.options, &mesh)?;
+            let program = programs.of(rank, &mesh);
+            let mut receiving = Receiving::default();
             let mut x: Option<Tensor> = None;
-            for instruction in program.instructions {
-                trainer.enter(&instruction);
-                match instruction {
+            for instruction in &program.instructions {
+                trainer.enter(instruction);
+                match *instruction {
                     Instruction::StartGather { unit, .. } => trainer.shards[unit].start_gather()?,
                     Instruction::WaitGather(unit) => trainer.shards[unit].gather()?,
+                    Instruction::StartReceive(message) => {
+                        trainer.start_receive(&message, batch, parallel, &mut receiving)?;
+                    }
+                    Instruction::WaitReceive(message) => {
+                        let received = trainer.wait_receive(&message, &mut receiving)?;
+                        match message.payload {
+                            Payload::TiedParameters => trainer.keep_tied_parameter(&message, received),
+                            _ => x = Some(received),
+                        }
+                    }
                     Instruction::Forward { unit, .. } => x = Some(no_grad(|| compute(trainer, unit, x.as_ref()))?),
+                    Instruction::Send(message) if message.payload == Payload::TiedParameters => {
+                        let tied = trainer.tied_of(&message);
+                        trainer.send_message(&message, &trainer.shards[tied.unit].parameters()[tied.parameter])?;
+                    }
+                    Instruction::Send(message) => {
+                        let output = x.take().expect("a pass comes before its message");
+                        trainer.check_output(message.unit, &output, batch, parallel)?;
+                        trainer.send_message(&message, &output)?;
+                    }
                     Instruction::Release(unit) => trainer.shards[unit].release()?,
                     other => unreachable!("inference has no {other:?}"),
                 }
             }
-            Ok(x.expect("a model has units"))
+            Ok(x)
         })
     }
 
@@ -80,7 +112,7 @@ impl Trainer {
     }
 
     fn head_logits(&self, input: &Tensor) -> Result<Tensor> {
-        let index = self.shards.len() - 1;
+        let index = self.shards.model_len() - 1;
         let (unit, tied) = (&self.model.units()[index], self.tied(index));
         let failed = |error| Error::of_model(unit.name(), error);
         let parallel = self.inference_pass(index).parallel;

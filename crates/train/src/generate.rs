@@ -3,14 +3,14 @@
 //! Every unit has a key-value cache ([`Cache`]), so a token costs the work of one position. Units are gathered and released as in
 //! the forward pass of training, so at stage 3 each token costs the traffic of a forward pass.
 //!
-//! All ranks compute the same thing: the same tokens, the same gathered parameters, the same kernels. So their logits are bitwise
+//! All ranks of a pipeline stage compute the same thing: the same tokens, the same gathered parameters, the same kernels. So their logits are bitwise
 //! identical, and since sampling is a function of the seed and the position, they sample the same token without communication.
-//! This requires the same kind of processor on all hosts.
+//! Only the last stage of a pipeline has logits, so it tells the others which token it has sampled. This requires the same kind of processor on all hosts.
 
 use std::ops::ControlFlow;
 
-use shardwise_model::Cache;
 use shardwise_model::init::splitmix64;
+use shardwise_model::{Batch, Cache};
 use shardwise_torch::tch::{Kind, TchError, Tensor};
 
 use crate::error::{Error, Result};
@@ -97,12 +97,12 @@ pub fn generate(
 ) -> Result<Vec<i64>> {
     sampling.check()?;
     let most = room(prompt.len(), trainer.model.max_positions())?.map_or(most, |room| most.min(room));
-    let mut caches: Vec<Cache> = trainer.shards.iter().map(|_| Cache::new()).collect();
+    let mut caches: Vec<Cache> = (0..trainer.shards.model_len()).map(|_| Cache::new()).collect();
     let mut generated = Vec::new();
     let mut new = prompt.to_vec();
     while generated.len() < most {
-        let logits = trainer.extend(&new, &mut caches)?;
-        let token = sampling.sample(&logits, prompt.len() + generated.len())?;
+        let (logits, position) = (trainer.extend(&new, &mut caches)?, prompt.len() + generated.len());
+        let token = trainer.share_token(logits.map(|logits| sampling.sample(&logits, position)), position)?;
         if stop.contains(&token) {
             break;
         }
@@ -131,10 +131,11 @@ fn room(prompt: usize, positions: Option<usize>) -> Result<Option<usize>> {
 }
 
 impl Trainer {
-    /// Runs new tokens through the model, and returns the logits for the next token in f32.
-    fn extend(&mut self, new: &[i64], caches: &mut [Cache]) -> Result<Vec<f32>> {
+    /// Runs new tokens through the model, and returns the logits for the next token in f32, if this rank has the head.
+    fn extend(&mut self, new: &[i64], caches: &mut [Cache]) -> Result<Option<Vec<f32>>> {
         let tokens = Tensor::from_slice(new).view([1, -1]).to_device(self.options.device);
-        let logits = self.forward_no_grad(|trainer, index, input| {
+        let (batch, parallel) = (Batch::new(tokens.shallow_clone(), tokens.shallow_clone()), self.parallel.clone());
+        let logits = self.forward_no_grad(&batch, &parallel.with_whole_sequence(), |trainer, index, input| {
             let unit = &trainer.model.units()[index];
             let parameters = trainer.shards[index].parameters();
             let parallel = trainer.inference_pass(index).parallel;
@@ -142,7 +143,7 @@ impl Trainer {
                 .map_err(|error| Error::of_model(unit.name(), error))
         })?;
         let fail = |error: TchError| Error::Model { unit: "head".to_string(), error: error.into() };
-        Vec::try_from(logits.to_kind(Kind::Float).view(-1)).map_err(fail)
+        logits.map(|logits| Vec::try_from(logits.to_kind(Kind::Float).view(-1)).map_err(fail)).transpose()
     }
 }
 

@@ -1,9 +1,11 @@
 //! The options of a trainer, and its groups of ranks.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use shardwise_comm::{Group, ReduceOp};
-use shardwise_plan::program::{ActivationCheckpointing, Layout, Policy};
+use shardwise_plan::pipeline::PipelineSchedule;
+use shardwise_plan::program::{ActivationCheckpointing, Layout, Place, Policy};
 use shardwise_plan::schedule::Schedule;
 use shardwise_plan::{Axis, Dtype, DynamicScale, Mesh};
 use shardwise_torch::tch::Device;
@@ -11,6 +13,7 @@ use shardwise_zero::{Groups, Optimizer, Precision, Sharding};
 
 use crate::error::{Error, Result};
 use crate::loss_scale::{self, LossScale};
+use crate::message_groups::MessageGroups;
 use crate::nonfinite::OnNonFinite;
 
 /// The options of a trainer.
@@ -33,6 +36,13 @@ pub struct Options {
     /// Whether the ranks that share a layer each keep their own part of the sequence outside of attention and MLP (sequence
     /// parallelism). No effect without tensor parallelism.
     pub sequence_parallel: bool,
+    /// The order in which the stages of a pipeline work on micro-batches. No effect without pipeline parallelism.
+    pub pipeline_schedule: PipelineSchedule,
+    /// The units of each chunk of the pipeline: of each stage, if a stage has one chunk. By default, chunks have equally many units.
+    pub pipeline_chunks: Option<Vec<Range<usize>>>,
+    /// Whether the gradient of a tied parameter is the sum of each unit's share over all micro-batches, instead of the sum over
+    /// micro-batches of both. A pipeline whose stages share the parameter adds it up like this, so this makes other runs comparable.
+    pub sum_tied_shares_apart: bool,
     /// The optimizer. The schedule sets its learning rate.
     pub optimizer: Optimizer,
     /// The learning rate schedule.
@@ -57,6 +67,9 @@ impl Options {
             reduce_each_micro_batch: false,
             prefetch: 1,
             sequence_parallel: true,
+            pipeline_schedule: PipelineSchedule::OneFOneB,
+            pipeline_chunks: None,
+            sum_tied_shares_apart: false,
             optimizer,
             schedule,
             max_grad_norm: None,
@@ -75,6 +88,11 @@ impl Options {
             reduce_each_micro_batch: self.reduce_each_micro_batch,
             micro_batches,
         }
+    }
+
+    /// Whether a rank at this place among those that share a layer keeps only its own part of the sequence.
+    pub(crate) fn splits_sequence(&self, tensor: Place) -> bool {
+        self.sequence_parallel && tensor.size > 1
     }
 
     /// Fails if the options are invalid or contradict each other.
@@ -127,6 +145,12 @@ pub struct Ranks {
     pub replicated: Groups,
     /// The ranks that share each layer (tensor parallelism).
     pub tensor: Arc<Group>,
+    /// The ranks that hold the stages of one pipeline, by stage.
+    pub pipeline: Arc<Group>,
+    /// The groups in which these ranks send activations and their gradients to each other.
+    pub(crate) messages: MessageGroups,
+    /// All ranks of this rank's stage. This group communicates values in host memory.
+    pub stage: Arc<Group>,
     mesh: Mesh,
 }
 
@@ -137,7 +161,9 @@ impl Ranks {
     pub fn sharded(world: Arc<Group>) -> Self {
         let mesh = Mesh::new(&[(Axis::Shard, world.size())]).expect("a world has at least one rank");
         let groups = Groups::sharded(world.clone());
-        Ranks { replicated: groups.clone(), groups, world, tensor: Arc::new(shardwise_comm::single::group()), mesh }
+        let [tensor, pipeline] = [(); 2].map(|()| Arc::new(shardwise_comm::single::group()));
+        let messages = MessageGroups::same(&pipeline);
+        Ranks { replicated: groups.clone(), groups, stage: world.clone(), world, tensor, pipeline, messages, mesh }
     }
 
     /// Hybrid sharding: `replicas` replicas, each sharded among consecutive ranks. Calls of different groups run concurrently. All
@@ -149,21 +175,42 @@ impl Ranks {
     /// `replicas` replicas whose layers are each shared by `tensor` consecutive ranks. What is left of the ranks shards each
     /// replica. All ranks call this together.
     pub fn parallel(world: Arc<Group>, replicas: usize, tensor: usize) -> Result<Self> {
-        let mesh = mesh_of(world.size(), replicas, tensor)?;
+        let mesh =
+            Mesh::divide(world.size(), 1, replicas, tensor).map_err(|error| Error::Options(error.to_string()))?;
         Ranks::on_mesh(world, mesh)
     }
 
-    /// The ranks of a mesh with the axes replicate, shard and tensor. All ranks call this together.
+    /// The ranks of a mesh with the axes pipeline, replicate, shard and tensor. All ranks call this together.
     pub fn on_mesh(world: Arc<Group>, mesh: Mesh) -> Result<Self> {
         let along = |axes: &[Axis]| -> Result<Arc<Group>> { Ok(Arc::new(world.split_along(&mesh, axes)?)) };
         let groups = Groups { shard: along(&[Axis::Shard])?, replicate: along(&[Axis::Replicate])? };
-        if mesh.size(Axis::Tensor) == 1 {
-            let tensor = Arc::new(shardwise_comm::single::group());
-            return Ok(Ranks { replicated: groups.clone(), groups, world, tensor, mesh });
-        }
-        let tensor = along(&[Axis::Tensor])?;
-        let replicated = Groups { shard: along(&[Axis::Shard, Axis::Tensor])?, replicate: groups.replicate.clone() };
-        Ok(Ranks { world, groups, replicated, tensor, mesh })
+        let (tensor, replicated) = match mesh.size(Axis::Tensor) {
+            1 => (Arc::new(shardwise_comm::single::group()), groups.clone()),
+            _ => {
+                let (shard, replicate) = (along(&[Axis::Shard, Axis::Tensor])?, groups.replicate.clone());
+                (along(&[Axis::Tensor])?, Groups { shard, replicate })
+            }
+        };
+        let (pipeline, stage) = match mesh.size(Axis::Pipeline) {
+            1 => (Arc::new(shardwise_comm::single::group()), world.clone()),
+            _ => {
+                let within: Vec<Axis> = Axis::ALL.into_iter().filter(|&axis| axis != Axis::Pipeline).collect();
+                (along(&[Axis::Pipeline])?, along(&within)?)
+            }
+        };
+        let messages = MessageGroups::same(&pipeline);
+        Ok(Ranks { world, groups, replicated, tensor, pipeline, messages, stage, mesh })
+    }
+
+    /// The ranks of this stage as if there were no others: those of a model that is not cut into stages, with the same data
+    /// parallelism. Every stage can train the whole model with them, to be compared with the pipeline.
+    #[must_use]
+    pub fn of_stage(&self) -> Self {
+        let sizes = Axis::ALL.map(|axis| (axis, if axis == Axis::Pipeline { 1 } else { self.mesh.size(axis) }));
+        let mesh = Mesh::new(&sizes).expect("a part of a valid mesh");
+        let pipeline = Arc::new(shardwise_comm::single::group());
+        let messages = MessageGroups::same(&pipeline);
+        Ranks { world: self.stage.clone(), pipeline, messages, mesh, ..self.clone() }
     }
 
     /// The mesh of all ranks.
@@ -173,12 +220,18 @@ impl Ranks {
 
     /// The number of ranks that read different samples.
     pub fn data_size(&self) -> usize {
-        self.world.size() / self.tensor.size()
+        self.stage.size() / self.tensor.size()
     }
 
-    /// This rank's index among those that read different samples. The ranks that share a layer have the same.
+    /// This rank's index among those that read different samples. The ranks that share a layer, and those that hold the stages of a
+    /// pipeline, have the same.
     pub fn data_rank(&self) -> usize {
-        self.world.rank() / self.tensor.size()
+        self.stage.rank() / self.tensor.size()
+    }
+
+    /// The rank that reads the samples of `data_rank`, and has the same stage and the same parts of layers as this rank.
+    pub fn counterpart(&self, data_rank: usize) -> usize {
+        self.stage.ranks().rank_at(data_rank * self.tensor.size() + self.tensor.rank())
     }
 
     /// Where this rank is among the others, and the size of the elements that they send.
@@ -198,40 +251,28 @@ impl Ranks {
     /// The same ranks with this rank's tensors on GPU `device` (cargo feature `cuda`).
     #[cfg(feature = "cuda")]
     pub fn on_gpu(world: Arc<Group>, mesh: Mesh, device: usize) -> Result<Self> {
-        let Ranks { world, groups, replicated, tensor, mesh } = Ranks::on_mesh(world, mesh)?;
+        let Ranks { world, groups, replicated, tensor, pipeline, messages, stage, mesh } = Ranks::on_mesh(world, mesh)?;
+        drop(messages);
         let over = |group: Arc<Group>| -> Result<Arc<Group>> {
             let control = Arc::into_inner(group).expect("on_mesh returned the only reference");
             Ok(Arc::new(shardwise_comm::nccl::connect(control, device)?))
         };
-        if tensor.size() == 1 {
-            drop(replicated);
-            let groups = Groups { shard: over(groups.shard)?, replicate: over(groups.replicate)? };
-            return Ok(Ranks { world, replicated: groups.clone(), groups, tensor, mesh });
-        }
+        let over_unless_single = |group: Arc<Group>| if group.size() == 1 { Ok(group) } else { over(group) };
         let Groups { shard, replicate } = groups;
-        let all_shards = replicated.shard;
+        let all_shards = Some(replicated.shard).filter(|_| tensor.size() > 1);
         drop(replicated.replicate);
         let groups = Groups { shard: over(shard)?, replicate: over(replicate)? };
-        let replicated = Groups { shard: over(all_shards)?, replicate: groups.replicate.clone() };
-        Ok(Ranks { world, groups, replicated, tensor: over(tensor)?, mesh })
+        let replicated = match all_shards {
+            Some(shard) => Groups { shard: over(shard)?, replicate: groups.replicate.clone() },
+            None => groups.clone(),
+        };
+        let messages = match pipeline.size() {
+            1 => MessageGroups::same(&pipeline),
+            _ => MessageGroups::new(|| over(Arc::new(world.split_along(&mesh, &[Axis::Pipeline])?)))?,
+        };
+        let (tensor, pipeline) = (over_unless_single(tensor)?, over_unless_single(pipeline)?);
+        Ok(Ranks { world, groups, replicated, tensor, pipeline, messages, stage, mesh })
     }
-}
-
-/// The mesh of this many ranks.
-pub fn mesh_of(ranks: usize, replicas: usize, tensor: usize) -> Result<Mesh> {
-    let (replicas_of, tensor_of) = (replicas.max(1), tensor.max(1));
-    if replicas == 0 || tensor == 0 || !ranks.is_multiple_of(replicas_of * tensor_of) {
-        return Err(Error::Options(match tensor {
-            1 => format!("parallel.replicate: {ranks} ranks cannot be divided into {replicas} replicas"),
-            _ => format!(
-                "parallel.tensor: {ranks} ranks cannot be divided into {replicas} replicas whose layers are each shared by {tensor} \
-                 ranks"
-            ),
-        }));
-    }
-    let shards = ranks / (replicas * tensor);
-    let sizes = [(Axis::Replicate, replicas), (Axis::Shard, shards), (Axis::Tensor, tensor)];
-    Mesh::new(&sizes).map_err(|error| Error::Options(error.to_string()))
 }
 
 #[cfg(test)]

@@ -27,7 +27,9 @@ impl StepPhase {
             Instruction::WaitGather(_) => Some(StepPhase::Gather),
             Instruction::Forward { .. } => Some(StepPhase::Forward),
             Instruction::Recompute { .. } => Some(StepPhase::Recompute),
-            Instruction::Backward { .. } => Some(StepPhase::Backward),
+            Instruction::Backward { .. } | Instruction::BackwardInput { .. } | Instruction::BackwardWeight { .. } => {
+                Some(StepPhase::Backward)
+            }
             Instruction::StartReduce { .. } | Instruction::WaitReduceScatter(_) | Instruction::WaitReduce(_) => {
                 Some(StepPhase::Reduce)
             }

@@ -1,5 +1,7 @@
 //! A step whose loss or gradients are not finite: finding the value at fault, and skipping the update.
 
+use shardwise_zero::ShardedUnit;
+
 use crate::error::{Error, Result};
 use crate::nonfinite::{NonFiniteValue, OnNonFinite};
 use crate::report::Gradients;
@@ -25,33 +27,37 @@ impl Trainer {
     /// The first value on any rank that is not finite, in the order of the computation: outputs forward, gradients backward.
     fn first_non_finite(&self, own_output: Option<usize>) -> Result<NonFiniteValue> {
         if let Some((unit, rank)) = self.ranks.first_on_any_rank(own_output)? {
-            let parameter = self.ranks.first_on_any_rank(self.shards[unit].first_nonfinite_parameter()?)?;
+            let own = self.shards.get(unit).map(ShardedUnit::first_nonfinite_parameter).transpose()?.flatten();
+            let parameter = self.ranks.first_on_any_rank(own)?;
             let parameter = match (parameter, self.model.units()[unit].tied()) {
                 (Some((parameter, _)), _) => Some(self.parameter_name(unit, parameter)),
                 // The unit may also compute with a tied parameter.
                 (None, Some(tied)) => {
-                    let is_finite = self.shards[tied.unit].is_parameter_finite(tied.parameter)?;
-                    let at_fault = self.ranks.first_on_any_rank((!is_finite).then_some(tied.parameter))?;
+                    let owner = self.shards.get(tied.unit);
+                    let is_finite = owner.map(|owner| owner.is_parameter_finite(tied.parameter)).transpose()?;
+                    let own = (is_finite == Some(false)).then_some(tied.parameter);
+                    let at_fault = self.ranks.first_on_any_rank(own)?;
                     at_fault.map(|(parameter, _)| self.parameter_name(tied.unit, parameter))
                 }
                 (None, None) => None,
             };
-            return Ok(NonFiniteValue::Output { unit: self.shards[unit].name().to_string(), rank, parameter });
+            return Ok(NonFiniteValue::Output { unit: self.unit_name(unit).to_string(), rank, parameter });
         }
+        let last = self.shards.model_len() - 1;
         let mut own = None;
-        for (from_last, shard) in self.shards.iter().rev().enumerate() {
+        for (unit, shard) in self.shards.iter().rev() {
             if shard.first_nonfinite_gradient()?.is_some() {
-                own = Some(from_last);
+                own = Some(last - unit);
                 break;
             }
         }
         let (from_last, _) =
             self.ranks.first_on_any_rank(own)?.expect("the norm is not finite, so some gradient is not");
-        let unit = self.shards.len() - 1 - from_last;
-        let parameter = self.ranks.first_on_any_rank(self.shards[unit].first_nonfinite_gradient()?)?;
-        let (parameter, _) = parameter.expect("the unit has a gradient that is not finite");
+        let unit = last - from_last;
+        let own = self.shards.get(unit).map(ShardedUnit::first_nonfinite_gradient).transpose()?.flatten();
+        let (parameter, _) = self.ranks.first_on_any_rank(own)?.expect("the unit has a gradient that is not finite");
         Ok(NonFiniteValue::Gradient {
-            unit: self.shards[unit].name().to_string(),
+            unit: self.unit_name(unit).to_string(),
             parameter: self.parameter_name(unit, parameter),
         })
     }

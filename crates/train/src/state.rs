@@ -87,7 +87,7 @@ impl Trainer {
     pub fn progress(&self) -> Progress {
         Progress {
             step: self.steps,
-            updates: self.shards[self.first_trainable].updates(),
+            updates: self.updates,
             skipped: self.skipped,
             loss_scale: self.loss_scaler.dynamic_value(),
             good_steps: self.loss_scaler.good_steps(),
@@ -101,10 +101,28 @@ impl Trainer {
         checkpoint_layouts(&self.model, &self.options, &self.ranks.mesh())
     }
 
+    /// Whether this rank holds a unit. With a pipeline, it holds those of its own stage.
+    pub fn has_unit(&self, unit: usize) -> bool {
+        self.shards.has(unit)
+    }
+
+    /// How many trainable units this rank's stage has fewer than the stage that has the most.
+    pub fn fewer_updates(&self) -> usize {
+        let mut trainable = vec![0usize; self.ranks.pipeline.size()];
+        for (unit, &stage) in self.unit_specs.iter().zip(&self.stage_of_unit) {
+            trainable[stage] += usize::from(unit.trainable > 0);
+        }
+        let most = trainable.iter().copied().max().unwrap_or(0);
+        most - trainable[self.ranks.pipeline.rank()]
+    }
+
     /// This rank's shards of a unit, as a checkpoint stores them, once the last update is complete: one for each buffer of its layout
-    /// that this rank owns a shard of. They share memory with the trainer: hold a [`Trainer::lease_tensors`] while reading them.
+    /// that this rank owns a shard of, and none for a unit of another stage. They share memory with the trainer: hold a [`Trainer::lease_tensors`] while reading them.
     pub fn checkpoint_tensors(&mut self, unit: usize) -> Result<Vec<Option<CheckpointTensor>>> {
         self.unless_broken(|trainer| {
+            if !trainer.shards.has(unit) {
+                return Ok(Vec::new());
+            }
             trainer.shards[unit].wait_for_update()?;
             let mut own = trainer.shards[unit].checkpoint_tensors().into_iter();
             let (parameters, mesh) = (trainer.model.units()[unit].parameters(), trainer.ranks.mesh());
@@ -124,7 +142,7 @@ impl Trainer {
             1 => Ok(()),
             _ => Err(Error::Options(format!(
                 "a save still reads the tensors of {} that this update would overwrite",
-                self.shards[unit].name(),
+                self.model.units()[unit].name(),
             ))),
         }
     }
@@ -171,8 +189,8 @@ impl Trainer {
         let place = trainer.tensor_place();
         let states = optimizer.state_names();
         // Before the first update optimizer states have their initial values, and an imported checkpoint does not contain them.
-        let shards = trainer.shards.iter_mut().zip(&units).filter(|_| progress.updates > 0);
-        for (shard, (unit, parameters)) in shards {
+        for (index, shard) in trainer.shards.iter_mut().filter(|_| progress.updates > 0) {
+            let (unit, parameters) = &units[index];
             shard.resume(progress.updates, &mut |parameter, state, range, elements| {
                 let parameter = &parameters[parameter];
                 let (slice, name) = (parameter.kept_slice(place), state_name(parameter, states[state]));
@@ -182,6 +200,7 @@ impl Trainer {
             })?;
         }
         trainer.steps = progress.step;
+        trainer.updates = progress.updates;
         trainer.skipped = progress.skipped;
         trainer.skipped_batches = progress.skipped_batches;
         trainer.loss_scaler.resume(progress.loss_scale, progress.good_steps, progress.hysteresis_left);

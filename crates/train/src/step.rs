@@ -7,29 +7,36 @@
 use std::sync::Arc;
 
 use shardwise_comm::ReduceOp;
-use shardwise_model::{Activations, Batch, IGNORED, Model, Parameter, Pass, TensorParallel, Unit};
-use shardwise_plan::FloatsMut;
-use shardwise_plan::program::{Codec, Instruction, Keep, Place, Policy, Program, Programs, UnitSpec, build, check};
+use shardwise_model::{Activations, Batch, DeferredGradients, Model, Pass, TensorParallel, Unit};
+use shardwise_plan::program::{Codec, Instruction, Keep, Message, Place, Policy, Program, UnitSpec};
 use shardwise_torch::autograd::{self, Graph};
 use shardwise_torch::kind_of;
-use shardwise_torch::tch::{Kind, Tensor, no_grad};
-use shardwise_zero::{Bytes, Groups, Layout, ParameterSpec, Pool, ShardedUnit};
+use shardwise_torch::tch::{Tensor, no_grad};
+use shardwise_zero::{Bytes, Pool, ShardedUnit};
 
 use crate::error::{Error, Result};
-use crate::init::{ParameterInit, for_each_run};
+use crate::init::ParameterInit;
 use crate::loss_scale::LossScaler;
 use crate::options::{Options, Ranks};
+use crate::own_units::OwnUnits;
 use crate::probe::{Probe, StepPhase};
 use crate::progress::SkippedBatch;
 use crate::report::{Gradients, Report};
-use crate::step_values::{BeforeUpdate, ParameterGradient, StepValues, UnitPass};
+use crate::shard_model::shard_model;
+use crate::step_programs::{checked_programs, replay_programs, stages_of_units};
+use crate::step_values::{BeforeUpdate, HalfBackward, ParameterGradient, StepValues, UnitPass};
 use crate::tensor_group::TensorRanks;
 use crate::unit_specs::{StepShape, tensor_place, unit_specs};
 
 /// One rank's part of a model in training.
 pub struct Trainer {
     pub(crate) model: Model,
-    pub(crate) shards: Vec<ShardedUnit>,
+    /// Those of this rank's stage.
+    pub(crate) shards: OwnUnits,
+    /// The stage of the pipeline that holds each unit.
+    pub(crate) stage_of_unit: Vec<usize>,
+    /// A parameter of another stage that a unit of this one is tied to, for the current step.
+    pub(crate) tied_copy: Option<Tensor>,
     pool: Arc<Pool>,
     pub(crate) ranks: Ranks,
     pub(crate) options: Options,
@@ -43,6 +50,8 @@ pub struct Trainer {
     pub(crate) first_trainable: usize,
     pub(crate) loss_scaler: LossScaler,
     pub(crate) steps: u64,
+    /// The number of steps whose update was not skipped.
+    pub(crate) updates: u32,
     pub(crate) skipped: u64,
     /// Batches that are skipped after a rollback.
     pub(crate) skipped_batches: Vec<SkippedBatch>,
@@ -57,19 +66,34 @@ pub struct Trainer {
     broken_by: Option<String>,
 }
 
-/// Fails if a program has instructions that training cannot execute yet: messages, halves of backward passes, offload, codecs.
+/// Fails if a pipeline has several tied units: a rank keeps one copy of a parameter of another stage.
+fn check_ties(model: &Model, ranks: &Ranks) -> Result<()> {
+    let tied: Vec<&str> = model.units().iter().filter(|unit| unit.tied().is_some()).map(Unit::name).collect();
+    match ranks.pipeline.size() > 1 && tied.len() > 1 {
+        true => Err(Error::Options(format!(
+            "the pipeline: {} are tied; a pipeline supports one tied unit",
+            tied.join(", ")
+        ))),
+        false => Ok(()),
+    }
+}
+
+/// Whether a program has backward passes in two halves.
+fn splits_backward(program: &Program) -> bool {
+    program.instructions.iter().any(|instruction| matches!(instruction, Instruction::BackwardInput { .. }))
+}
+
+/// Fails if a program has instructions that training cannot execute yet: offload and codecs.
 fn check_executable(program: &Program) -> Result<()> {
     let is_unsupported = |instruction: &&Instruction| match instruction {
-        Instruction::Send(_)
-        | Instruction::StartReceive(_)
-        | Instruction::WaitReceive(_)
-        | Instruction::BackwardInput { .. }
-        | Instruction::BackwardWeight { .. }
-        | Instruction::StartFetch(_)
+        Instruction::StartFetch(_)
         | Instruction::WaitFetch(_)
         | Instruction::StartStore(_)
         | Instruction::WaitStore(_) => true,
-        Instruction::StartGather { codec, .. } | Instruction::StartReduce { codec, .. } => *codec != Codec::None,
+        Instruction::StartGather { codec, .. }
+        | Instruction::StartReduce { codec, .. }
+        | Instruction::Send(Message { codec, .. })
+        | Instruction::StartReceive(Message { codec, .. }) => *codec != Codec::None,
         _ => false,
     };
     match program.instructions.iter().find(is_unsupported) {
@@ -87,51 +111,24 @@ impl Trainer {
         options.check()?;
         model.check_tensor_parallel(ranks.tensor.size()).map_err(|error| Error::Options(error.to_string()))?;
         let pool = Arc::new(Pool::new(options.device));
-        let layout = |groups: &Groups, tensor| Layout {
-            groups: groups.clone(),
-            tensor,
-            sharding: options.sharding,
-            precision: options.precision,
-            states: options.optimizer.states(),
-            pool: pool.clone(),
-        };
-        // What tensor-parallel ranks split is sharded by each of them, and what they replicate by all of them together.
-        let tensor = Some(ranks.tensor.clone()).filter(|tensor| tensor.size() > 1);
-        let layouts = [layout(&ranks.groups, tensor), layout(&ranks.replicated, None)];
-        let place = tensor_place(&ranks.mesh(), ranks.world.rank());
-        let splits_sequence = options.sequence_parallel && place.size > 1;
-        let mut shard = |unit: &Unit| {
-            let spec = |parameter: &Parameter| {
-                let is_replicated = parameter.is_replicated(place);
-                ParameterSpec {
-                    shape: parameter.kept_shape(place),
-                    decays: parameter.decays,
-                    trainable: parameter.trainable,
-                    layout: usize::from(is_replicated),
-                    adds_gradient: !is_replicated || place.index == 0 || !parameter.has_same_gradient(splits_sequence),
-                }
-            };
-            let specs: Vec<ParameterSpec> = unit.parameters().iter().map(spec).collect();
-            let mut init_parameter = |index: usize, range, elements: FloatsMut<'_>| {
-                let parameter = &unit.parameters()[index];
-                let slice = parameter.kept_slice(place);
-                for_each_run(parameter, slice.as_ref(), range, elements, &mut |range, elements| {
-                    init(parameter, range, elements)
-                })
-            };
-            ShardedUnit::new(unit.name(), &specs, &layouts, &mut init_parameter)
-        };
-        let shards: Vec<ShardedUnit> = model.units().iter().map(&mut shard).collect::<std::result::Result<_, _>>()?;
-        let first_trainable = shards.iter().position(ShardedUnit::is_trainable).ok_or(Error::AllFrozen)?;
+        let is_trained = |unit: &Unit| unit.parameters().iter().any(|parameter| parameter.trainable);
+        let first_trainable = model.units().iter().position(is_trained).ok_or(Error::AllFrozen)?;
+        let stage_of_unit = stages_of_units(model.units().len(), &options, &ranks.mesh())?;
+        check_ties(&model, &ranks)?;
+        let shards = shard_model(&model, &ranks, &options, &stage_of_unit, &pool, init)?;
         let loss_scaler = LossScaler::new(options.loss_scale);
+        let place = tensor_place(&ranks.mesh(), ranks.world.rank());
         // The number of tokens changes nothing about the order.
         let shape = StepShape { tokens: place.size, positions: place.size, micro_batches: 1 };
         let unit_specs = unit_specs(&model, &options, place, shape);
-        let parallel = TensorParallel::new(Arc::new(TensorRanks(ranks.tensor.clone())), splits_sequence);
-        let leases = shards.iter().map(|_| Arc::default()).collect();
+        let tensor_ranks = Arc::new(TensorRanks(ranks.tensor.clone()));
+        let parallel = TensorParallel::new(tensor_ranks, options.splits_sequence(place));
+        let leases = model.units().iter().map(|_| Arc::default()).collect();
         Ok(Trainer {
             model,
             shards,
+            stage_of_unit,
+            tied_copy: None,
             pool,
             ranks,
             options,
@@ -141,6 +138,7 @@ impl Trainer {
             first_trainable,
             loss_scaler,
             steps: 0,
+            updates: 0,
             skipped: 0,
             skipped_batches: Vec::new(),
             probe: Arc::new(()),
@@ -181,18 +179,14 @@ impl Trainer {
         self.first_trainable
     }
 
-    /// The sharded units, in the model's order.
-    pub fn shards_mut(&mut self) -> &mut [ShardedUnit] {
-        &mut self.shards
+    /// The sharded units of this rank's stage, in the model's order.
+    pub fn shards_mut(&mut self) -> impl Iterator<Item = &mut ShardedUnit> {
+        self.shards.iter_mut().map(|(_, shard)| shard)
     }
 
     /// The bytes of this rank's parameters, gradients and optimizer state, and those of unsharded buffers.
     pub fn bytes(&self) -> (Bytes, usize) {
-        let held = self.shards.iter().map(ShardedUnit::bytes).fold(Bytes::default(), |sum, unit| Bytes {
-            parameters: sum.parameters + unit.parameters,
-            gradients: sum.gradients + unit.gradients,
-            optimizer: sum.optimizer + unit.optimizer,
-        });
+        let held = self.shards.iter().map(|(_, shard)| shard.bytes()).fold(Bytes::default(), Bytes::plus);
         (held, self.pool.bytes())
     }
 
@@ -209,12 +203,10 @@ impl Trainer {
     ///
     /// Before the first step of a custom model whose layers ranks share, compares the layers with those on one rank.
     pub fn compute_gradients(&mut self, micro_batches: &[Batch]) -> Result<Gradients> {
-        if !self.has_stepped
-            && self.parallel.size() > 1
-            && !self.model.is_built_in()
-            && let Some(batch) = micro_batches.first()
-        {
-            self.check_shared_layers(batch)?;
+        if !self.has_stepped && self.parallel.size() > 1 && !self.model.is_built_in() {
+            // If a rank has no micro-batches, this fails on all ranks. Without it, the others would wait for that rank in the check.
+            self.count_tokens(self.steps + 1, micro_batches, 0)?;
+            self.check_shared_layers(&micro_batches[0])?;
         }
         let gradients = self.unless_broken(|trainer| trainer.compute_step(micro_batches))?;
         self.pending = Some(gradients.step);
@@ -226,7 +218,7 @@ impl Trainer {
     /// someone holds a [`TensorLease`](crate::TensorLease).
     pub fn apply_update(&mut self, gradients: Gradients) -> Result<Report> {
         if gradients.are_finite() {
-            (0..self.shards.len()).try_for_each(|unit| self.check_no_lease(unit))?;
+            (0..self.leases.len()).try_for_each(|unit| self.check_no_lease(unit))?;
         }
         self.apply_update_with(gradients, &mut |_, _| Ok(()))
     }
@@ -251,15 +243,18 @@ impl Trainer {
     /// Discards the gradients of a step that is not applied.
     pub fn discard_gradients(&mut self) {
         self.pending = None;
-        self.shards.iter_mut().for_each(ShardedUnit::discard_gradients);
+        self.shards.iter_mut().for_each(|(_, shard)| shard.discard_gradients());
     }
 
     /// Repeats the passes of a step on these micro-batches, which may be those of another rank. The gradients are not accumulated:
     /// only the [`Probe`] sees them. All ranks call it together.
     pub fn replay(&mut self, micro_batches: &[Batch], step: &Gradients) -> Result<()> {
         self.unless_broken(|trainer| {
-            let program = build::replay(&trainer.unit_specs, &trainer.options.policy(micro_batches.len()));
-            let mut values = StepValues::new(micro_batches, trainer.shards.len(), step.loss_scale);
+            let (units, mesh) = (&trainer.unit_specs, trainer.ranks.mesh());
+            let programs = replay_programs(units, &trainer.options, &mesh, micro_batches.len())?;
+            let program = programs.of(trainer.ranks.world.rank(), &mesh);
+            let mut values = StepValues::new(micro_batches, trainer.shards.model_len(), step.loss_scale);
+            values.splits_backward = splits_backward(program);
             values.tokens = step.tokens;
             trainer.execute(&program.instructions, &mut values)
         })
@@ -273,9 +268,9 @@ impl Trainer {
         {
             return Ok(program.clone());
         }
-        let program = build::train_step(&self.unit_specs, &policy);
-        let checked = check(&Programs::uniform(program.clone()), &self.unit_specs, &policy, &self.ranks.mesh());
-        checked.map_err(|violation| Error::Options(format!("the step's program is invalid: {violation}")))?;
+        let mesh = self.ranks.mesh();
+        let programs = checked_programs(&self.unit_specs, &self.options, &mesh, micro_batches)?;
+        let program = programs.of(self.ranks.world.rank(), &mesh).clone();
         check_executable(&program)?;
         let program = Arc::new(program);
         self.program = Some((policy, program.clone()));
@@ -299,7 +294,8 @@ impl Trainer {
         self.discard_gradients();
         // Without micro-batches, counting tokens fails on all ranks.
         let program = self.program(micro_batches.len().max(1))?;
-        let mut values = StepValues::new(micro_batches, self.shards.len(), self.loss_scaler.value());
+        let mut values = StepValues::new(micro_batches, self.shards.model_len(), self.loss_scaler.value());
+        values.splits_backward = splits_backward(&program);
         self.execute(program.gradients(), &mut values)?;
         Ok(values.totals.expect("a step's program ends with its totals"))
     }
@@ -310,11 +306,12 @@ impl Trainer {
         if gradients.are_finite() {
             let clip = self.options.max_grad_norm.map_or(1., |largest| (largest / gradients.grad_norm).min(1.));
             let optimizer = self.options.optimizer.with_lr(scheduled.lr, scheduled.momentum);
-            let mut values = StepValues::new(&[], self.shards.len(), gradients.loss_scale);
+            let mut values = StepValues::new(&[], self.shards.model_len(), gradients.loss_scale);
             values.update = Some((optimizer, clip / gradients.loss_scale, before));
             let program = self.program(gradients.micro_batches)?;
             self.execute(program.update(), &mut values)?;
             self.loss_scaler.record_finite_step();
+            self.updates += 1;
         } else {
             skipped = Some(self.skip_update(&gradients)?);
         }
@@ -332,13 +329,20 @@ impl Trainer {
                 Instruction::Release(unit) => self.shards[unit].release()?,
                 Instruction::Forward { unit, micro_batch, keep } => self.forward(unit, micro_batch, keep, step)?,
                 Instruction::Recompute { unit, micro_batch } => self.recompute(unit, micro_batch, step)?,
-                Instruction::Backward { unit, micro_batch } => self.backward(unit, micro_batch, step)?,
-                Instruction::Accumulate { .. } => {
-                    for (unit, parameter, grad) in step.grads.drain(..) {
-                        self.shards[unit].add_gradient(parameter, &grad)?;
-                    }
+                Instruction::Backward { unit, micro_batch } => {
+                    self.backward_input(unit, micro_batch, step)?;
+                    self.backward_weight(unit, micro_batch, step)?;
                 }
-                Instruction::StartReduce { unit, .. } => self.shards[unit].start_reduce()?,
+                Instruction::BackwardInput { unit, micro_batch } => self.backward_input(unit, micro_batch, step)?,
+                Instruction::BackwardWeight { unit, micro_batch } => self.backward_weight(unit, micro_batch, step)?,
+                Instruction::Accumulate { unit, .. } => self.accumulate(unit, step)?,
+                Instruction::Send(message) => self.send(&message, step)?,
+                Instruction::StartReceive(message) => self.start_receive_in_step(&message, step)?,
+                Instruction::WaitReceive(message) => self.finish_receive(&message, step)?,
+                Instruction::StartReduce { unit, .. } => {
+                    self.add_tied_sum(unit, step)?;
+                    self.shards[unit].start_reduce()?;
+                }
                 Instruction::WaitReduceScatter(unit) => self.shards[unit].finish_reduce_scatter()?,
                 Instruction::WaitReduce(unit) => self.shards[unit].finish_reduce()?,
                 Instruction::Norm(unit) => step.squares[unit] = self.shards[unit].grad_norm_squared()?,
@@ -358,55 +362,45 @@ impl Trainer {
 
     /// A unit's forward pass.
     fn forward(&mut self, unit: usize, micro_batch: usize, keep: Keep, step: &mut StepValues<'_>) -> Result<()> {
-        let previous = unit.checked_sub(1).and_then(|previous| step.passes[micro_batch][previous].as_ref());
-        let input = previous.map(|pass| pass.output.detach().set_requires_grad(unit > self.first_trainable));
+        let input = self.input_of(unit, micro_batch, step);
+        let deferred = (step.splits_backward && keep != Keep::Input).then(DeferredGradients::default);
         let batch = step.batch(micro_batch, self.options.device);
-        let compute = |activations| self.compute(unit, input.as_ref(), batch, &self.pass(unit, activations));
+        let compute = |activations| {
+            let pass = Pass { deferred: deferred.clone(), ..self.pass(unit, activations) };
+            self.compute(unit, input.as_ref(), batch, &pass)
+        };
         let output = match keep {
             Keep::All => compute(Activations::All)?,
             Keep::Selective => compute(Activations::Selective)?,
             Keep::Input | Keep::Nothing => no_grad(|| compute(Activations::All))?,
         };
-        let partitioned =
-            (keep == Keep::Input && self.partitions_inputs()).then(|| input.as_ref().map(Tensor::size)).flatten();
-        let input = match (&partitioned, input) {
-            (Some(_), Some(input)) => {
-                let kept = self.pass(unit, Activations::All).parallel.partition(&input);
-                let kept = kept.map_err(|error| Error::of_model(self.shards[unit].name(), error))?;
-                // The unit before it is recomputed as well, and needs no output until then.
-                if let Some(previous) = &mut step.passes[micro_batch][unit - 1]
-                    && !previous.output.requires_grad()
-                {
-                    previous.output = kept.shallow_clone();
-                }
-                Some(kept)
-            }
-            (_, input) => input,
-        };
-        step.passes[micro_batch][unit] = Some(UnitPass { input, partitioned, output });
-        if unit + 1 == self.shards.len() {
+        step.passes[micro_batch][unit] = Some(UnitPass { input, partitioned: None, output, deferred });
+        if keep == Keep::Input {
+            self.partition_input(unit, &mut step.passes[micro_batch])?;
+        }
+        if unit + 1 == self.shards.model_len() {
             self.add_loss(micro_batch, step);
         }
         Ok(())
     }
 
-    /// A unit's backward pass, which frees its activations.
-    fn backward(&mut self, unit: usize, micro_batch: usize, step: &mut StepValues<'_>) -> Result<()> {
+    /// A unit's backward pass, which frees its activations. If it has two halves, this is the first: it computes everything but the
+    /// gradients of linear layers' weights.
+    fn backward_input(&mut self, unit: usize, micro_batch: usize, step: &mut StepValues<'_>) -> Result<()> {
+        // Those of a replay, which nobody has taken.
         step.grads.clear();
-        let UnitPass { input, output, .. } =
+        let UnitPass { input, output, deferred, .. } =
             step.passes[micro_batch][unit].take().expect("the forward pass comes first");
         // The gradient of the loss is the weight of a token; every other unit gets its gradient from the unit after it.
-        let output_grad = match unit + 1 == self.shards.len() {
+        let output_grad = match unit + 1 == self.shards.model_len() {
             true => self.token_weight(step.loss_scale, step.tokens),
             false => step.output_grads[micro_batch].take().expect("the next unit's backward pass comes first"),
         };
         let (grads, input_grad) = self.gradients(unit, &output, &output_grad, input.as_ref())?;
-        for (_, _, grad) in &grads {
-            self.probe.observe_gradient(unit, grad).map_err(|error| self.backward_error(unit, error))?;
-        }
-        (step.grads, step.output_grads[micro_batch]) = (grads, input_grad);
+        step.output_grads[micro_batch] = input_grad;
+        step.halves.insert((micro_batch, unit), HalfBackward { grads, deferred });
         if unit == self.first_trainable {
-            step.passes[micro_batch].clear();
+            step.passes[micro_batch].iter_mut().for_each(|pass| *pass = None);
         }
         Ok(())
     }
@@ -446,16 +440,31 @@ impl Trainer {
         }
     }
 
+    /// The second half of a unit's backward pass, which computes the gradients that the first has put aside.
+    fn backward_weight(&mut self, unit: usize, micro_batch: usize, step: &mut StepValues<'_>) -> Result<()> {
+        let HalfBackward { mut grads, deferred } =
+            step.halves.remove(&(micro_batch, unit)).expect("the first half comes first");
+        if let Some(deferred) = deferred {
+            let computed = deferred.compute().map_err(|error| Error::of_model(self.unit_name(unit), error))?;
+            grads.extend(computed.into_iter().map(|(parameter, grad)| (unit, parameter, grad)));
+            grads.sort_by_key(|&(owner, parameter, _)| (owner != unit, parameter));
+        }
+        for (_, _, grad) in &grads {
+            self.probe.observe_gradient(unit, grad).map_err(|error| self.backward_error(unit, error))?;
+        }
+        step.grads = grads;
+        Ok(())
+    }
+
     /// Recomputes a unit's output in the backward pass, this time with its autograd graph.
     fn recompute(&self, index: usize, micro_batch: usize, step: &mut StepValues<'_>) -> Result<()> {
         let mut pass = step.passes[micro_batch][index].take().expect("the forward pass comes first");
-        if let (Some(shape), Some(part)) = (pass.partitioned.take(), &pass.input) {
-            let restored = self.pass(index, Activations::All).parallel.restore(part, &shape);
-            let restored = restored.map_err(|error| Error::of_model(self.shards[index].name(), error))?;
-            pass.input = Some(restored.set_requires_grad(index > self.first_trainable));
-        }
+        self.restore_input(index, &mut pass)?;
+        pass.deferred = step.splits_backward.then(DeferredGradients::default);
+        let recompute =
+            Pass { keeps_gathered: true, deferred: pass.deferred.clone(), ..self.pass(index, Activations::All) };
         let batch = step.batch(micro_batch, self.options.device);
-        pass.output = self.compute(index, pass.input.as_ref(), batch, &self.recompute_pass(index))?;
+        pass.output = self.compute(index, pass.input.as_ref(), batch, &recompute)?;
         step.passes[micro_batch][index] = Some(pass);
         Ok(())
     }
@@ -466,7 +475,7 @@ impl Trainer {
         let failed = |error| Error::of_model(unit.name(), error);
         let output =
             unit.forward(self.shards[index].parameters(), self.tied(index), input, batch, pass).map_err(failed)?;
-        if index + 1 == self.shards.len() && output.numel() != 1 {
+        if index + 1 == self.shards.model_len() && output.numel() != 1 {
             let problem = format!(
                 "the last unit returned a tensor of shape {:?}; it must return a scalar, the sum of the losses of all targets",
                 output.size(),
@@ -476,27 +485,24 @@ impl Trainer {
         Ok(output)
     }
 
-    /// Whether the ranks that share a layer divide the inputs that they keep for recomputation. With sequence parallelism they are
-    /// divided already.
-    fn partitions_inputs(&self) -> bool {
-        self.parallel.size() > 1 && !self.parallel.splits_sequence()
-    }
-
     /// A unit's forward pass that keeps these activations.
     pub(crate) fn pass(&self, index: usize, activations: Activations) -> Pass {
         let parallel = self.parallel.with_label(self.model.units()[index].name());
         Pass { parallel, ..Pass::new(activations) }
     }
 
-    /// A unit's forward pass just before its backward pass.
-    fn recompute_pass(&self, index: usize) -> Pass {
-        Pass { keeps_gathered: true, ..self.pass(index, Activations::All) }
-    }
-
     /// The parameter of another unit that this unit is tied to.
     pub(crate) fn tied(&self, index: usize) -> Option<&Tensor> {
         let tied = self.model.units()[index].tied()?;
-        Some(&self.shards[tied.unit].parameters()[tied.parameter])
+        Some(self.parameter(tied.unit, tied.parameter))
+    }
+
+    /// A parameter that a unit of this rank computes with: its own, or the copy of one of another stage.
+    fn parameter(&self, unit: usize, parameter: usize) -> &Tensor {
+        match self.shards.get(unit) {
+            Some(shard) => &shard.parameters()[parameter],
+            None => self.tied_copy.as_ref().expect("the stage that owns the parameter sends it first"),
+        }
     }
 
     /// A unit's backward pass: the gradients of its parameters, and that of its input if it needs one. The latter is zero if the
@@ -509,7 +515,7 @@ impl Trainer {
         input: Option<&Tensor>,
     ) -> Result<(Vec<ParameterGradient>, Option<Tensor>)> {
         let trainable = self.trainable_parameters(index);
-        let tensors = trainable.iter().map(|&(unit, parameter)| &self.shards[unit].parameters()[parameter]);
+        let tensors = trainable.iter().map(|&(unit, parameter)| self.parameter(unit, parameter));
         let input = input.filter(|input| input.requires_grad());
         let inputs: Vec<&Tensor> = tensors.chain(input).collect();
         let mut grads = match output.requires_grad() {
@@ -536,13 +542,12 @@ impl Trainer {
 
     /// Adds the loss of a micro-batch, whose last forward pass is done, and looks for its cause if it is not finite.
     fn add_loss(&self, micro_batch: usize, step: &mut StepValues<'_>) {
-        let passes = &step.passes[micro_batch];
-        let own = passes.last().and_then(Option::as_ref).map_or(0., |head| head.output.double_value(&[]));
-        let is_finite = |pass: &UnitPass| pass.output.isfinite().all().int64_value(&[]) != 0;
-        if !own.is_finite() && step.non_finite_output.is_none() {
-            step.non_finite_output = passes.iter().position(|pass| pass.as_ref().is_some_and(|pass| !is_finite(pass)));
-        }
+        let head = step.passes[micro_batch].last().and_then(Option::as_ref).expect("the head's pass is done");
+        let own = head.output.double_value(&[]);
         step.loss += own;
+        if !own.is_finite() {
+            step.find_non_finite_output(micro_batch);
+        }
     }
 
     /// Counts the targets of all ranks that are not ignored, and fails if there are none. The loss is the mean over the tokens of all
@@ -559,37 +564,13 @@ impl Trainer {
         Tensor::from(loss_scale / tokens as f64).to_kind(kind).to_device(self.options.device)
     }
 
-    /// Counts the targets of all ranks that are not ignored. The same collective returns the largest `signal` of any rank. Fails
-    /// unless all ranks have the same number of micro-batches, because they gather together.
-    pub(crate) fn count_tokens(&self, step: u64, micro_batches: &[Batch], signal: u64) -> Result<(u64, u64)> {
-        let world = &self.ranks.world;
-        let counted: i64 =
-            micro_batches.iter().map(|batch| batch.targets.ne(IGNORED).sum(Kind::Int64).int64_value(&[])).sum();
-        let own = vec![counted, micro_batches.len() as i64, signal as i64];
-        let (own, all) = world.all_gather("tokens", own, vec![0i64; 3 * world.size()]).wait()?;
-        if let Some(rank) = all.chunks_exact(3).position(|other| other[1] != own[1] || other[1] == 0) {
-            return Err(Error::MicroBatches { step, rank, theirs: all[3 * rank + 1], ours: own[1] });
-        }
-        // The ranks that share a layer have the same batches.
-        let shared_by = self.ranks.tensor.size();
-        let differs = |rank: &usize| all[3 * rank] != all[3 * (rank - rank % shared_by)];
-        if let Some(rank) = (0..world.size()).find(differs) {
-            let other = rank - rank % shared_by;
-            let problem = format!("ranks {other} and {rank} share their layers, but have different micro-batches");
-            return Err(Error::Options(format!("step {step}: {problem}")));
-        }
-        let tokens: i64 = all.chunks_exact(3).step_by(shared_by).map(|rank| rank[0]).sum();
-        let largest = all.chunks_exact(3).map(|rank| rank[2]).max().unwrap_or(0);
-        Ok((tokens as u64, largest.max(0) as u64))
-    }
-
     /// All-reduces the loss and the sums of squares in f64, in rank order, and unscales the norms by the loss scale.
     fn reduce_totals(&self, step: &StepValues<'_>) -> Result<Gradients> {
         let missing: usize = match self.has_stepped {
             true => 0,
-            false => self.shards.iter().map(|shard| shard.parameters_without_gradient().count()).sum(),
+            false => self.shards.iter().map(|(_, shard)| shard.parameters_without_gradient().count()).sum(),
         };
-        // The ranks that share the head have the same loss.
+        // The ranks that share the head have the same loss, and those of other stages have none.
         let loss = if self.ranks.tensor.rank() == 0 { step.loss } else { 0. };
         let own: Vec<f64> = [loss, missing as f64].into_iter().chain(step.squares.iter().copied()).collect();
         let all = self.ranks.world.all_reduce("loss and norm", ReduceOp::Sum, own).wait()?;
@@ -613,9 +594,12 @@ impl Trainer {
 
     /// The trainable parameters that received no gradient on any rank. All ranks call it together.
     fn without_gradient(&self) -> Result<Vec<String>> {
-        let mut received: Vec<Vec<i64>> = self.shards.iter().map(|shard| vec![1; shard.parameters().len()]).collect();
-        for (shard, received) in self.shards.iter().zip(&mut received) {
-            shard.parameters_without_gradient().for_each(|parameter| received[parameter] = 0);
+        // What other stages have received, they say themselves.
+        let none = |unit: &Unit| vec![0; unit.parameters().len()];
+        let mut received: Vec<Vec<i64>> = self.model.units().iter().map(none).collect();
+        for (unit, shard) in self.shards.iter() {
+            received[unit].fill(1);
+            shard.parameters_without_gradient().for_each(|parameter| received[unit][parameter] = 0);
         }
         let anywhere = self.ranks.world.all_reduce("gradients received", ReduceOp::Max, received.concat()).wait()?;
         let parameters = self.model.units().iter().flat_map(Unit::parameters);
@@ -624,7 +608,7 @@ impl Trainer {
     }
 
     fn backward_error(&self, index: usize, error: shardwise_torch::Error) -> Error {
-        Error::Backward { unit: self.shards[index].name().to_string(), error }
+        Error::Backward { unit: self.unit_name(index).to_string(), error }
     }
 }
 
@@ -651,7 +635,7 @@ mod tests {
         let model = |blocks| Model::from_config(LlamaConfig::new(32, 16, blocks, 2, 40)).unwrap();
         let shape = StepShape { tokens: 8, positions: 8, micro_batches: 1 };
         let specs = unit_specs(&model(8), &options, Place::ALONE, shape);
-        let program = build::train_step(&specs, &options.policy(1));
+        let program = shardwise_plan::program::build::train_step(&specs, &options.policy(1));
 
         let unsharded = Options { sharding: Sharding::stage(0).unwrap(), ..options };
         let mut trainer = Trainer::new(model(1), ranks, unsharded, &mut crate::init::from_seed(1)).unwrap();

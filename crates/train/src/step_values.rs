@@ -1,6 +1,11 @@
 //! The values of a step that its instructions hand to each other: activations, gradients, sums.
 
-use shardwise_model::Batch;
+use std::collections::{BTreeMap, HashMap};
+
+use shardwise_comm::Pending;
+use shardwise_model::{Batch, DeferredGradients};
+use shardwise_plan::program::{Message, Payload};
+use shardwise_torch::Block;
 use shardwise_torch::tch::{Device, Tensor};
 use shardwise_zero::{Optimizer, ShardedUnit};
 
@@ -22,6 +27,32 @@ pub(crate) struct UnitPass {
     pub(crate) partitioned: Option<Vec<i64>>,
     /// Without a graph if the unit is recomputed in the backward pass.
     pub(crate) output: Tensor,
+    /// Where the backward pass puts the gradients of weights aside, if it has two halves.
+    pub(crate) deferred: Option<DeferredGradients>,
+}
+
+/// What the first half of a backward pass leaves for the second.
+pub(crate) struct HalfBackward {
+    /// The gradients that are computed already.
+    pub(crate) grads: Vec<ParameterGradient>,
+    pub(crate) deferred: Option<DeferredGradients>,
+}
+
+/// The messages that are being received, each with the shape of its tensor.
+#[derive(Default)]
+pub(crate) struct Receiving(HashMap<(Payload, usize, usize), PendingTensor>);
+
+type PendingTensor = (Pending<Block>, Vec<i64>);
+
+impl Receiving {
+    pub(crate) fn insert(&mut self, message: &Message, pending: PendingTensor) {
+        self.0.insert((message.payload, message.unit, message.micro_batch), pending);
+    }
+
+    pub(crate) fn remove(&mut self, message: &Message) -> PendingTensor {
+        let started = self.0.remove(&(message.payload, message.unit, message.micro_batch));
+        started.expect("a receive is started before it is awaited")
+    }
 }
 
 /// The values of a step, from one instruction to the next.
@@ -33,8 +64,18 @@ pub(crate) struct StepValues<'a> {
     pub(crate) passes: Vec<Vec<Option<UnitPass>>>,
     /// By micro-batch: the gradient of the output of the unit whose backward pass is next.
     pub(crate) output_grads: Vec<Option<Tensor>>,
+    /// By micro-batch and unit: backward passes whose second half is still to come.
+    pub(crate) halves: HashMap<(usize, usize), HalfBackward>,
     /// The gradients of the last backward pass.
     pub(crate) grads: Vec<ParameterGradient>,
+    /// By the unit that owns a tied parameter, and the parameter: the sum of other units' share of its gradient, if it is summed apart.
+    pub(crate) tied_sums: BTreeMap<(usize, usize), Tensor>,
+    /// By unit and micro-batch: inputs that another stage has sent.
+    pub(crate) received: HashMap<(usize, usize), Tensor>,
+    /// Messages that are being received.
+    pub(crate) receiving: Receiving,
+    /// Whether backward passes have two halves, so that weights' gradients are put aside.
+    pub(crate) splits_backward: bool,
     pub(crate) tokens: u64,
     pub(crate) largest_signal: u64,
     pub(crate) loss_scale: f64,
@@ -55,7 +96,12 @@ impl<'a> StepValues<'a> {
             batch: None,
             passes: micro_batches.iter().map(|_| (0..units).map(|_| None).collect()).collect(),
             output_grads: micro_batches.iter().map(|_| None).collect(),
+            halves: HashMap::new(),
             grads: Vec::new(),
+            tied_sums: BTreeMap::new(),
+            received: HashMap::new(),
+            receiving: Receiving::default(),
+            splits_backward: false,
             tokens: 0,
             largest_signal: 0,
             loss_scale,
@@ -67,6 +113,13 @@ impl<'a> StepValues<'a> {
         }
     }
 
+    /// Notes the first unit of this rank whose output for a micro-batch is not finite, unless there was one before.
+    pub(crate) fn find_non_finite_output(&mut self, micro_batch: usize) {
+        let is_wrong = |pass: &Option<UnitPass>| pass.as_ref().is_some_and(|pass| !is_finite(&pass.output));
+        let found = || self.passes[micro_batch].iter().position(is_wrong);
+        self.non_finite_output = self.non_finite_output.or_else(found);
+    }
+
     /// A micro-batch on this rank's device.
     pub(crate) fn batch(&mut self, micro_batch: usize, device: Device) -> &Batch {
         if self.batch.as_ref().is_none_or(|(known, _)| *known != micro_batch) {
@@ -74,4 +127,9 @@ impl<'a> StepValues<'a> {
         }
         &self.batch.as_ref().expect("set above").1
     }
+}
+
+/// Whether all elements of a tensor are finite.
+pub(crate) fn is_finite(tensor: &Tensor) -> bool {
+    tensor.isfinite().all().int64_value(&[]) != 0
 }

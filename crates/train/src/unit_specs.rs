@@ -27,7 +27,12 @@ pub fn unit_specs(model: &Model, options: &Options, tensor: Place, shape: StepSh
     let shape = pass_shape(options, tensor, shape, options.activation_checkpointing.into());
     let is_trained = |unit: &Unit| unit.parameters().iter().any(|parameter| parameter.trainable);
     let first_trainable = model.units().iter().position(is_trained).unwrap_or(model.units().len());
-    let spec = |(index, unit)| unit_spec(unit, &PassShape { input_has_grad: index > first_trainable, ..shape });
+    let spec = |(index, unit): (usize, &Unit)| UnitSpec {
+        tied_elements: unit
+            .tied()
+            .map_or(0, |tied| model.units()[tied.unit].parameters()[tied.parameter].kept_elements(tensor)),
+        ..unit_spec(unit, &PassShape { input_has_grad: index > first_trainable, ..shape })
+    };
     model.units().iter().enumerate().map(spec).collect()
 }
 
@@ -40,7 +45,7 @@ pub(crate) fn pass_shape(options: &Options, tensor: Place, shape: StepShape, act
         activations,
         is_recomputed: options.activation_checkpointing == ActivationCheckpointing::Full,
         tensor,
-        splits_sequence: options.sequence_parallel && tensor.size > 1,
+        splits_sequence: options.splits_sequence(tensor),
         input_has_grad: true,
     }
 }
@@ -58,6 +63,8 @@ fn unit_spec(unit: &Unit, shape: &PassShape) -> UnitSpec {
             frozen: count(&|parameter| !parameter.trainable && parameter.is_replicated(tensor)),
         },
         tied: unit.tied().map(|tied| tied.unit),
+        forward_computes_gradients: unit.forward_computes_gradients(),
+        output_bytes: unit.footprint(shape).output_bytes,
         inner: unit.collectives(shape),
         ..UnitSpec::new(unit.name(), trainable, unit.backward_reads_parameters())
     }

@@ -159,7 +159,7 @@ fn batch(number: i64) -> Batch {
 
 /// The difference between an evaluation and a step's report, in loss and tokens.
 fn evaluation_and_loss(trainer: &mut Trainer, ranks: &Ranks) -> [f64; 2] {
-    let first = 2 * ranks.world.rank() as i64;
+    let first = 2 * ranks.data_rank() as i64;
     let batches = [batch(first), batch(first + 1)];
     let found = trainer.evaluate(&batches).unwrap();
     let report = trainer.step(&batches).unwrap();

@@ -194,7 +194,7 @@ fn first_gradients(ranks: &Ranks, stage: u8, micro_batches: &[Batch]) -> Vec<Vec
         shard.wait_for_update().unwrap();
         Vec::<f32>::try_from(&shard.checkpoint_tensors()[1].tensor).unwrap()
     };
-    trainer.shards_mut().iter_mut().map(momentum).collect()
+    trainer.shards_mut().map(momentum).collect()
 }
 
 /// Hybrid sharding sums gradients within each replica, then between replicas. This order differs from that of one replica, so the

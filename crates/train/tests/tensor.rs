@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use shardwise_comm::{Group, mpi, single};
 use shardwise_harness::ranks;
-use shardwise_model::{Batch, Gpt2Config, IGNORED, LlamaConfig, Model, ModelConfig};
+use shardwise_model::{Batch, Gpt2Config, IGNORED, LlamaConfig, Model, ModelConfig, cut};
 use shardwise_plan::program::Place;
 use shardwise_torch::tch::{Device, Kind, Tensor, no_grad};
 use shardwise_train::{ActivationCheckpointing, Options, Ranks, Schedule, Trainer, init};
@@ -119,12 +119,7 @@ fn assert_same(model: &Model, place: Place, found: &Trained, expected: &Trained,
     for (unit, (found, expected)) in model.units().iter().zip(found.parameters.iter().zip(&expected.parameters)) {
         for (parameter, (found, whole)) in unit.parameters().iter().zip(found.iter().zip(expected)) {
             let expected = match parameter.kept_slice(place) {
-                Some(slice) => {
-                    let part = |range: &std::ops::Range<usize>| {
-                        whole.narrow(slice.dimension as i64, range.start as i64, range.len() as i64)
-                    };
-                    Tensor::cat(&slice.ranges.iter().map(part).collect::<Vec<_>>(), slice.dimension as i64)
-                }
+                Some(slice) => cut(whole, &slice).unwrap(),
                 None => whole.shallow_clone(),
             };
             assert_eq!(found.size(), expected.size(), "{what}: {}", parameter.name);

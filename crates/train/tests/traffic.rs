@@ -8,8 +8,8 @@ use std::time::Duration;
 use shardwise_comm::{Group, Verb, mpi};
 use shardwise_harness::{Launch, ranks};
 use shardwise_model::{Batch, Gpt2Config, LlamaConfig, Model};
-use shardwise_plan::Dtype;
 use shardwise_plan::program::{CollectiveKind, GroupKind, Sent, traffic};
+use shardwise_plan::{Dtype, Mesh};
 use shardwise_torch::tch::{Device, Kind, Tensor};
 use shardwise_train::{
     ActivationCheckpointing, Options, Ranks, Schedule, StepShape, Trainer, init, tensor_place, unit_specs,
@@ -34,7 +34,7 @@ fn batches(count: usize) -> Vec<Batch> {
 fn compare(model: Model, ranks: &Ranks, options: Options, micro_batches: usize, setting: &str) {
     let mut trainer = Trainer::new(model, ranks.clone(), options, &mut init::from_seed(1)).unwrap();
     // The all-gathers of an update may still be running after the step.
-    let settle = |trainer: &mut Trainer| trainer.shards_mut().iter_mut().for_each(|unit| unit.gather().unwrap());
+    let settle = |trainer: &mut Trainer| trainer.shards_mut().for_each(|unit| unit.gather().unwrap());
     let policy = trainer.options().policy(micro_batches);
     let layout = ranks.layout(trainer.options().precision);
     let program = trainer.program(micro_batches).unwrap();
@@ -54,6 +54,9 @@ fn compare(model: Model, ranks: &Ranks, options: Options, micro_batches: usize, 
         (GroupKind::Tensor, &ranks.tensor),
         (GroupKind::ShardTensor, &ranks.replicated.shard),
     ];
+    let messages = metered.iter().filter(|(key, _)| key.verb == Verb::Send && &*key.group == ranks.pipeline.name());
+    let sent: u64 = messages.map(|(_, count)| count.bytes).sum();
+    assert_eq!(sent, expected.step.message_bytes(), "messages, {setting}");
     // Without tensor parallelism there are no more than the first two.
     let groups = if ranks.tensor.size() == 1 { &groups[..2] } else { &groups[..] };
     for &(kind, group) in groups {
@@ -168,6 +171,33 @@ fn compare_shared_layers(replicas: usize, tensor: usize) {
             }
         }
     }
+}
+
+/// Every schedule × stages 0 to 3 × accumulation × frozen parts × tied or untied, on the stages of a pipeline.
+fn compare_pipelines(stages: usize, tensor: usize) {
+    let world = world();
+    let ranks = Ranks::on_mesh(world.clone(), Mesh::divide(world.size(), stages, 1, tensor).unwrap()).unwrap();
+    let some: &[&str] = &["model.embed_tokens", "model.layers.0.", "model.layers.1.self_attn"];
+    let schedules = ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "looped-bfs"];
+    for (stage, schedule) in (0..4).flat_map(|stage| schedules.map(|schedule| (stage, schedule))) {
+        for (micro_batches, is_tied, frozen) in [(1, false, &[][..]), (3, true, &[]), (4, false, some)] {
+            let sharding = Sharding::stage(stage).unwrap();
+            let options = Options {
+                pipeline_schedule: schedule.parse().unwrap(),
+                ..Options::new(sharding, Optimizer::AdamW(AdamW::default()), Schedule::constant(1e-3))
+            };
+            let setting =
+                format!("{schedule}, stage {stage}, {micro_batches} micro-batches, tied {is_tied}, frozen {frozen:?}");
+            compare(model(is_tied, frozen), &ranks, options, micro_batches, &setting);
+        }
+    }
+}
+
+#[test]
+fn simulated_bytes_equal_metered_bytes_of_pipelines() {
+    ranks!(2, || compare_pipelines(2, 1));
+    ranks!(4, || compare_pipelines(2, 1));
+    ranks!(6, || compare_pipelines(2, 3));
 }
 
 #[test]

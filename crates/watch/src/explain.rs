@@ -13,10 +13,10 @@ use std::time::{Duration, Instant};
 use shardwise_journal::format::{format_elapsed, join_list};
 
 use crate::ranks::name_ranks;
-use crate::situation::{ContainsSorted, Situation, Stall, is_open, millis, own_call, sorted};
+use crate::situation::{ContainsSorted, Holdup, MessageWait, Situation, Stall, is_open, millis, own_call, sorted};
 use crate::wording::{
-    DESCRIBED_MAX, at_step, capitalize, describe_call, has_or_have, in_phase, is_or_are, last_heard, list_names,
-    lost_hosts, quote,
+    DESCRIBED_MAX, at_step, capitalize, describe_call, describe_message, has_or_have, in_phase, is_or_are, last_heard,
+    list_names, lost_hosts, quote,
 };
 use crate::{CallStatus, FailureKind, Presence, RankInfo, RankStatus};
 
@@ -73,15 +73,27 @@ pub fn explain(ranks: &[RankInfo], cause: &Cause, now: Instant) -> String {
     sentences.fold(first, |text, next| format!("{text} {}", capitalize(&next)))
 }
 
-/// Lists the calls that some ranks have entered and others have not, the longest wait first: the waiting ranks, the missing ranks, the
-/// call, and the duration of the wait.
-pub(crate) fn waits(ranks: &[RankInfo], now: Instant) -> Vec<(String, String, String, Duration)> {
-    let mut stalls = Situation::new(ranks, now).stalls();
-    stalls.sort_by_key(|stall| std::cmp::Reverse(stall.age));
-    let describe = |Stall { call, waiting, missing, age }: Stall<'_>| {
-        (name_ranks(&waiting), name_ranks(&missing), describe_call(call), age)
-    };
-    stalls.into_iter().map(describe).collect()
+/// Who waits, for whom, in which call or for which message, and for how long.
+pub(crate) type DescribedWait = (String, String, String, Duration);
+
+impl Situation<'_> {
+    /// Lists the calls that some ranks have entered and others have not, the longest wait first.
+    pub(crate) fn describe_stalls(&self) -> Vec<DescribedWait> {
+        let mut stalls = self.stalls();
+        stalls.sort_by_key(|stall| std::cmp::Reverse(stall.age));
+        let describe = |Stall { call, waiting, missing, age }: Stall<'_>| {
+            (self.name_ranks(&waiting), self.name_ranks(&missing), describe_call(call), age)
+        };
+        stalls.into_iter().map(describe).collect()
+    }
+
+    /// Lists the stages of a pipeline that wait for others, the longest wait first.
+    pub(crate) fn describe_stage_waits(&self) -> Vec<DescribedWait> {
+        let describe = |MessageWait { call, rank, peer, age }: MessageWait<'_>| {
+            (self.name_stage(rank), self.name_stage(peer), describe_message(call), age)
+        };
+        self.stage_waits().into_iter().map(describe).collect()
+    }
 }
 
 impl Situation<'_> {
@@ -93,7 +105,7 @@ impl Situation<'_> {
         let manner = how.map_or_else(|| "without reporting an error".to_string(), |how| format!("({how})"));
         let (hosts, on_hosts, _) = self.split_lost_hosts(&dead);
         if hosts.iter().any(|host| *host == info.host) {
-            let first = format!("{} ({}) died {manner}.", lost_hosts(&hosts), name_ranks(&on_hosts));
+            let first = format!("{} ({}) died {manner}.", lost_hosts(&hosts), self.list_ranks(&on_hosts));
             return [Some(first), self.explain_waiters(&on_hosts), self.find_mismatch()]
                 .into_iter()
                 .flatten()
@@ -101,7 +113,10 @@ impl Situation<'_> {
         }
         let mut first = format!("{} died {manner}{}", self.identify(rank), last_heard(&info.status));
         if let Some(stall) = self.stall_for(&[rank]) {
-            first += &format!(", while {} waited for it in {}", name_ranks(&stall.waiting), describe_call(stall.call));
+            let waiting = self.name_ranks(&stall.waiting);
+            first += &format!(", while {waiting} waited for it in {}", describe_call(stall.call));
+        } else if let Some(waits) = self.describe_message_waits(&[rank], "waited") {
+            first += &format!(", while {waits}");
         } else if let Some(call) = own_call(&info.status) {
             first += &format!(", in {}", describe_call(call));
         }
@@ -121,7 +136,7 @@ impl Situation<'_> {
         let (hosts, on_hosts, others) = self.split_lost_hosts(silent);
         let mut sentences = Vec::new();
         if !hosts.is_empty() {
-            let (hosts, ranks, silence) = (lost_hosts(&hosts), name_ranks(&on_hosts), self.silence(&on_hosts));
+            let (hosts, ranks, silence) = (lost_hosts(&hosts), self.list_ranks(&on_hosts), self.silence(&on_hosts));
             sentences.push(format!("{hosts} ({ranks}) have sent no heartbeat {silence}."));
         }
         match others[..] {
@@ -132,8 +147,8 @@ impl Situation<'_> {
                 sentences.push(format!("{who} has sent no heartbeat {silence}; it was last heard {position}."));
             }
             [..] => {
-                let (who, fraction, silence) = (name_ranks(&others), self.fraction(&others), self.silence(&others));
-                let first = format!("{who}{fraction} have sent no heartbeat {silence}");
+                let (who, silence) = (self.count_ranks(&others), self.silence(&others));
+                let first = format!("{who} have sent no heartbeat {silence}");
                 let position = |&rank: &usize| format!("{} {}", self.identify(rank), at_step(&self.ranks[rank].status));
                 sentences.push(if others.len() <= DESCRIBED_MAX {
                     let positions: Vec<String> = others.iter().map(position).collect();
@@ -153,12 +168,12 @@ impl Situation<'_> {
     fn explain_absence(&self, absent: &[usize]) -> Vec<String> {
         let connected: Vec<usize> =
             (0..self.ranks.len()).filter(|&rank| self.ranks[rank].presence == Presence::Connected).collect();
-        let first = format!("{}{} never joined the run", name_ranks(absent), self.fraction(absent));
+        let first = format!("{} never joined the run", self.count_ranks(absent));
         vec![match connected[..] {
             [] => format!("{first}; no rank is connected."),
             _ => {
                 let (verb, hosts) = (is_or_are(&connected), self.name_hosts(&connected));
-                format!("{first}; {} {verb} connected, on {hosts}.", name_ranks(&connected))
+                format!("{first}; {} {verb} connected, on {hosts}.", self.name_ranks(&connected))
             }
         }]
     }
@@ -177,21 +192,25 @@ impl Situation<'_> {
         let mut sentences = vec![format!("{} timed out: {}.", self.identify(rank), quote(text))];
         if let Some(mismatch) = self.find_mismatch() {
             sentences.push(mismatch);
-        } else if let Some(stall) = self.root_stall() {
-            let Stall { call, waiting, missing, age } = &stall;
-            let (who, have) = (name_ranks(waiting), has_or_have(waiting));
-            sentences.push(format!(
-                "{who} {have} been waiting in {} for {}.",
-                describe_call(call),
-                format_elapsed(*age)
-            ));
-            sentences.extend(self.never_entered(missing));
+        } else if let Some(holdup) = self.root_holdup() {
+            match holdup {
+                Holdup::Stall(Stall { call, waiting, missing, age }) => {
+                    let (who, have, age) = (self.name_ranks(&waiting), has_or_have(&waiting), format_elapsed(age));
+                    sentences.push(format!("{who} {have} been waiting in {} for {age}.", describe_call(call)));
+                    sentences.extend(self.never_entered(&missing));
+                }
+                Holdup::Message(wait) => {
+                    // The age of a call that failed counts from its failure, so it says nothing here.
+                    sentences.push(format!("{}.", self.describe_message_wait(&wait, "waits")));
+                    sentences.push(format!("{} {}.", self.identify(wait.peer), self.activity(wait.peer)));
+                }
+            }
         } else if let Some(call) = self.ranks.get(rank).and_then(|info| own_call(&info.status)) {
             let waiting_for: Vec<usize> = sorted(call.waiting_for.iter(self.ranks.len()));
             let waiting_for = match waiting_for[..] {
                 [] => String::new(),
                 _ => {
-                    let (ranks, hosts) = (name_ranks(&waiting_for), self.name_hosts(&waiting_for));
+                    let (ranks, hosts) = (self.name_ranks(&waiting_for), self.name_hosts(&waiting_for));
                     format!(" The call is waiting for {ranks}, on {hosts}.")
                 }
             };
@@ -227,10 +246,10 @@ impl Situation<'_> {
         activities.sort_by_key(|(_, ranks)| (usize::MAX - ranks.len(), ranks[0]));
         let shown = activities.iter().take(DESCRIBED_MAX).map(|(activity, ranks)| match ranks[..] {
             [rank] => format!("{} {}", self.identify(rank), self.activity(rank)),
-            _ => format!("{} {activity}", name_ranks(ranks)),
+            _ => format!("{} {activity}", self.name_ranks(ranks)),
         });
         let shown: Vec<String> = shown.collect();
-        vec![format!("{}{} never entered it: {}.", name_ranks(missing), self.fraction(missing), shown.join("; "))]
+        vec![format!("{} never entered it: {}.", self.count_ranks(missing), shown.join("; "))]
     }
 
     /// Describes what a rank is doing, as the predicate of a sentence.
@@ -261,9 +280,12 @@ impl Situation<'_> {
         if let Some(stall) = self.stall_for(ranks) {
             let missing: Vec<usize> =
                 stall.missing.iter().copied().filter(|rank| ranks.contains_sorted(rank)).collect();
-            let who = if missing.len() == ranks.len() { it("it", "they") } else { name_ranks(&missing) };
-            let (waiting, are) = (name_ranks(&stall.waiting), is_or_are(&stall.waiting));
+            let who = if missing.len() == ranks.len() { it("it", "they") } else { self.name_ranks(&missing) };
+            let (waiting, are) = (self.name_ranks(&stall.waiting), is_or_are(&stall.waiting));
             return Some(format!("{who} never entered {}, where {waiting} {are} waiting.", describe_call(stall.call)));
+        }
+        if let Some(waits) = self.describe_message_waits(ranks, "waits") {
+            return Some(format!("{waits}."));
         }
         // A few of a thousand silent ranks are enough to show who is waiting. Looking up all of them would take quadratic time.
         let waits = |call: &CallStatus| ranks.iter().take(SEARCHED_MAX).any(|&rank| call.waiting_for.contains(rank));
@@ -272,7 +294,7 @@ impl Situation<'_> {
         if let Some(&(_, call)) = waiting.clone().next() {
             let with_it = waiting.filter(|(_, other)| other.group == call.group && other.number == call.number);
             let who = sorted(with_it.map(|&(rank, _)| rank));
-            let (waiting, are, call) = (name_ranks(&who), is_or_are(&who), describe_call(call));
+            let (waiting, are, call) = (self.name_ranks(&who), is_or_are(&who), describe_call(call));
             let (them, entered) = (it("it", "them"), it("it has entered", "they have entered"));
             return Some(format!("{waiting} {are} waiting for {them} in {call}, which {entered}."));
         }
@@ -285,17 +307,63 @@ impl Situation<'_> {
         format!("{} {}", if hosts.len() == 1 { "host" } else { "hosts" }, list_names(&hosts))
     }
 
-    /// `rank 3 (host b, process 4711)`.
-    fn identify(&self, rank: usize) -> String {
-        match self.ranks.get(rank) {
-            Some(RankInfo { host, pid, .. }) if !host.is_empty() => format!("rank {rank} (host {host}, process {pid})"),
-            _ => format!("rank {rank}"),
+    /// Describes which stages, or ranks, wait for messages to or from these ranks.
+    fn describe_message_waits(&self, ranks: &[usize], verb: &str) -> Option<String> {
+        let is_theirs =
+            |wait: &MessageWait<'_>| ranks.contains_sorted(&wait.peer) && !ranks.contains_sorted(&wait.rank);
+        let mut waits: Vec<String> = Vec::new();
+        for wait in self.message_waits().iter().filter(|wait| is_theirs(wait)) {
+            let text = self.describe_message_wait(wait, verb);
+            if waits.len() < DESCRIBED_MAX && !waits.contains(&text) {
+                waits.push(text);
+            }
         }
+        (!waits.is_empty()).then(|| join_list(&waits))
     }
 
-    /// ` (3334 of 10000)`, if there are too many ranks for a list to show their number.
-    fn fraction(&self, ranks: &[usize]) -> String {
-        if ranks.len() <= DESCRIBED_MAX { String::new() } else { format!(" ({} of {})", ranks.len(), self.ranks.len()) }
+    /// `stage 1 waits for stage 0 (activations of block.3)`.
+    fn describe_message_wait(&self, wait: &MessageWait<'_>, verb: &str) -> String {
+        let (rank, peer) = (self.name_stage(wait.rank), self.name_stage(wait.peer));
+        format!("{rank} {verb} for {peer} ({})", describe_message(wait.call))
+    }
+
+    /// `stage 1`, or the rank itself in a run without stages.
+    fn name_stage(&self, rank: usize) -> String {
+        self.ranks[rank].coordinates.stage.map_or_else(|| format!("rank {rank}"), |stage| format!("stage {stage}"))
+    }
+
+    /// `rank 3 (host b, process 4711)`, or `rank 3 (stage 1, host b, process 4711)`.
+    fn identify(&self, rank: usize) -> String {
+        let mut details = self.details(&[rank]);
+        if let Some(RankInfo { host, pid, .. }) = self.ranks.get(rank).filter(|info| !info.host.is_empty()) {
+            details.extend([format!("host {host}"), format!("process {pid}")]);
+        }
+        add_details(format!("rank {rank}"), &details)
+    }
+
+    /// `ranks 4-7`, or `ranks 4-7 (stage 1)`.
+    pub(crate) fn name_ranks(&self, ranks: &[usize]) -> String {
+        add_details(name_ranks(ranks), &self.details(ranks))
+    }
+
+    /// `ranks 4-7, stage 1`, for use in parentheses.
+    fn list_ranks(&self, ranks: &[usize]) -> String {
+        [vec![name_ranks(ranks)], self.details(ranks)].concat().join(", ")
+    }
+
+    /// `ranks 0, 3, 6, 9, 12 and 3329 more (3334 of 10000)`: with their number, if there are too many for a list to show it.
+    fn count_ranks(&self, ranks: &[usize]) -> String {
+        let mut details = self.details(ranks);
+        if ranks.len() > DESCRIBED_MAX {
+            details.push(format!("{} of {}", ranks.len(), self.ranks.len()));
+        }
+        add_details(name_ranks(ranks), &details)
+    }
+
+    /// The coordinates that ranks have in common, if there are any.
+    fn details(&self, ranks: &[usize]) -> Vec<String> {
+        let shared = self.shared_coordinates(ranks).to_string();
+        if shared.is_empty() { Vec::new() } else { vec![shared] }
     }
 
     /// The time since the last heartbeats of these ranks: `for 31 s`.
@@ -309,6 +377,11 @@ impl Situation<'_> {
     }
 }
 
+/// Appends details in parentheses, if there are any.
+fn add_details(name: String, details: &[String]) -> String {
+    if details.is_empty() { name } else { format!("{name} ({})", details.join(", ")) }
+}
+
 /// Sorts ranks, and drops those beyond the world size.
 fn existing(ranks: &[usize], all: &[RankInfo]) -> Vec<usize> {
     sorted(ranks.iter().copied().filter(|&rank| rank < all.len()))
@@ -319,12 +392,13 @@ mod tests {
     #![allow(clippy::unwrap_used, reason = "a test may fail")]
     use super::*;
     use crate::status::tests::call;
-    use crate::{CallState, Ranks};
+    use crate::{CallState, Coordinates, ModelAxes, Ranks};
 
     /// Two ranks per host, all in call #412, with a recent heartbeat.
     fn situation(count: usize) -> (Vec<RankInfo>, Instant) {
         let now = Instant::now() + Duration::from_secs(100_000);
         let info = |rank: usize| RankInfo {
+            coordinates: Coordinates::default(),
             host: if count <= 8 { ["a", "b", "c", "d"][rank / 2].to_string() } else { format!("n{}", rank / 8) },
             pid: 4708 + rank as u32,
             status: RankStatus {
@@ -446,6 +520,7 @@ mod tests {
              reduce-scatter #412 of 'block.7' (12.6 MB, shard 0-3)."
         );
         let not_joined = RankInfo {
+            coordinates: Coordinates::default(),
             host: String::new(),
             presence: Presence::NotJoined,
             last_heard: None,
@@ -560,6 +635,124 @@ mod tests {
         late(&mut ranks[3]);
         let text = explain(&ranks, &timeout(0), now);
         assert!(text.contains("Ranks 0-2 have been waiting in reduce-scatter #412 of 'block.7'"), "{text}");
+    }
+
+    /// Ranks with the coordinates of these axes, all computing a forward pass.
+    fn computing(count: usize, pipeline: usize, tensor: usize) -> (Vec<RankInfo>, Instant) {
+        let (mut ranks, now) = situation(count);
+        for (rank, info) in ranks.iter_mut().enumerate() {
+            info.coordinates = ModelAxes { pipeline, tensor }.coordinates(rank, count);
+            info.status.calls.clear();
+            (info.status.phase, info.status.unit) = ("forward".to_string(), format!("block.{rank}"));
+            info.status.in_phase_ms = 35_000;
+        }
+        (ranks, now)
+    }
+
+    /// Adds a receive from another stage, which the rank is waiting for.
+    fn receive(info: &mut RankInfo, label: &str, from: usize, in_state_ms: u64) {
+        info.status.calls.push(CallStatus {
+            group: "pipeline 0-3".to_string(),
+            verb: "receive".to_string(),
+            label: label.to_string(),
+            waiting_for: Ranks::from_ranks([from]),
+            in_state_ms,
+            ..call(7)
+        });
+    }
+
+    #[test]
+    fn a_stage_that_waits_for_a_dead_one() {
+        let (mut ranks, now) = computing(2, 2, 1);
+        receive(&mut ranks[1], "activations of block.0", 0, 31_000);
+        let how = Some("signal 9, killed".to_string());
+        assert_eq!(
+            explain(&ranks, &Cause::Died { rank: 0, how }, now),
+            "rank 0 (stage 0, host a, process 4708) died (signal 9, killed), last heard at step 41 in forward of block.0, while \
+             stage 1 waited for stage 0 (activations of block.0)."
+        );
+        ranks[0].last_heard = ago(now, 31);
+        assert_eq!(
+            explain(&ranks, &silent(&[0]), now),
+            "rank 0 (stage 0, host a, process 4708) has sent no heartbeat for 31 s; it was last heard at step 41 in forward of \
+             block.0. Stage 1 waits for stage 0 (activations of block.0)."
+        );
+        // Both neighbors of a stage wait for it, and two ranks of one stage are named once.
+        let (mut ranks, now) = computing(6, 3, 1);
+        receive(&mut ranks[4], "activations of block.3", 2, 20_000);
+        receive(&mut ranks[5], "activations of block.3", 3, 31_000);
+        receive(&mut ranks[0], "gradients of block.2", 2, 10_000);
+        ranks[2].presence = Presence::Left { code: None };
+        ranks[3].presence = Presence::Left { code: None };
+        assert_eq!(
+            explain(&ranks, &silent(&[2, 3]), now),
+            "host b is lost: all its ranks (ranks 2-3, stage 1) have sent no heartbeat for 0 s. Stage 2 waits for stage 1 (activations \
+             of block.3) and stage 0 waits for stage 1 (gradients of block.2)."
+        );
+    }
+
+    #[test]
+    fn a_stage_that_waits_for_one_that_hangs() {
+        let (mut ranks, now) = computing(2, 2, 1);
+        receive(&mut ranks[1], "activations of block.0", 0, 31_000);
+        // Stage 0 has started to receive, but does not wait for it yet.
+        receive(&mut ranks[0], "gradients of block.1", 1, 40_000);
+        ranks[0].status.calls[0].is_awaited = false;
+        let expected = "rank 1 (stage 1, host a, process 4709) timed out: made no progress for 30s. Stage 1 waits for stage 0 \
+                        (activations of block.0). Rank 0 (stage 0, host a, process 4708) has been in forward of \
+                        block.0 at step 41 for 35 s.";
+        assert_eq!(explain(&ranks, &timeout(1), now), expected);
+        // The sender timed out first.
+        let (mut ranks, now) = computing(2, 2, 1);
+        receive(&mut ranks[0], "activations of block.0", 1, 31_000);
+        ranks[0].status.calls[0].verb = "send".to_string();
+        let text = explain(&ranks, &timeout(0), now);
+        let expected = "Stage 0 waits for stage 1 (sending activations of block.0). Rank 1 (stage 1, host a, \
+                        process 4709) has been in forward of block.1 at step 41 for 35 s.";
+        assert!(text.ends_with(expected), "{text}");
+    }
+
+    #[test]
+    fn waits_of_stages_are_followed_to_the_rank_that_hangs() {
+        // Stage 3 waits for stage 2, and that one for stage 1, where rank 2 waits for rank 3, with which it shares layers.
+        let (mut ranks, now) = computing(8, 4, 2);
+        receive(&mut ranks[6], "activations of block.4", 4, 50_000);
+        receive(&mut ranks[4], "activations of block.2", 2, 45_000);
+        let pair = |number, state| CallStatus {
+            group: "tensor 2-3".to_string(),
+            ranks: Ranks::from_ranks([2, 3]),
+            state,
+            ..call(number)
+        };
+        ranks[2].status.calls.push(pair(9, CallState::InProgress));
+        ranks[3].status.calls.push(pair(8, CallState::Done));
+        let text = explain(&ranks, &timeout(6), now);
+        assert!(text.starts_with("rank 6 (stage 3, tensor 0, host d, process 4714) timed out"), "{text}");
+        let expected = "Rank 2 (stage 1, tensor 0) has been waiting in reduce-scatter #9 of 'block.7' (12.6 MB, tensor 2-3) for 31 s. \
+                        Rank 3 (stage 1, tensor 1, host b, process 4711) never entered it: it has been in forward of block.3 at \
+                        step 41 for 35 s.";
+        assert!(text.ends_with(expected), "{text}");
+    }
+
+    #[test]
+    fn ranks_that_share_layers() {
+        let (mut ranks, now) = situation(4);
+        for (rank, info) in ranks.iter_mut().enumerate() {
+            info.coordinates = ModelAxes { pipeline: 1, tensor: 2 }.coordinates(rank, 4);
+        }
+        late(&mut ranks[1]);
+        let how = Some("signal 9, killed".to_string());
+        assert_eq!(
+            explain(&ranks, &Cause::Died { rank: 1, how }, now),
+            "rank 1 (tensor 1, host a, process 4709) died (signal 9, killed), last heard at step 41 in forward of block.2, while \
+             ranks 0, 2 and 3 waited for it in reduce-scatter #412 of 'block.7' (12.6 MB, shard 0-3)."
+        );
+        late(&mut ranks[3]);
+        let text = explain(&ranks, &timeout(0), now);
+        assert!(text.contains("Ranks 0 and 2 (tensor 0) have been waiting in reduce-scatter"), "{text}");
+        ranks.iter_mut().for_each(|info| info.presence = Presence::NotJoined);
+        let text = explain(&ranks, &Cause::NotJoined { ranks: vec![1] }, now);
+        assert_eq!(text, "rank 1 (tensor 1) never joined the run; no rank is connected.");
     }
 
     #[test]

@@ -43,6 +43,7 @@
 #![forbid(unsafe_code)]
 
 mod client;
+mod coordinates;
 mod entry;
 mod error;
 mod explain;
@@ -61,6 +62,7 @@ mod viewer;
 mod wording;
 
 pub use client::{Client, RankIdentity, Reporter};
+pub use coordinates::{Coordinates, ModelAxes};
 pub use error::{Error, Result};
 pub use explain::{Cause, explain};
 pub use failure::FailureKind;

@@ -3,7 +3,6 @@
 use std::collections::HashMap;
 
 use crate::CallStatus;
-use crate::ranks::name_ranks;
 use crate::situation::Situation;
 use crate::wording::is_or_are;
 
@@ -27,10 +26,10 @@ impl Situation<'_> {
                 let short = |call: &CallStatus| format!("{} #{} of '{}'", call.verb, call.number, call.label);
                 return Some(format!(
                     "{} {} in {}, but {} {} in {} ({}): {verdict} skipped or repeated a call.",
-                    name_ranks(few),
+                    self.name_ranks(few),
                     is_or_are(few),
                     short(odd),
-                    name_ranks(most),
+                    self.name_ranks(most),
                     is_or_are(most),
                     short(common),
                     common.group
@@ -42,11 +41,11 @@ impl Situation<'_> {
             // With three sizes, the other ranks do not agree among themselves.
             let (others, pass) = match (sides.len(), most.len() > 1) {
                 (2, true) => ("the others".to_string(), "pass"),
-                _ => (name_ranks(most), passes(most)),
+                _ => (self.name_ranks(most), passes(most)),
             };
             Some(format!(
                 "{} {} {} × {} to {} #{} of '{}' ({}), but {others} {pass} {} × {}.",
-                name_ranks(few),
+                self.name_ranks(few),
                 passes(few),
                 odd.elements,
                 odd.dtype,

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 
-use crate::RankStatus;
+use crate::{Coordinates, RankStatus};
 
 /// Whether a rank is connected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -24,6 +24,8 @@ pub enum Presence {
 /// What the supervisor knows about a rank.
 #[derive(Clone, Debug)]
 pub struct RankInfo {
+    /// Its coordinates, along the axes that the run uses.
+    pub coordinates: Coordinates,
     /// The host that it runs on; empty before it has joined.
     pub host: String,
     /// Its process id there.

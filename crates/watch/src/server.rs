@@ -25,7 +25,7 @@ use crate::message::{
 };
 use crate::secret::{Nonce, Proof, Secret};
 use crate::status::shorten_text;
-use crate::{Error, FailureKind, History, Presence, RankInfo, RankStatus, Result, Snapshot};
+use crate::{Coordinates, Error, FailureKind, History, ModelAxes, Presence, RankInfo, RankStatus, Result, Snapshot};
 
 /// How long a connection may take to authenticate.
 const PROOF_LIMIT: Duration = Duration::from_secs(5);
@@ -170,6 +170,7 @@ impl Server {
         let mut listener = TcpListener::bind(address)?;
         poll.registry().register(&mut listener, Token(LISTENER), Interest::READABLE)?;
         let not_joined = || RankInfo {
+            coordinates: Coordinates::default(),
             host: String::new(),
             pid: 0,
             status: RankStatus::default(),
@@ -206,6 +207,14 @@ impl Server {
     /// Sets the heartbeat interval of ranks that join from now on.
     pub fn set_heartbeat(&mut self, interval: Duration) {
         self.heartbeat = interval;
+    }
+
+    /// Sets the sizes of the axes that cut the model into parts, which give ranks their coordinates.
+    pub fn set_axes(&mut self, axes: ModelAxes) {
+        let world = self.ranks.len();
+        for (rank, info) in self.ranks.iter_mut().enumerate() {
+            info.coordinates = axes.coordinates(rank, world);
+        }
     }
 
     /// Returns the address that it listens at.

@@ -5,7 +5,7 @@
 use std::collections::{HashMap, HashSet};
 use std::time::{Duration, Instant};
 
-use crate::{CallState, CallStatus, RankInfo, RankStatus, Ranks};
+use crate::{CallState, CallStatus, Coordinates, RankInfo, RankStatus, Ranks};
 
 /// The status of all ranks, with their collective calls by group.
 pub(crate) struct Situation<'a> {
@@ -29,14 +29,53 @@ pub(crate) struct Stall<'a> {
     pub(crate) age: Duration,
 }
 
+/// A message that a rank is waiting to receive, or to see received.
+pub(crate) struct MessageWait<'a> {
+    pub(crate) call: &'a CallStatus,
+    pub(crate) rank: usize,
+    /// The other end of the message.
+    pub(crate) peer: usize,
+    /// How long the rank has been waiting.
+    pub(crate) age: Duration,
+}
+
+/// What holds ranks up.
+pub(crate) enum Holdup<'a> {
+    Stall(Stall<'a>),
+    Message(MessageWait<'a>),
+}
+
+impl Holdup<'_> {
+    /// The ranks that others are waiting for.
+    fn missing(&self) -> &[usize] {
+        match self {
+            Holdup::Stall(stall) => &stall.missing,
+            Holdup::Message(wait) => std::slice::from_ref(&wait.peer),
+        }
+    }
+
+    /// The ranks that are waiting.
+    fn waiting(&self) -> &[usize] {
+        match self {
+            Holdup::Stall(stall) => &stall.waiting,
+            Holdup::Message(wait) => std::slice::from_ref(&wait.rank),
+        }
+    }
+
+    fn age(&self) -> Duration {
+        match self {
+            Holdup::Stall(stall) => stall.age,
+            Holdup::Message(wait) => wait.age,
+        }
+    }
+}
+
 impl<'a> Situation<'a> {
     pub(crate) fn new(ranks: &'a [RankInfo], now: Instant) -> Self {
         let mut groups: Vec<Group<'a>> = Vec::new();
         let mut indices: HashMap<&str, usize> = HashMap::new();
         for (rank, info) in ranks.iter().enumerate() {
-            // A send and a receive are two calls, and their numbers need not agree.
-            let is_collective = |call: &&CallStatus| call.verb != "send" && call.verb != "receive";
-            for call in info.status.calls.iter().filter(is_collective) {
+            for call in info.status.calls.iter().filter(|call| !is_message(call)) {
                 let index = *indices.entry(&call.group).or_insert(groups.len());
                 if index == groups.len() {
                     groups.push(Group { members: &call.ranks, calls: Vec::new() });
@@ -58,14 +97,43 @@ impl<'a> Situation<'a> {
         stalls.max_by_key(|stall| stall.age)
     }
 
-    /// The stall that caused the others: one whose missing ranks include a rank that is not itself waiting. If all ranks wait for
-    /// each other, the longest stall.
-    pub(crate) fn root_stall(&self) -> Option<Stall<'a>> {
-        let stalls = self.stalls();
+    /// The holdup that caused the others: one whose missing ranks include a rank that is not itself waiting. If all ranks wait for
+    /// each other, the longest holdup.
+    pub(crate) fn root_holdup(&self) -> Option<Holdup<'a>> {
+        let messages = self.message_waits().into_iter().map(Holdup::Message);
+        let holdups: Vec<Holdup<'a>> = messages.chain(self.stalls().into_iter().map(Holdup::Stall)).collect();
         let mut is_waiting = vec![false; self.ranks.len()];
-        stalls.iter().flat_map(|stall| &stall.waiting).for_each(|&rank| is_waiting[rank] = true);
-        let is_root = |stall: &Stall<'_>| stall.missing.iter().any(|&rank| !is_waiting[rank]);
-        stalls.into_iter().max_by_key(|stall| (is_root(stall), stall.age))
+        holdups.iter().flat_map(Holdup::waiting).for_each(|&rank| is_waiting[rank] = true);
+        let is_root = |holdup: &Holdup<'_>| holdup.missing().iter().any(|&rank| !is_waiting[rank]);
+        holdups.into_iter().max_by_key(|holdup| (is_root(holdup), holdup.age()))
+    }
+
+    /// The messages that ranks are waiting for, the longest wait first.
+    pub(crate) fn message_waits(&self) -> Vec<MessageWait<'a>> {
+        let wait = |rank: usize, call: &'a CallStatus| {
+            let is_waiting = is_message(call) && is_open(call) && call.is_awaited;
+            let peer = call.waiting_for.iter(self.ranks.len()).next().filter(|&peer| is_waiting && peer != rank)?;
+            Some(MessageWait { call, rank, peer, age: millis(call.in_state_ms) + self.since_heard(rank) })
+        };
+        let of_rank =
+            |(rank, info): (usize, &'a RankInfo)| info.status.calls.iter().filter_map(move |call| wait(rank, call));
+        let mut waits: Vec<MessageWait<'a>> = self.ranks.iter().enumerate().flat_map(of_rank).collect();
+        waits.sort_by_key(|wait| std::cmp::Reverse(wait.age));
+        waits
+    }
+
+    /// The longest wait of each stage of the pipeline for another stage, the longest first.
+    pub(crate) fn stage_waits(&self) -> Vec<MessageWait<'a>> {
+        let mut known = HashSet::new();
+        let stage = |rank: usize| self.ranks[rank].coordinates.stage;
+        let is_first = |wait: &MessageWait<'_>| stage(wait.peer).is_some() && known.insert(stage(wait.rank));
+        self.message_waits().into_iter().filter(is_first).collect()
+    }
+
+    /// The coordinates that these ranks have in common.
+    pub(crate) fn shared_coordinates(&self, ranks: &[usize]) -> Coordinates {
+        let all = ranks.iter().filter_map(|&rank| self.ranks.get(rank)).map(|info| info.coordinates);
+        all.reduce(Coordinates::shared).unwrap_or_default()
     }
 
     /// The first stall of each group that has one.
@@ -134,10 +202,15 @@ impl ContainsSorted for [usize] {
     }
 }
 
-/// The call that a rank is in: the oldest one in progress.
+/// The call that a rank is in: the oldest one in progress. Messages that it is not waiting for run in the background.
 pub(crate) fn own_call(status: &RankStatus) -> Option<&CallStatus> {
-    let in_progress = status.calls.iter().filter(|call| call.state == CallState::InProgress);
-    in_progress.max_by_key(|call| call.in_state_ms)
+    let is_own = |call: &&CallStatus| call.state == CallState::InProgress && (call.is_awaited || !is_message(call));
+    status.calls.iter().filter(is_own).max_by_key(|call| call.in_state_ms)
+}
+
+/// Whether a call is one end of a message. A send and a receive are two calls, and their numbers need not agree.
+pub(crate) fn is_message(call: &CallStatus) -> bool {
+    call.verb == "send" || call.verb == "receive"
 }
 
 /// Whether a call is queued or in progress.

@@ -59,6 +59,9 @@ pub struct CallStatus {
     pub in_state_ms: u64,
     /// The ranks that it is waiting for, if they are known.
     pub waiting_for: Ranks,
+    /// Whether the rank is waiting for its end. Messages run in the background until then.
+    #[serde(default)]
+    pub is_awaited: bool,
 }
 
 /// The state of a call.
@@ -169,6 +172,7 @@ pub(crate) mod tests {
             state: CallState::InProgress,
             in_state_ms: 31_000,
             waiting_for: Ranks::from_ranks([3]),
+            is_awaited: true,
         }
     }
 

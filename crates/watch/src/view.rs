@@ -5,15 +5,17 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use shardwise_journal::format::format_elapsed_millis;
 
-use crate::explain::waits;
+use crate::explain::DescribedWait;
+use crate::situation::{Situation, own_call};
 use crate::status::{check_length, shorten};
 use crate::wording::describe_call;
-use crate::{CallState, Error, Presence, RankInfo, Result};
+use crate::{Error, Presence, RankInfo, Result};
 
 /// The maximum number of ranks that are shown individually; these are the first ranks.
 pub const SHOWN_MAX: usize = 64;
-/// The maximum number of waits that are shown.
+/// The maximum number of waits that are shown, between ranks and between stages.
 const WAITS_MAX: usize = 8;
+const STAGE_WAITS_MAX: usize = 16;
 /// The longest name, and the longest text, in bytes.
 const NAME_BYTES_MAX: usize = 48;
 const TEXT_BYTES_MAX: usize = 160;
@@ -36,6 +38,9 @@ pub struct Snapshot {
     pub shown: Vec<RankSnapshot>,
     /// Which ranks are waiting for which, the longest wait first.
     pub waits: Vec<Wait>,
+    /// Which stages of the pipeline are waiting for which, the longest wait first. A stage waits for one message at a time.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub stage_waits: Vec<Wait>,
 }
 
 /// The state of one rank.
@@ -44,6 +49,9 @@ pub struct Snapshot {
 pub struct RankSnapshot {
     /// The rank.
     pub rank: u64,
+    /// Its coordinates: `stage 1, tensor 0`. Empty if the run has data parallelism alone.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub coordinates: String,
     /// Its host.
     pub host: String,
     /// Whether it is connected.
@@ -60,15 +68,15 @@ pub struct RankSnapshot {
     pub last_heard_ms_ago: u64,
 }
 
-/// A call that some ranks have entered and others have not.
+/// A call that some ranks have entered and others have not, or a message that a stage is waiting for.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Wait {
-    /// The ranks that are waiting: `ranks 0, 1 and 3`.
+    /// The ranks that are waiting: `ranks 0, 1 and 3`, or `stage 1`.
     pub waiting: String,
     /// The ranks that they are waiting for.
     pub missing: String,
-    /// The call.
+    /// The call, or what the message carries: `activations of block.3`.
     pub call: String,
     /// How long they have been waiting: `12 s`.
     pub duration: String,
@@ -79,13 +87,15 @@ impl Snapshot {
     pub(crate) fn of(ranks: &[RankInfo], attempt: u64, now: Instant) -> Self {
         let count = |presence: Presence| ranks.iter().filter(|rank| rank.presence == presence).count() as u64;
         let steps = || ranks.iter().filter(|rank| rank.presence == Presence::Connected).map(|rank| rank.status.step);
-        let short = |text: String| shortened(text, TEXT_BYTES_MAX);
-        let waits = waits(ranks, now).into_iter().take(WAITS_MAX).map(|(waiting, missing, call, age)| Wait {
-            waiting: short(waiting),
-            missing: short(missing),
-            call: short(call),
+        let situation = Situation::new(ranks, now);
+        let wait = |(waiting, missing, call, age): DescribedWait, bytes_max: usize| Wait {
+            waiting: shortened(waiting, bytes_max),
+            missing: shortened(missing, bytes_max),
+            call: shortened(call, bytes_max),
             duration: format_elapsed_millis(age),
-        });
+        };
+        let waits = situation.describe_stalls().into_iter().take(WAITS_MAX);
+        let stage_waits = situation.describe_stage_waits().into_iter().take(STAGE_WAITS_MAX);
         Snapshot {
             attempt,
             ranks: ranks.len() as u64,
@@ -93,19 +103,21 @@ impl Snapshot {
             not_joined: count(Presence::NotJoined),
             steps: (steps().min().unwrap_or(0), steps().max().unwrap_or(0)),
             shown: ranks.iter().take(SHOWN_MAX).enumerate().map(|(rank, info)| snapshot(rank, info, now)).collect(),
-            waits: waits.collect(),
+            waits: waits.map(|described| wait(described, TEXT_BYTES_MAX)).collect(),
+            stage_waits: stage_waits.map(|described| wait(described, NAME_BYTES_MAX)).collect(),
         }
     }
 
     /// Checks that a received summary is within the limits.
     pub(crate) fn check(&self) -> Result<()> {
-        if self.shown.len() > SHOWN_MAX || self.waits.len() > WAITS_MAX {
+        let Snapshot { shown, waits, stage_waits, .. } = self;
+        if shown.len() > SHOWN_MAX || waits.len() > WAITS_MAX || stage_waits.len() > STAGE_WAITS_MAX {
             return Err(Error::Malformed("a summary with too many ranks or waits".to_string()));
         }
-        for RankSnapshot { host, activity, call, .. } in &self.shown {
-            [host, activity, call].into_iter().try_for_each(|text| check_length(text, TEXT_BYTES_MAX))?;
+        for RankSnapshot { coordinates, host, activity, call, .. } in shown {
+            [coordinates, host, activity, call].into_iter().try_for_each(|text| check_length(text, TEXT_BYTES_MAX))?;
         }
-        for Wait { waiting, missing, call, duration } in &self.waits {
+        for Wait { waiting, missing, call, duration } in waits.iter().chain(stage_waits) {
             [waiting, missing, call, duration].into_iter().try_for_each(|text| check_length(text, TEXT_BYTES_MAX))?;
         }
         Ok(())
@@ -113,22 +125,21 @@ impl Snapshot {
 }
 
 fn snapshot(rank: usize, info: &RankInfo, now: Instant) -> RankSnapshot {
-    let RankInfo { host, status, last_heard, presence, .. } = info;
+    let RankInfo { coordinates, host, status, last_heard, presence, .. } = info;
     let since = last_heard.map_or(Duration::ZERO, |heard| now.saturating_duration_since(heard));
     let activity = match status.unit.is_empty() {
         true => status.phase.clone(),
         false => format!("{} of {}", status.phase, status.unit),
     };
-    let open = status.calls.iter().filter(|call| call.state == CallState::InProgress);
-    let oldest = open.max_by_key(|call| call.in_state_ms);
     RankSnapshot {
         rank: rank as u64,
+        coordinates: coordinates.to_string(),
         host: shortened(host.clone(), NAME_BYTES_MAX),
         presence: *presence,
         step: status.step,
         activity: shortened(activity, NAME_BYTES_MAX),
         in_phase_ms: status.in_phase_ms,
-        call: shortened(oldest.map(describe_call).unwrap_or_default(), TEXT_BYTES_MAX),
+        call: shortened(own_call(status).map(describe_call).unwrap_or_default(), TEXT_BYTES_MAX),
         last_heard_ms_ago: u64::try_from(since.as_millis()).unwrap_or(u64::MAX),
     }
 }
@@ -142,8 +153,8 @@ fn shortened(mut text: String, bytes_max: usize) -> String {
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test may fail")]
     use super::*;
-    use crate::RankStatus;
     use crate::status::tests::call;
+    use crate::{CallState, Coordinates, ModelAxes, RankStatus};
 
     #[test]
     fn a_summary_of_ten_thousand_ranks_fits_into_a_frame() {
@@ -151,6 +162,7 @@ mod tests {
         worst.label = "\"".repeat(256);
         let status = RankStatus { unit: "\\".repeat(256), calls: vec![worst], ..RankStatus::default() };
         let info = |rank: u32| RankInfo {
+            coordinates: ModelAxes { pipeline: 100, tensor: 100 }.coordinates(rank as usize, 10_000),
             host: "\"".repeat(256),
             pid: rank,
             status: status.clone(),
@@ -170,6 +182,7 @@ mod tests {
             let mut own = call(number);
             own.waiting_for = crate::Ranks::default();
             RankInfo {
+                coordinates: Coordinates::default(),
                 host: "a".to_string(),
                 pid: 1,
                 status: RankStatus { step: 7, phase: "forward".into(), calls: vec![own], ..RankStatus::default() },
@@ -184,5 +197,36 @@ mod tests {
         assert_eq!((waiting.as_str(), missing.as_str()), ("ranks 0, 1 and 3", "rank 2"));
         assert!(call.contains("reduce-scatter #8 of 'block.7'") && duration == "31 s", "{snapshot:?}");
         assert_eq!(snapshot.shown[2].call, "");
+        assert!(snapshot.stage_waits.is_empty() && snapshot.shown[2].coordinates.is_empty(), "{snapshot:?}");
+    }
+
+    #[test]
+    fn stages_that_wait_are_named_once() {
+        let info = |rank: usize| {
+            let mut own = call(7);
+            (own.verb, own.label) = ("receive".to_string(), "activations of block.3".to_string());
+            // Ranks 2 and 3 are stage 1, and receive from stage 0.
+            own.waiting_for = crate::Ranks::from_ranks(rank.checked_sub(2));
+            own.in_state_ms = 1000 * rank as u64;
+            RankInfo {
+                coordinates: ModelAxes { pipeline: 2, tensor: 2 }.coordinates(rank, 4),
+                host: "a".to_string(),
+                pid: 1,
+                status: RankStatus { step: 7, phase: "forward".into(), calls: vec![own], ..RankStatus::default() },
+                last_heard: None,
+                presence: Presence::Connected,
+            }
+        };
+        let mut ranks: Vec<RankInfo> = (0..4).map(info).collect();
+        let snapshot = Snapshot::of(&ranks, 1, Instant::now());
+        assert_eq!(snapshot.shown[3].coordinates, "stage 1, tensor 1");
+        let [Wait { waiting, missing, call, duration }] = &snapshot.stage_waits[..] else { panic!("{snapshot:?}") };
+        assert_eq!((waiting.as_str(), missing.as_str()), ("stage 1", "stage 0"));
+        assert_eq!((call.as_str(), duration.as_str()), ("activations of block.3", "3 s"));
+        snapshot.check().unwrap();
+        // A receive that has started is no wait while the rank computes.
+        ranks.iter_mut().for_each(|info| info.status.calls[0].is_awaited = false);
+        let snapshot = Snapshot::of(&ranks, 1, Instant::now());
+        assert!(snapshot.stage_waits.is_empty() && snapshot.shown[3].call.is_empty(), "{snapshot:?}");
     }
 }

@@ -18,6 +18,11 @@ pub(crate) fn describe_call(call: &CallStatus) -> String {
     format!("{verb} #{number} of '{label}' ({size}{group})")
 }
 
+/// `activations of block.3`, which a rank is to receive, or `sending activations of block.3`.
+pub(crate) fn describe_message(call: &CallStatus) -> String {
+    if call.verb == "send" { format!("sending {}", call.label) } else { call.label.clone() }
+}
+
 /// `in forward of block.2 at step 41`.
 pub(crate) fn in_phase(status: &RankStatus) -> String {
     match activity(status) {

@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 
 use shardwise_journal::{Entry, EntryKind, Start, Step};
 use shardwise_watch::{
-    Client, Error, Event, History, Order, RankIdentity, RankStatus, Reporter, Request, Secret, Server, Update, Viewer,
+    Client, Error, Event, History, ModelAxes, Order, RankIdentity, RankStatus, Reporter, Request, Secret, Server,
+    Update, Viewer,
 };
 
 const LIMIT: Duration = Duration::from_secs(10);
@@ -82,6 +83,7 @@ fn steps(updates: &[Update]) -> Vec<u64> {
 fn a_viewer_receives_old_and_new_entries_and_the_state_of_the_ranks() {
     let secret = Secret::new().unwrap();
     let mut server = server(&secret, 2);
+    server.set_axes(ModelAxes { pipeline: 2, tensor: 1 });
     let mut earlier = History::default();
     earlier.add(step(1));
     server.set_history(earlier);
@@ -102,6 +104,7 @@ fn a_viewer_receives_old_and_new_entries_and_the_state_of_the_ranks() {
         |update: &Update| if let Update::Snapshot(snapshot) = update { Some(snapshot.clone()) } else { None };
     let last = updates.iter().rev().find_map(snapshot).unwrap();
     assert_eq!((last.ranks, last.connected, last.not_joined, last.shown[0].activity.as_str()), (2, 1, 1, "forward"));
+    assert_eq!(last.shown[1].coordinates, "stage 1");
 
     drop(viewer);
     until(&mut server, |server, _| server.viewers() == 0);

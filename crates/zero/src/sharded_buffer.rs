@@ -1,17 +1,24 @@
 //! Parameters of a unit that are sharded among the same ranks, with their gradients and optimizer state.
+//!
+//! Here they are gathered, reduced and updated. How they are initialized is `init`, and how they are saved `checkpoint`.
+
+mod checkpoint;
+mod init;
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use shardwise_comm::{Group, Part, Pending, ReduceOp};
-use shardwise_plan::{Dtype, FloatsMut, Partition};
-use shardwise_torch::tch::{Device, TchError, Tensor, no_grad};
-use shardwise_torch::{Block, kind_of, storage};
+use shardwise_plan::{FloatsMut, Partition};
+use shardwise_torch::tch::{TchError, Tensor, no_grad};
+use shardwise_torch::{Block, storage};
 
 use crate::error::{InitError, UnitErrors};
 use crate::flat_parameter::FlatParameter;
 use crate::optimizer::{Run, Squares, sum_of_squares};
 use crate::{Error, Groups, Lamb, Optimizer, Pool, Precision, Result, Sharding};
+
+pub use checkpoint::CheckpointTensor;
 
 /// The declaration of a parameter of a unit.
 #[derive(Clone, Debug)]
@@ -65,25 +72,15 @@ pub struct Bytes {
 }
 
 impl Bytes {
-    pub(crate) fn plus(self, other: Bytes) -> Bytes {
+    /// The sum of both, by purpose.
+    #[must_use]
+    pub fn plus(self, other: Bytes) -> Bytes {
         Bytes {
             parameters: self.parameters + other.parameters,
             gradients: self.gradients + other.gradients,
             optimizer: self.optimizer + other.optimizer,
         }
     }
-}
-
-/// A tensor to save in a checkpoint; see [`ShardedUnit::checkpoint_tensors`](crate::ShardedUnit::checkpoint_tensors).
-pub struct CheckpointTensor {
-    /// The tensor, which shares its memory with the unit.
-    pub tensor: Tensor,
-    /// Its index among the unit's tensors on this rank.
-    pub index: usize,
-    /// Whether the tensor keeps its memory until the next update. If not, an all-gather of the unit borrows the memory.
-    pub is_stable: bool,
-    /// Whether [`ShardedUnit::detach_checkpoint_tensor`](crate::ShardedUnit::detach_checkpoint_tensor) can detach it.
-    pub is_detachable: bool,
 }
 
 /// Parameters of a unit that are sharded among the same ranks, as one of these ranks holds them.
@@ -163,143 +160,7 @@ struct ParameterSpan {
     decays: bool,
 }
 
-/// The number of elements that are initialized at once: few enough to stay in the cache, and in memory that is already mapped.
-const INIT_CHUNK: usize = 1 << 18;
-
 impl ShardedBuffer {
-    /// Creates a unit with these parameters. `init` is called for the elements that this rank keeps, and for no others.
-    pub(crate) fn new(name: &str, specs: &[ParameterSpec], layout: Layout, init: &mut InitFn<'_>) -> Result<Self> {
-        let errors = UnitErrors::new(name);
-        let [mut trainable_len, mut frozen_len] = [0, 0];
-        let ranges: Vec<Range<usize>> = specs
-            .iter()
-            .map(|spec| {
-                let end = if spec.trainable { &mut trainable_len } else { &mut frozen_len };
-                let start = *end;
-                *end += spec.shape.iter().product::<i64>() as usize;
-                start..*end
-            })
-            .collect();
-        let flat = |len| {
-            let (group, pool) = (layout.groups.shard.clone(), layout.pool.clone());
-            FlatParameter::new(name, group, pool, layout.precision.param_dtype, len, layout.sharding.parameters)
-        };
-        let (trainable, frozen) = (flat(trainable_len)?, flat(frozen_len)?);
-        let views = ranges
-            .iter()
-            .zip(specs)
-            .map(|(range, spec)| {
-                let flat = if spec.trainable { &trainable } else { &frozen };
-                flat.view(range.clone(), &spec.shape).set_requires_grad(spec.trainable)
-            })
-            .collect();
-        let trainable_ranges: Vec<Option<Range<usize>>> =
-            ranges.iter().zip(specs).map(|(range, spec)| spec.trainable.then(|| range.clone())).collect();
-        let frozen_ranges =
-            ranges.iter().zip(specs).map(|(range, spec)| (!spec.trainable).then(|| range.clone())).collect();
-
-        let group = &layout.groups.shard;
-        let owners = if layout.sharding.optimizer { group.rank()..group.rank() + 1 } else { 0..group.size() };
-        let shards = owners
-            .map(|owner| {
-                let range = trainable.partition().range(owner);
-                let zeros = || zeros(&errors, layout.precision.state_dtype(), range.len(), layout.pool.device());
-                let master = layout.precision.has_masters().then(zeros).transpose()?;
-                let state = (0..layout.states).map(|_| zeros()).collect::<Result<_>>()?;
-                let spans = trainable_ranges.iter().zip(specs).enumerate().filter_map(|(parameter, (whole, spec))| {
-                    let inside = intersection(whole.as_ref()?, &range)?;
-                    let range = inside.start - range.start..inside.end - range.start;
-                    Some(ParameterSpan { parameter, range, decays: spec.decays })
-                });
-                Ok(OptimizerShard { owner, master, state, spans: spans.collect(), detached: Vec::new() })
-            })
-            .collect::<Result<_>>()?;
-        let mut unit = ShardedBuffer {
-            errors,
-            layout,
-            trainable,
-            frozen,
-            views,
-            received: vec![false; trainable_ranges.len()],
-            trainable_ranges,
-            frozen_ranges,
-            local_grads: LocalGrads::None,
-            reduced_grads: ReducedGrads::None,
-            shards,
-            steps: 0,
-        };
-        for (parameter, range) in ranges.into_iter().enumerate() {
-            unit.init_parameter(parameter, range, specs[parameter].trainable, init)?;
-        }
-        Ok(unit)
-    }
-
-    /// Initializes the elements of a parameter that this rank keeps, a chunk at a time. `whole` is the parameter's range in its
-    /// flat buffer.
-    fn init_parameter(
-        &mut self,
-        parameter: usize,
-        whole: Range<usize>,
-        trainable: bool,
-        init: &mut InitFn<'_>,
-    ) -> Result<()> {
-        let flat = if trainable { &self.trainable } else { &self.frozen };
-        let local_range = flat.local_range();
-        let Some(wanted) = intersection(&whole, &local_range) else { return Ok(()) };
-        let mut targets = vec![(flat.local_elements(), local_range)];
-        if trainable {
-            let masters = self.shards.iter().filter_map(|shard| Some((shard.master.as_ref()?, shard.owner)));
-            targets.extend(masters.map(|(master, owner)| (master.shallow_clone(), flat.partition().range(owner))));
-        }
-        if let [(target, target_range)] = &targets[..]
-            && (flat.dtype(), self.layout.pool.device()) == (self.layout.precision.state_dtype(), Device::Cpu)
-        {
-            let inside = wanted.start - target_range.start..wanted.end - target_range.start;
-            return self.init_in_place(parameter, target, inside, wanted.start - whole.start, init);
-        }
-        for from in wanted.clone().step_by(INIT_CHUNK) {
-            let range = from..wanted.end.min(from + INIT_CHUNK);
-            let within = range.start - whole.start..range.end - whole.start;
-            let chunk = self.init_chunk(range.len(), |elements| init(parameter, within, elements))?;
-            for (target, target_range) in &targets {
-                self.errors.tch(copy_overlap(&chunk, &range, target, target_range))?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Initializes the elements `inside` of `target`, which are those of the parameter from `first` on, without a copy.
-    fn init_in_place(
-        &self,
-        parameter: usize,
-        target: &Tensor,
-        inside: Range<usize>,
-        first: usize,
-        init: &mut InitFn<'_>,
-    ) -> Result<()> {
-        let mut memory = self.errors.torch(storage::take(target, "it is being initialized"))?;
-        let elements = self.errors.torch(floats_mut(&mut memory))?;
-        let mut initialized = Ok(());
-        for (index, chunk) in elements.slice(inside).chunks(INIT_CHUNK).enumerate() {
-            let from = first + index * INIT_CHUNK;
-            initialized = initialized.and_then(|()| init(parameter, from..from + chunk.len(), chunk));
-        }
-        self.errors.torch(storage::put(target, memory).map_err(|failure| failure.error))?;
-        initialized.map_err(|error| Error::Init { unit: self.name().to_string(), error })
-    }
-
-    /// Creates a tensor for `len` parameters or values of optimizer state, which `init` writes.
-    fn init_chunk(
-        &self,
-        len: usize,
-        init: impl FnOnce(FloatsMut<'_>) -> std::result::Result<(), InitError>,
-    ) -> Result<Tensor> {
-        let mut memory = self.errors.torch(Block::new(self.layout.precision.state_dtype(), len, Device::Cpu))?;
-        init(self.errors.torch(floats_mut(&mut memory))?)
-            .map_err(|error| Error::Init { unit: self.name().to_string(), error })?;
-        self.errors.torch(memory.into_tensor())
-    }
-
     /// The unit's name, which is also the label of its collectives.
     pub(crate) fn name(&self) -> &str {
         self.errors.unit()
@@ -723,101 +584,6 @@ impl ShardedBuffer {
         self.errors.tch(Vec::try_from(self.errors.torch(all.into_tensor())?))
     }
 
-    // ---- checkpoints --------------------------------------------------------------------------------------------------
-
-    /// Waits for the all-gather of updated parameters, if there is one.
-    pub(crate) fn wait_for_update(&mut self) -> Result<()> {
-        self.trainable.wait_for_update()
-    }
-
-    /// Returns this rank's shard for a checkpoint: the updated parameters, the optimizer states, then the frozen parameters in the
-    /// dtype of the computation. Call [`ShardedBuffer::wait_for_update`] first.
-    ///
-    /// # Panics
-    /// If a tensor's memory is in use: by sharded parameters that are gathered, or by an all-gather of updated ones; or if a tensor
-    /// was detached and not updated since.
-    pub(crate) fn checkpoint_tensors(&self) -> Vec<CheckpointTensor> {
-        let own = self.own_shard();
-        assert!(own.detached.is_empty(), "{}: its tensors were detached, but not updated", self.name());
-        let gathered = self.layout.sharding.parameters;
-        let is_on_host = self.layout.pool.device() == Device::Cpu;
-        let master = CheckpointTensor {
-            index: 0,
-            tensor: self.updated_parameters(own),
-            is_stable: own.master.is_some() || !gathered,
-            is_detachable: is_on_host && (own.master.is_some() || self.trainable.keeps_only_own()),
-        };
-        let state = own.state.iter().map(|state| CheckpointTensor {
-            index: 0,
-            tensor: state.shallow_clone(),
-            is_stable: true,
-            is_detachable: is_on_host,
-        });
-        let frozen = CheckpointTensor {
-            index: 0,
-            tensor: self.frozen.shard(self.layout.groups.shard.rank()),
-            is_stable: !gathered,
-            is_detachable: false,
-        };
-        std::iter::once(master).chain(state).chain([frozen]).collect()
-    }
-
-    /// The number of [`ShardedBuffer::checkpoint_tensors`].
-    pub(crate) fn checkpoint_tensors_len(&self) -> usize {
-        2 + self.layout.states
-    }
-
-    /// Detaches a tensor of [`ShardedBuffer::checkpoint_tensors`], by its index, so that the next update does not overwrite it: the
-    /// update reads it and writes to new memory, with the same results. Returns the tensor with the old memory. An update must
-    /// follow, because until then the unit has no valid contents.
-    ///
-    /// # Panics
-    /// If the tensor is not detachable, or is detached already.
-    pub(crate) fn detach_checkpoint_tensor(&mut self, index: usize) -> Result<Tensor> {
-        let rank = self.layout.groups.shard.rank();
-        let own =
-            self.shards.iter_mut().find(|shard| shard.owner == rank).expect("a rank always updates its own shard");
-        assert!(own.detached.iter().all(|(known, _)| *known != index), "{}: detached twice", self.errors.unit());
-        let old = match (index.checked_sub(1), &mut own.master) {
-            (Some(state), _) => replace_with_empty(&self.errors, &mut own.state[state])?,
-            (None, Some(master)) => replace_with_empty(&self.errors, master)?,
-            (None, None) => {
-                assert!(self.trainable.keeps_only_own(), "{}: it cannot be detached", self.errors.unit());
-                self.trainable.replace_memory()?
-            }
-        };
-        own.detached.push((index, old.shallow_clone()));
-        Ok(old)
-    }
-
-    /// The number of updates so far.
-    pub(crate) fn updates(&self) -> u32 {
-        self.steps
-    }
-
-    /// Restores the number of updates, and the optimizer state of the shards that this rank updates, which `init` supplies.
-    pub(crate) fn resume(&mut self, updates: u32, init: &mut StateInitFn<'_>) -> Result<()> {
-        self.steps = updates;
-        for shard in &self.shards {
-            let first = self.partition().range(shard.owner).start;
-            for span in &shard.spans {
-                let whole =
-                    self.trainable_ranges[span.parameter].as_ref().expect("shards have trainable parameters only");
-                for (index, state) in shard.state.iter().enumerate() {
-                    for from in span.range.clone().step_by(INIT_CHUNK) {
-                        let range = from..span.range.end.min(from + INIT_CHUNK);
-                        // The same elements, as a range of the parameter.
-                        let within = first + range.start - whole.start..first + range.end - whole.start;
-                        let chunk =
-                            self.init_chunk(range.len(), |elements| init(span.parameter, index, within, elements))?;
-                        self.errors.tch(copy_overlap(&chunk, &range, state, &(0..state.numel())))?;
-                    }
-                }
-            }
-        }
-        Ok(())
-    }
-
     fn own_shard(&self) -> &OptimizerShard {
         let own = self.shards.iter().find(|shard| shard.owner == self.layout.groups.shard.rank());
         own.expect("a rank always updates its own shard")
@@ -842,32 +608,10 @@ impl ShardedBuffer {
     }
 }
 
-/// Allocates zeros. On the CPU this touches no page, so moments become resident in the first update, not at startup.
-fn zeros(errors: &UnitErrors, dtype: Dtype, len: usize, device: Device) -> Result<Tensor> {
-    match device {
-        Device::Cpu => errors.torch(Block::zeros(dtype, len).and_then(Block::into_tensor)),
-        device => errors.tch(Tensor::f_zeros([len as i64], (kind_of(dtype), device))),
-    }
-}
-
-/// The elements of f32 or f64 memory, to write.
-fn floats_mut(memory: &mut Block) -> shardwise_torch::Result<FloatsMut<'_>> {
-    match memory.dtype() {
-        Dtype::F64 => memory.as_mut_slice().map(FloatsMut::F64),
-        _ => memory.as_mut_slice().map(FloatsMut::F32),
-    }
-}
-
 /// Adds the rows of a sparse gradient to its parameter's sum, in order.
 fn add_rows(sum: &Tensor, grad: &Tensor) -> std::result::Result<(), TchError> {
     let rows = grad.f_internal_values()?.f_to_kind(sum.kind())?;
     sum.f_view(&grad.size()[..])?.f_index_add_(0, &grad.f_internal_indices()?.f_select(0, 0)?, &rows).map(drop)
-}
-
-/// Replaces a tensor with one of the same shape whose contents are unspecified. Returns the old one.
-fn replace_with_empty(errors: &UnitErrors, tensor: &mut Tensor) -> Result<Tensor> {
-    let new = errors.tch(tensor.f_empty_like())?;
-    Ok(std::mem::replace(tensor, new))
 }
 
 fn is_finite(elements: &Tensor) -> std::result::Result<bool, TchError> {
@@ -877,18 +621,4 @@ fn is_finite(elements: &Tensor) -> std::result::Result<bool, TchError> {
 fn intersection(a: &Range<usize>, b: &Range<usize>) -> Option<Range<usize>> {
     let both = a.start.max(b.start)..a.end.min(b.end);
     (both.start < both.end).then_some(both)
-}
-
-/// Copies the overlap of two tensors that hold the given ranges of a flat buffer.
-fn copy_overlap(
-    from: &Tensor,
-    from_range: &Range<usize>,
-    to: &Tensor,
-    to_range: &Range<usize>,
-) -> std::result::Result<(), TchError> {
-    let Some(both) = intersection(from_range, to_range) else { return Ok(()) };
-    let part = |tensor: &Tensor, range: &Range<usize>| {
-        tensor.f_narrow(0, (both.start - range.start) as i64, both.len() as i64)
-    };
-    part(to, to_range)?.f_copy_(&part(from, from_range)?)
 }

@@ -1,4 +1,5 @@
-//! The guide's drawings of a step at each stage. `cargo drawings` writes them to `docs/src/drawings`.
+//! The guide's drawings: a step at each ZeRO stage, and one of each pipeline schedule. `cargo drawings` writes them to
+//! `docs/src/drawings`.
 //!
 //! Each drawing has two versions, for wide and for narrow windows. They are inlined in the page: lines and letters have the page's
 //! text color, so that they are readable on light and dark backgrounds. Patterns and positions carry the same information as
@@ -6,6 +7,8 @@
 
 #![forbid(unsafe_code)]
 
+mod canvas;
+mod pipeline;
 mod schedule;
 mod sheet;
 
@@ -15,8 +18,9 @@ use anyhow::{Context, Result};
 
 use shardwise_plan::program::{MemoryKind, Span};
 
+use crate::canvas::Fill;
 use crate::schedule::{MEMORY_KINDS, Phase, Step, sign};
-use crate::sheet::{Fill, Sheet};
+use crate::sheet::{BACKWARD, FORWARD, Sheet, fill_of};
 
 /// Writes all drawings.
 fn main() -> Result<()> {
@@ -44,7 +48,8 @@ fn drawings() -> Vec<(String, String)> {
         let name = format!("stage-{}-{}.svg", step.stage, if tall { "narrow" } else { "wide" });
         (name, drawing(step, Sheet::new(step.stage, tall, longest, largest)))
     };
-    steps.iter().flat_map(|step| [draw(step, false), draw(step, true)]).collect()
+    let steps = steps.iter().flat_map(|step| [draw(step, false), draw(step, true)]);
+    steps.chain(pipeline::drawings()).collect()
 }
 
 fn drawing(step: &Step, mut sheet: Sheet) -> String {
@@ -59,9 +64,9 @@ fn drawing(step: &Step, mut sheet: Sheet) -> String {
     for span in step.computed() {
         sheet.waiting(reached, span.start_s);
         let (fill, sign) = match step.phase(span) {
-            Phase::Forward => (Fill::Forward, sign(span)),
-            Phase::Backward => (Fill::Backward, sign(span)),
-            Phase::Update => (Fill::Of(MemoryKind::Optimizer), ""),
+            Phase::Forward => (FORWARD, sign(span)),
+            Phase::Backward => (BACKWARD, sign(span)),
+            Phase::Update => (fill_of(MemoryKind::Optimizer), ""),
         };
         sheet.computed(span.start_s, span.end_s, fill, sign);
         reached = span.end_s;
@@ -70,7 +75,7 @@ fn drawing(step: &Step, mut sheet: Sheet) -> String {
     for span in step.sent() {
         let end = span.end_s.min(step.duration());
         if end > span.start_s + 0.05 {
-            sheet.call(span.start_s, end, fill_of(span), sign(span));
+            sheet.call(span.start_s, end, fill_of_call(span), sign(span));
         }
     }
     memory(step, &mut sheet);
@@ -79,10 +84,10 @@ fn drawing(step: &Step, mut sheet: Sheet) -> String {
 }
 
 /// All-gathers send parameters, and everything else gradients.
-fn fill_of(span: &Span) -> Fill {
+fn fill_of_call(span: &Span) -> Fill {
     match span.label.starts_with("all-gather") {
-        true => Fill::Of(MemoryKind::Parameters),
-        false => Fill::Of(MemoryKind::Gradients),
+        true => fill_of(MemoryKind::Parameters),
+        false => fill_of(MemoryKind::Gradients),
     }
 }
 

@@ -16,8 +16,16 @@ pub(crate) fn lines(snapshot: Option<&Snapshot>) -> Vec<Line<'static>> {
         return vec![Line::styled("shown while the run is running", Style::new().dim())];
     };
     let mut lines = vec![counts(snapshot)];
-    if snapshot.waits.is_empty() && snapshot.connected > 0 {
+    if snapshot.waits.is_empty() && snapshot.stage_waits.is_empty() && snapshot.connected > 0 {
         lines.push(Line::from(vec!["= ".fg(BLUE), "no rank is waiting for another".into()]));
+    }
+    for wait in &snapshot.stage_waits {
+        lines.push(Line::from(vec![
+            Span::styled("» ", Style::new().fg(ORANGE).bold()),
+            Span::raw(format!("{} waits for ", wait.waiting)),
+            Span::styled(wait.missing.clone(), Style::new().fg(ORANGE).bold()),
+            Span::raw(format!(": {}, {}", wait.call, wait.duration)),
+        ]));
     }
     for wait in &snapshot.waits {
         let verb = if wait.waiting.starts_with("ranks ") { "are" } else { "is" };
@@ -29,8 +37,13 @@ pub(crate) fn lines(snapshot: Option<&Snapshot>) -> Vec<Line<'static>> {
         ]));
         lines.push(Line::styled(format!("  in {}", wait.call), Style::new().dim()));
     }
-    let host_width = snapshot.shown.iter().map(|rank| rank.host.chars().count()).max().unwrap_or(0).min(16);
-    lines.extend(snapshot.shown.iter().map(|rank| rank_line(rank, host_width)));
+    let widest = |text: fn(&RankSnapshot) -> &str| {
+        snapshot.shown.iter().map(|rank| text(rank).chars().count()).max().unwrap_or(0)
+    };
+    let host_width = widest(|rank| &rank.host).min(16);
+    // A run with data parallelism alone has no coordinates.
+    let coordinates_width = widest(|rank| &rank.coordinates).min(24);
+    lines.extend(snapshot.shown.iter().map(|rank| rank_line(rank, coordinates_width, host_width)));
     let more = snapshot.ranks.saturating_sub(snapshot.shown.len() as u64);
     if more > 0 {
         lines.push(Line::styled(format!("… and {more} more ranks"), Style::new().dim()));
@@ -59,9 +72,14 @@ fn counts(snapshot: &Snapshot) -> Line<'static> {
     Line::from(parts.join(", "))
 }
 
-fn rank_line(rank: &RankSnapshot, host_width: usize) -> Line<'static> {
+fn rank_line(rank: &RankSnapshot, coordinates_width: usize, host_width: usize) -> Line<'static> {
     let host: String = rank.host.chars().take(host_width).collect();
-    let mut line = vec![Span::raw(format!("{:>4} {host:<host_width$} ", rank.rank))];
+    let mut line = vec![Span::raw(format!("{:>4} ", rank.rank))];
+    if coordinates_width > 0 {
+        let coordinates: String = rank.coordinates.chars().take(coordinates_width).collect();
+        line.push(Span::raw(format!("{coordinates:<coordinates_width$} ")));
+    }
+    line.push(Span::raw(format!("{host:<host_width$} ")));
     let strong = Style::new().fg(VERMILLION).bold();
     match rank.presence {
         Presence::NotJoined => line.push(Span::styled("? not joined yet", Style::new().dim())),

@@ -31,6 +31,7 @@ fn screen(dashboard: &Dashboard<'_>, width: u16, height: u16) -> String {
 fn snapshot(ranks: u64) -> Snapshot {
     let rank = |rank: u64| RankSnapshot {
         rank,
+        coordinates: String::new(),
         host: "vm".to_string(),
         presence: if rank == 3 { Presence::Left { code: None } } else { Presence::Connected },
         step: 412,
@@ -55,6 +56,21 @@ fn snapshot(ranks: u64) -> Snapshot {
         waits: vec![wait],
         ..Snapshot::default()
     }
+}
+
+/// The ranks of two stages, each of which has two ranks that share layers. Stage 1 waits for stage 0.
+fn pipeline_snapshot() -> Snapshot {
+    let mut snapshot = Snapshot { waits: Vec::new(), ..snapshot(4) };
+    for (rank, shown) in snapshot.shown.iter_mut().enumerate() {
+        shown.coordinates = format!("stage {}, tensor {}", rank / 2, rank % 2);
+    }
+    snapshot.stage_waits.push(Wait {
+        waiting: "stage 1".to_string(),
+        missing: "stage 0".to_string(),
+        call: "activations of block.3".to_string(),
+        duration: "12 s".to_string(),
+    });
+    snapshot
 }
 
 fn dashboard<'a>(run: &'a RunView, snapshot: Option<&'a Snapshot>, ui: &'a UiState) -> Dashboard<'a> {
@@ -87,6 +103,25 @@ fn a_large_screen_has_all_panes() {
     for words in expected {
         assert!(text.contains(words), "{words}:\n{text}");
     }
+}
+
+#[test]
+fn a_pipeline_shows_its_stages_and_which_of_them_wait() {
+    let run = RunView { is_live: true, ..view(simulate(812, 2000, None)) };
+    let (ui, snapshot) = (UiState { pane: Pane::Ranks, ..UiState::default() }, pipeline_snapshot());
+    let text = screen(&dashboard(&run, Some(&snapshot), &ui), 80, 24);
+    let expected = [
+        "» stage 1 waits for stage 0: activations of block.3, 12 s",
+        "   0 stage 0, tensor 0 vm forward of block.3       120 ms",
+        "   2 stage 1, tensor 0 vm forward of block.3       120 ms",
+        "   3 stage 1, tensor 1 vm ✖ gone",
+    ];
+    for words in expected {
+        assert!(text.contains(words), "{words}:\n{text}");
+    }
+    assert!(!text.contains("no rank is waiting"), "{text}");
+    let plain = summary::text(&run, Some(&snapshot));
+    assert!(plain.contains("» stage 1 waits for stage 0: activations of block.3, 12 s\n"), "{plain}");
 }
 
 #[test]

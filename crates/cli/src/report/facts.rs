@@ -81,10 +81,14 @@ fn facts(run: &RunData) -> Vec<(&'static str, String)> {
             "ZeRO",
             from(&|start| {
                 let replicas = format_count_of(start.replicate as u64, "replica");
-                match start.tensor {
-                    1 => format!("stage {}, {replicas}", start.zero_stage),
-                    tensor => format!("stage {}, {replicas}, layers shared by {tensor} ranks", start.zero_stage),
+                let mut text = format!("stage {}, {replicas}", start.zero_stage);
+                if start.tensor > 1 {
+                    text += &format!(", layers shared by {} ranks", start.tensor);
                 }
+                if start.pipeline > 1 {
+                    text += &format!(", a pipeline of {} stages", start.pipeline);
+                }
+                text
             }),
         ),
         ("param dtype", from(&|start| start.param_dtype.clone())),

@@ -102,6 +102,7 @@ impl SimulatedRun {
             ranks_per_host: 2.min(ranks),
             zero_stage: 3,
             replicate: 1,
+            pipeline: 1,
             tensor: 1,
             param_dtype: "bf16".to_string(),
             parameters: self.plan.parameters as u64,

@@ -15,6 +15,7 @@ mod messages;
 mod passes;
 mod ranks;
 mod scope;
+mod tied;
 mod tiers;
 mod unit_states;
 mod violation;
@@ -64,7 +65,7 @@ fn check_mesh(programs: &Programs, mesh: &Mesh) -> Result<(), Violation> {
     }
 }
 
-/// Every unit is on one stage, and tied units are on the same one.
+/// Every unit is on one stage. If tied units are on different stages, there are two of them.
 fn check_stages(programs: &Programs, units: &[UnitSpec], mesh: &Mesh) -> Result<(), Violation> {
     let stages = programs.stages_of_units(units.len());
     let on_stage = |stage: usize, problem: Problem| {
@@ -89,8 +90,9 @@ fn check_stages(programs: &Programs, units: &[UnitSpec], mesh: &Mesh) -> Result<
                 None => on_stage(0, Problem::missing(Rule::Fit, format!("{} is on no stage", spec.name))),
             };
         };
-        if let Some(tied) = spec.tied.filter(|&tied| stages[tied] != Some(stage)) {
-            let problem = format!("{} is tied to {}, which is on another stage", spec.name, units[tied].name);
+        let is_shared = |owner: &usize| units.iter().filter(|unit| unit.tied == Some(*owner)).count() > 1;
+        if let Some(owner) = spec.tied.filter(|&owner| stages[owner] != Some(stage)).filter(is_shared) {
+            let problem = format!("{} is tied to {} of another stage, and not alone", spec.name, units[owner].name);
             return on_stage(stage, Problem::missing(Rule::Fit, problem));
         }
     }
@@ -106,6 +108,7 @@ fn check_program(program: &Program, scope: &Scope<'_>) -> Result<(), Problem> {
     unit_states::check(program, scope)?;
     passes::check(program, scope)?;
     gradients::check(program, scope)?;
+    tied::check(program, scope)?;
     tiers::check(program, scope)?;
     check_counts(program)
 }

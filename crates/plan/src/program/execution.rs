@@ -13,6 +13,7 @@ mod meetings;
 use super::collectives::{Call, CallOp, Collective};
 use super::groups::GroupKind;
 use super::instruction::{Instruction, Message, Offload};
+use super::policy::UnitSpec;
 use super::programs::Party;
 use crate::mesh::Mesh;
 use lane::{Arrival, receive_key};
@@ -48,22 +49,23 @@ pub(super) struct Execution<'a> {
     pub(super) lanes: Vec<Lane<'a>>,
     meetings: Meetings,
     channels: Channels,
+    units: &'a [UnitSpec],
     /// The stage of each unit.
     stages: &'a [Option<usize>],
 }
 
-/// Executes the programs of `parties`, whose calls are `calls`, until all are at their end or wait for each other.
+/// Executes the programs of `parties`, whose calls are `calls`, with each unit on its stage, until all are at their end or wait for each other.
 pub(super) fn execute<'a>(
     parties: &[Party<'a>],
     calls: &[Vec<(usize, Call)>],
-    stages: &'a [Option<usize>],
+    (units, stages): (&'a [UnitSpec], &'a [Option<usize>]),
     mesh: &Mesh,
     unfinished: &[Unfinished],
     durations: &impl Durations,
 ) -> Execution<'a> {
     let lanes = parties.iter().zip(calls).map(|(party, calls)| Lane::new(party.program, calls)).collect();
     let (meetings, channels) = (Meetings::new(parties, mesh), Channels::new(parties, mesh));
-    let mut execution = Execution { lanes, meetings, channels, stages };
+    let mut execution = Execution { lanes, meetings, channels, units, stages };
     unfinished.iter().for_each(|call| execution.resume(call));
     let mut moves = true;
     while moves {
@@ -144,7 +146,7 @@ impl Execution<'_> {
         self.compute(party, durations.compute_s(party, instruction));
         match *instruction {
             Instruction::Send(message) => {
-                let to = message.receiving_unit().and_then(|unit| self.stage_of(unit));
+                let to = message.receiving_unit(self.units).and_then(|unit| self.stage_of(unit));
                 let arrival = self.arrival(party);
                 for receiver in to.map_or(Vec::new(), |to| self.channels.peers(party, to)) {
                     let duration_s = durations.message_s(party, receiver, &message);
@@ -153,7 +155,7 @@ impl Execution<'_> {
                 }
             }
             Instruction::StartReceive(message) => {
-                let from = message.sending_unit().and_then(|unit| self.stage_of(unit));
+                let from = message.sending_unit(self.units).and_then(|unit| self.stage_of(unit));
                 let Some(from) = from else { return };
                 let arrival = self.arrival(party);
                 let lane = &mut self.lanes[party];

@@ -1,5 +1,7 @@
 //! The instructions of a step.
 
+use super::policy::UnitSpec;
+
 /// One instruction. A rank names only units of its own stage of the pipeline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Instruction {
@@ -108,6 +110,13 @@ pub enum Keep {
 }
 
 /// A message between two stages of a pipeline. Who the other rank is follows from the unit.
+///
+/// # Note: tied units on different stages
+/// A head that is tied to an embedding computes with a parameter that another stage owns. Once per step, before the head's first
+/// forward pass, the embedding's stage sends it whole: [`Payload::TiedParameters`]. The head's stage accumulates the parameter's
+/// gradient, and sends it when the embedding's own gradients are reduced: [`Payload::TiedGradients`], of the last micro-batch, or
+/// of each if each is reduced. The embedding's stage adds it when it has arrived, after its own gradients and before the reduction.
+/// A parameter that is not trained has no gradients to send.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Message {
     /// What is sent.
@@ -131,19 +140,35 @@ impl Message {
         Message { payload: Payload::Gradients, ..Message::activations(unit, micro_batch) }
     }
 
-    /// The unit on the other rank if this rank sends the message. `None` before the first unit.
-    pub fn receiving_unit(&self) -> Option<usize> {
+    /// The parameter that a unit shares with one on another stage. The sender names the unit that owns it, the receiver the one
+    /// that is tied to it.
+    pub fn tied_parameters(unit: usize) -> Self {
+        Message { payload: Payload::TiedParameters, ..Message::activations(unit, 0) }
+    }
+
+    /// The gradient of that parameter, accumulated up to a micro-batch. The sender names the unit that is tied, the receiver the
+    /// one that owns the parameter.
+    pub fn tied_gradients(unit: usize, micro_batch: usize) -> Self {
+        Message { payload: Payload::TiedGradients, ..Message::activations(unit, micro_batch) }
+    }
+
+    /// The unit on the other rank if this rank sends the message. `None` if there is none.
+    pub fn receiving_unit(&self, units: &[UnitSpec]) -> Option<usize> {
         match self.payload {
             Payload::Activations => Some(self.unit + 1),
             Payload::Gradients => self.unit.checked_sub(1),
+            Payload::TiedParameters => unit_tied_to(units, self.unit),
+            Payload::TiedGradients => units.get(self.unit)?.tied,
         }
     }
 
-    /// The unit on the other rank if this rank receives the message. `None` before the first unit.
-    pub fn sending_unit(&self) -> Option<usize> {
+    /// The unit on the other rank if this rank receives the message. `None` if there is none.
+    pub fn sending_unit(&self, units: &[UnitSpec]) -> Option<usize> {
         match self.payload {
             Payload::Activations => self.unit.checked_sub(1),
             Payload::Gradients => Some(self.unit + 1),
+            Payload::TiedParameters => units.get(self.unit)?.tied,
+            Payload::TiedGradients => unit_tied_to(units, self.unit),
         }
     }
 }
@@ -155,6 +180,32 @@ pub enum Payload {
     Activations,
     /// The gradient of a unit's input, which is that of the output of the unit before.
     Gradients,
+    /// A whole parameter, from the unit that owns it to the one that is tied to it.
+    TiedParameters,
+    /// The gradient of that parameter, back to the unit that owns it.
+    TiedGradients,
+}
+
+impl Payload {
+    /// Whether it goes between tied units, and not between neighbors.
+    pub fn is_tied(self) -> bool {
+        matches!(self, Payload::TiedParameters | Payload::TiedGradients)
+    }
+
+    /// The name in texts, in the plural, such as `tied gradients`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Payload::Activations => "activations",
+            Payload::Gradients => "gradients",
+            Payload::TiedParameters => "tied parameters",
+            Payload::TiedGradients => "tied gradients",
+        }
+    }
+}
+
+/// The first unit that is tied to another. If they are on different stages, it is the only one.
+pub(super) fn unit_tied_to(units: &[UnitSpec], owner: usize) -> Option<usize> {
+    units.iter().position(|unit| unit.tied == Some(owner))
 }
 
 /// The encoding in which elements travel.

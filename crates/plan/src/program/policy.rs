@@ -93,8 +93,14 @@ pub struct UnitSpec {
     pub replicated: Replicated,
     /// The unit whose parameter this unit also computes with, as a head does with a tied embedding.
     pub tied: Option<usize>,
+    /// The number of elements of that parameter on one tensor-parallel rank. If its unit is on another stage of the pipeline, the
+    /// parameter is sent from there once per step, and its gradient comes back.
+    pub tied_elements: usize,
     /// Whether the backward pass reads the parameters.
     pub backward_reads_parameters: bool,
+    /// Whether the forward pass computes gradients of parameters, as that of a head with a fused loss does, and holds them until the
+    /// backward pass. A pipeline then delays the forward pass until just before the backward pass.
+    pub forward_computes_gradients: bool,
     /// The bytes of its output for one micro-batch, which are sent if the next unit is on another stage of the pipeline. The
     /// gradient of the output, which comes back, has as many.
     pub output_bytes: usize,
@@ -111,7 +117,9 @@ impl UnitSpec {
             frozen: 0,
             replicated: Replicated::default(),
             tied: None,
+            tied_elements: 0,
             backward_reads_parameters,
+            forward_computes_gradients: false,
             output_bytes: 0,
             inner: InnerCollectives::default(),
         }

@@ -9,6 +9,7 @@
 
 mod durations;
 mod memory;
+mod pool;
 mod report;
 mod spans;
 mod transfers;
@@ -130,8 +131,8 @@ fn run<L: Fn(usize, usize) -> LinkCost>(
     let enough = by_party.iter().all(|machine| machine.costs.units.len() == units.len());
     assert!(enough, "every unit needs costs");
     let calls: Vec<Vec<(usize, Call)>> = parties.iter().map(|party| calls(party.program, units, policy)).collect();
-    let before = execute(parties, &calls, stages, mesh, &[], machines);
-    let step = execute(parties, &calls, stages, mesh, &before.unfinished(), machines);
+    let before = execute(parties, &calls, (*units, stages), mesh, &[], machines);
+    let step = execute(parties, &calls, (*units, stages), mesh, &before.unfinished(), machines);
     let blocked = step.first_blocked(|_| true).map(|party| parties[party].rank);
     assert!(blocked.is_none(), "rank {blocked:?} waits forever; check the programs first");
     let report = Report { execution: &step, ranks: parties.iter().map(|party| party.rank).collect() };

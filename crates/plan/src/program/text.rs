@@ -56,13 +56,19 @@ const OF_MICRO_BATCH: [OfMicroBatch; 5] = [
 ];
 
 /// The names of instructions that have a message.
-const OF_MESSAGE: [OfMessage; 6] = [
+const OF_MESSAGE: [OfMessage; 12] = [
     ("send-activations", Payload::Activations, Instruction::Send),
     ("start-receive-activations", Payload::Activations, Instruction::StartReceive),
     ("wait-receive-activations", Payload::Activations, Instruction::WaitReceive),
     ("send-gradients", Payload::Gradients, Instruction::Send),
     ("start-receive-gradients", Payload::Gradients, Instruction::StartReceive),
     ("wait-receive-gradients", Payload::Gradients, Instruction::WaitReceive),
+    ("send-tied-parameters", Payload::TiedParameters, Instruction::Send),
+    ("start-receive-tied-parameters", Payload::TiedParameters, Instruction::StartReceive),
+    ("wait-receive-tied-parameters", Payload::TiedParameters, Instruction::WaitReceive),
+    ("send-tied-gradients", Payload::TiedGradients, Instruction::Send),
+    ("start-receive-tied-gradients", Payload::TiedGradients, Instruction::StartReceive),
+    ("wait-receive-tied-gradients", Payload::TiedGradients, Instruction::WaitReceive),
 ];
 
 /// The names of instructions that have a buffer and a tier.
@@ -378,6 +384,8 @@ send-activations a micro-batch=1
 start-receive-gradients a micro-batch=1
 wait-receive-gradients a micro-batch=1
 send-gradients b micro-batch=0 codec=int8
+send-tied-parameters a micro-batch=0
+wait-receive-tied-gradients a micro-batch=3 codec=bf16
 backward-input b micro-batch=0
 backward-weight b micro-batch=0
 start-gather a codec=int8

@@ -130,13 +130,19 @@ impl Layout {
 
     /// The bytes of a message that a rank sends or receives; 0 if it names a unit that does not exist.
     pub fn message_bytes(&self, message: &Message, sends: bool, units: &[UnitSpec]) -> usize {
-        // The gradient of a unit's input is as large as the output of the unit before.
-        let producer = match (message.payload, sends) {
-            (Payload::Activations, true) | (Payload::Gradients, false) => Some(message.unit),
-            (Payload::Activations, false) | (Payload::Gradients, true) => message.unit.checked_sub(1),
+        let other = if sends { message.receiving_unit(units) } else { message.sending_unit(units) };
+        let (Some(own), Some(other)) = (units.get(message.unit), other.and_then(|unit| units.get(unit))) else {
+            return 0;
         };
-        let output_bytes = producer.and_then(|unit| units.get(unit)).map_or(0, |unit| unit.output_bytes);
-        output_bytes / self.parameter_bytes * message.codec.element_bytes(self.parameter_bytes)
+        let (from, to) = if sends { (own, other) } else { (other, own) };
+        let (elements, in_memory) = match message.payload {
+            Payload::Activations => (from.output_bytes / self.parameter_bytes, self.parameter_bytes),
+            // The gradient of a unit's input is as large as the output of the unit before.
+            Payload::Gradients => (to.output_bytes / self.parameter_bytes, self.parameter_bytes),
+            Payload::TiedParameters => (to.tied_elements, self.parameter_bytes),
+            Payload::TiedGradients => (from.tied_elements, self.gradient_bytes),
+        };
+        elements * message.codec.element_bytes(in_memory)
     }
 
     /// The bytes that the rank sends that sends the most in a collective. All others wait for it.

@@ -1,7 +1,8 @@
 //! Random programs' mutants, and what makes one equivalent to its program.
 
-#![allow(dead_code, reason = "each file of tests uses a part of it")]
+#![allow(dead_code, clippy::unwrap_used, reason = "each file of tests uses a part of it")]
 
+pub(crate) mod pipedream;
 pub(crate) mod pipeline;
 
 use std::collections::BTreeSet;
@@ -80,9 +81,6 @@ enum Resource {
     InputGradient(usize, usize),
     /// A message of a unit and a micro-batch.
     Received(Payload, usize, usize),
-    /// The order of the messages that are sent, and of those that are received.
-    Sends(Payload),
-    Receives(Payload),
     Totals,
 }
 
@@ -103,6 +101,7 @@ fn resources(instruction: &Instruction, units: &[UnitSpec]) -> (BTreeSet<Resourc
         Instruction::Forward { unit, micro_batch, .. } | Instruction::Recompute { unit, micro_batch } => {
             let mut reads = with_tied(unit, Resource::Parameters);
             reads.push(Resource::Received(Payload::Activations, unit, micro_batch));
+            reads.push(Resource::Received(Payload::TiedParameters, unit, 0));
             (reads, vec![Resource::Activations(unit, micro_batch)])
         }
         Instruction::Backward { unit, micro_batch } => {
@@ -127,18 +126,21 @@ fn resources(instruction: &Instruction, units: &[UnitSpec]) -> (BTreeSet<Resourc
             (vec![Resource::InputGradient(unit, micro_batch)], changes)
         }
         Instruction::Accumulate { unit, .. } => (vec![], with_tied(unit, Resource::Gradients)),
-        Instruction::Send(Message { payload, unit, micro_batch, .. }) => {
-            let sent = match payload {
-                Payload::Activations => Resource::Activations(unit, micro_batch),
-                Payload::Gradients => Resource::InputGradient(unit, micro_batch),
-            };
-            (vec![sent], vec![Resource::Sends(payload)])
-        }
+        Instruction::Send(Message { payload, unit, micro_batch, .. }) => match payload {
+            Payload::Activations => (vec![Resource::Activations(unit, micro_batch)], vec![]),
+            Payload::Gradients => (vec![Resource::InputGradient(unit, micro_batch)], vec![]),
+            Payload::TiedParameters => (vec![Resource::Parameters(unit)], vec![]),
+            Payload::TiedGradients => (vec![], units[unit].tied.into_iter().map(Resource::Gradients).collect()),
+        },
         Instruction::StartReceive(Message { payload, unit, micro_batch, .. }) => {
-            (vec![], vec![Resource::Received(payload, unit, micro_batch), Resource::Receives(payload)])
+            (vec![], vec![Resource::Received(payload, unit, micro_batch)])
         }
         Instruction::WaitReceive(Message { payload, unit, micro_batch, .. }) => {
-            (vec![], vec![Resource::Received(payload, unit, micro_batch)])
+            let received = Resource::Received(payload, unit, micro_batch);
+            match payload {
+                Payload::TiedGradients => (vec![], vec![received, Resource::Gradients(unit)]),
+                _ => (vec![], vec![received]),
+            }
         }
         Instruction::StartReduce { unit, .. }
         | Instruction::WaitReduceScatter(unit)

@@ -159,6 +159,7 @@ fn status(rank: usize, ranks: usize, step: u64) -> RankStatus {
         state,
         in_state_ms: 17,
         waiting_for: Ranks::default(),
+        is_awaited: false,
     };
     let last = (first + 7).min(ranks - 1);
     let shard = Ranks::from_runs([(first, last, 1)]);

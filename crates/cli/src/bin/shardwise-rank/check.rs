@@ -7,8 +7,9 @@ use std::process::ExitCode;
 use serde_json::json;
 use shardwise_cli::flags::TrainFlags;
 use shardwise_journal::format::format_memory_fixed;
+use shardwise_plan::program::Programs;
 use shardwise_recipe::Recipe;
-use shardwise_run::build::program;
+use shardwise_run::build::programs;
 use shardwise_run::memory_estimate::{MemoryEstimate, find_settings_that_fit};
 use shardwise_run::memory_limit::{MemoryLimit, memory_limit};
 use shardwise_run::{StepCosts, describe_simulated_step};
@@ -71,12 +72,12 @@ fn check(arguments: &RecipeArguments, flags: &CheckFlags) -> Result<String, Stri
         text += &format!("\n{}", step.map_err(|error| error.to_string())?);
     }
     let show_program = flags.show_program;
-    let program =
-        show_program.then(|| program(&recipe, ranks).map(|program| program.to_string().trim_end().to_string()));
+    let program = show_program.then(|| programs(&recipe, ranks).map(|programs| describe_programs(&programs)));
     let report = json!({
         "program": program.transpose().map_err(|error| error.to_string())?,
         "text": text,
         "ranks": sizes,
+        "axes": { "pipeline": recipe.parallel.pipeline, "tensor": recipe.parallel.tensor },
         "folder": recipe.folder(),
         "saves": recipe.checkpoints.is_some(),
         "heartbeat_timeout_s": recipe.supervision.heartbeat_timeout_s,
@@ -133,4 +134,14 @@ pub(crate) fn check_memory(
     Err(format!(
         "{path}: at stage {stage} a rank would need about {total}, but {what} is {limit}:\n{estimate}\n{remedy}"
     ))
+}
+
+/// The programs of all stages of a pipeline, or the only one, as text.
+fn describe_programs(programs: &Programs) -> String {
+    let texts = programs.stages.iter().map(|program| program.to_string().trim_end().to_string());
+    let texts: Vec<String> = match programs.stages.len() {
+        1 => texts.collect(),
+        _ => texts.enumerate().map(|(stage, text)| format!("# stage {stage}\n{text}")).collect(),
+    };
+    texts.join("\n\n")
 }

@@ -5,6 +5,7 @@
 mod check;
 mod flags;
 mod inference;
+mod plan;
 mod probe;
 mod profile;
 mod profile_table;
@@ -19,7 +20,7 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};
-use shardwise_cli::flags::{GenerateFlags, ProfileFlags, TrainFlags};
+use shardwise_cli::flags::{GenerateFlags, PlanFlags, ProfileFlags, TrainFlags};
 
 use check::CheckFlags;
 use probe::Library;
@@ -61,6 +62,13 @@ enum Command {
         #[arg(long)]
         width: Option<usize>,
     },
+    /// Plan the stages of a pipeline
+    Plan {
+        #[command(flatten)]
+        recipe: RecipeArguments,
+        #[command(flatten)]
+        flags: PlanFlags,
+    },
     /// Evaluate the newest checkpoint as one of the ranks
     Evaluate {
         #[command(flatten)]
@@ -83,6 +91,7 @@ fn main() -> Result<ExitCode> {
         Command::Check { recipe, flags } => Ok(check::run(&recipe, &flags)),
         Command::Train { recipe, fault, flags } => train::run(&recipe, &fault, &flags),
         Command::Profile { recipe, flags, width } => profile::run(&recipe, &flags, width),
+        Command::Plan { recipe, flags } => Ok(plan::run(&recipe, &flags)),
         Command::Evaluate { recipe, corpus } => inference::evaluate(&recipe, corpus),
         Command::Generate { recipe, flags } => inference::generate(&recipe, flags),
     }

@@ -138,5 +138,6 @@ fn call_status(status: &GroupStatus) -> watch::CallStatus {
         },
         in_state_ms: status.status_age.as_millis() as u64,
         waiting_for: Ranks::from_ranks(entry.waits_for.iter().copied()),
+        is_awaited: entry.is_awaited || matches!(entry.status, CallStatus::Failed(_)),
     }
 }

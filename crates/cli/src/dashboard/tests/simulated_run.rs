@@ -53,6 +53,7 @@ impl Simulation {
             ranks_per_host: RANKS,
             zero_stage: 3,
             replicate: 1,
+            pipeline: 1,
             tensor: 1,
             param_dtype: "bf16".to_string(),
             parameters: 42_100_000,

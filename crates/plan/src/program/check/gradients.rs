@@ -2,7 +2,7 @@
 
 use super::scope::{Purpose, Scope};
 use super::violation::{Problem, Rule};
-use crate::program::{Instruction, Program};
+use crate::program::{Instruction, Message, Payload, Program};
 
 /// How far the reduction of a unit's gradients is.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -17,8 +17,10 @@ enum Reduction {
 struct UnitGradients {
     /// How many times gradients were added since the last reduction.
     added: usize,
-    /// The micro-batch of the gradients that were added last.
+    /// The micro-batch of the unit's own gradients that were accumulated last.
     last_micro_batch: usize,
+    /// The gradient that another stage has sent was added since the last reduction.
+    has_tied: bool,
     reduction: Reduction,
     /// The last instruction that changed `reduction`.
     changed_at: Option<usize>,
@@ -40,6 +42,7 @@ pub(super) fn check(program: &Program, scope: &Scope<'_>) -> Result<(), Problem>
     let at_start = UnitGradients {
         added: 0,
         last_micro_batch: 0,
+        has_tied: false,
         reduction: Reduction::None,
         changed_at: None,
         reductions: 0,
@@ -62,6 +65,7 @@ impl Gradients<'_> {
                 self.backward(unit, micro_batch)
             }
             Instruction::Accumulate { unit, micro_batch } => self.accumulate(unit, micro_batch),
+            Instruction::WaitReceive(Message { payload: Payload::TiedGradients, unit, .. }) => self.add_tied(unit),
             Instruction::StartReduce { unit, .. } => self.start_reduce(unit, position),
             Instruction::WaitReduceScatter(unit) => self.wait_reduce_scatter(unit, position),
             Instruction::WaitReduce(unit) => self.wait_reduce(unit, position),
@@ -84,29 +88,44 @@ impl Gradients<'_> {
         if self.computed.take() != Some((unit, micro_batch)) {
             return Err("it must follow the backward pass whose gradients it adds, before the next one".to_string());
         }
+        let last = std::mem::replace(&mut self.units[unit].last_micro_batch, micro_batch);
+        if micro_batch < last {
+            let name = self.scope.name(unit);
+            return Err(format!("{name} has gradients of micro-batch {last}; they are added in ascending order"));
+        }
         for target in self.targets(unit) {
-            let (name, is_sharded) = (&self.scope.units[target].name, self.scope.policy.sharding.gradients);
-            let gradients = &mut self.units[target];
-            if gradients.reduction != Reduction::None {
-                return Err(format!("the gradients of {name} are being reduced"));
-            }
-            if gradients.reductions > 0 && !is_sharded {
-                return Err(format!("the gradients of {name} were reduced; without shards that works once per step"));
-            }
-            if micro_batch < gradients.last_micro_batch {
-                let last = gradients.last_micro_batch;
-                return Err(format!("{name} has gradients of micro-batch {last}; they are added in ascending order"));
-            }
-            gradients.last_micro_batch = micro_batch;
-            gradients.added += 1;
+            self.check_open(target)?;
+            self.units[target].added += 1;
+        }
+        Ok(())
+    }
+
+    /// Adds the gradient that another stage has sent, after all gradients of this one.
+    fn add_tied(&mut self, unit: usize) -> Result<(), String> {
+        self.check_trainable(unit)?;
+        self.check_open(unit)?;
+        let (expected, gradients) = (self.expected(unit), &mut self.units[unit]);
+        if gradients.added != expected || std::mem::replace(&mut gradients.has_tied, true) {
+            return Err("it is added once, after the gradients of this stage".to_string());
+        }
+        Ok(())
+    }
+
+    /// Whether gradients can be added to those of a unit.
+    fn check_open(&self, unit: usize) -> Result<(), String> {
+        let (name, gradients) = (self.scope.name(unit), &self.units[unit]);
+        if gradients.reduction != Reduction::None {
+            return Err(format!("the gradients of {name} are being reduced"));
+        }
+        if gradients.reductions > 0 && !self.scope.policy.sharding.gradients {
+            return Err(format!("the gradients of {name} were reduced; without shards that works once per step"));
         }
         Ok(())
     }
 
     fn start_reduce(&mut self, unit: usize, position: usize) -> Result<(), String> {
         self.check_trainable(unit)?;
-        let micro_batches = if self.scope.policy.reduce_each_micro_batch { 1 } else { self.scope.policy.micro_batches };
-        let expected = self.contributors(unit) * micro_batches;
+        let (expected, needs_tied) = (self.expected(unit), self.scope.tied_elsewhere_to(unit).is_some());
         let gradients = &mut self.units[unit];
         if gradients.reduction != Reduction::None {
             return Err("its gradients are already being reduced".to_string());
@@ -114,7 +133,10 @@ impl Gradients<'_> {
         if gradients.added != expected {
             return Err(format!("it has {} of {expected} gradients to reduce", gradients.added));
         }
-        gradients.added = 0;
+        if needs_tied && !gradients.has_tied {
+            return Err("the gradient of the tied unit on another stage is not received yet".to_string());
+        }
+        (gradients.added, gradients.has_tied) = (0, false);
         gradients.reductions += 1;
         gradients.reduction = Reduction::WithinShards;
         gradients.changed_at = Some(position);
@@ -223,15 +245,16 @@ impl Gradients<'_> {
         }
     }
 
-    /// The units that get gradients from a backward pass of `unit`.
+    /// The units of this stage that get gradients from a backward pass of `unit`.
     fn targets(&self, unit: usize) -> Vec<usize> {
-        let tied = self.scope.units[unit].tied.filter(|&tied| tied != unit);
+        let tied = self.scope.tied_here(unit).filter(|&tied| tied != unit);
         tied.into_iter().chain([unit]).filter(|&target| self.scope.units[target].trainable > 0).collect()
     }
 
-    /// The number of units whose backward passes give gradients to `unit`.
-    fn contributors(&self, unit: usize) -> usize {
+    /// How many times backward passes of this stage add gradients to those of `unit` before they are reduced.
+    fn expected(&self, unit: usize) -> usize {
         let gives = |&from: &usize| from == unit || self.scope.units[from].tied == Some(unit);
-        self.scope.own().filter(|&from| from >= self.scope.first_trainable()).filter(gives).count()
+        let contributors = self.scope.own().filter(|&from| from >= self.scope.first_trainable()).filter(gives).count();
+        contributors * if self.scope.policy.reduce_each_micro_batch { 1 } else { self.scope.policy.micro_batches }
     }
 }

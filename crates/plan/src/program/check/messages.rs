@@ -52,8 +52,9 @@ pub(super) fn check(
 
 /// Compares what two ranks send to each other, and reports differences as faults of the first.
 fn compare(own: &Party<'_>, other: &Party<'_>, stages: &[Option<usize>], units: &[UnitSpec]) -> Result<(), Violation> {
-    let sent = |from: &Party<'_>, to: &Party<'_>| find(from.program, stages, to.stage, sent_message);
-    let received = |from: &Party<'_>, to: &Party<'_>| find(to.program, stages, from.stage, received_message);
+    let sent = |from: &Party<'_>, to: &Party<'_>| find(from.program, stages, to.stage, |at| sent_message(at, units));
+    let received =
+        |from: &Party<'_>, to: &Party<'_>| find(to.program, stages, from.stage, |at| received_message(at, units));
     compare_lists(own, other, ["sends", "receives"], (sent(own, other), received(own, other)), units)?;
     compare_lists(own, other, ["receives", "sends"], (received(other, own), sent(other, own)), units)
 }
@@ -115,15 +116,15 @@ fn find(
 }
 
 /// The message that an instruction sends, and the unit that receives it.
-fn sent_message(instruction: &Instruction) -> Option<(Matched, usize)> {
+fn sent_message(instruction: &Instruction, units: &[UnitSpec]) -> Option<(Matched, usize)> {
     let Instruction::Send(message) = *instruction else { return None };
-    Some((matched(&message, message.unit), message.receiving_unit()?))
+    Some((matched(&message, message.unit), message.receiving_unit(units)?))
 }
 
 /// The message that an instruction starts to receive, and the unit that sends it.
-fn received_message(instruction: &Instruction) -> Option<(Matched, usize)> {
+fn received_message(instruction: &Instruction, units: &[UnitSpec]) -> Option<(Matched, usize)> {
     let Instruction::StartReceive(message) = *instruction else { return None };
-    let sending_unit = message.sending_unit()?;
+    let sending_unit = message.sending_unit(units)?;
     Some((matched(&message, sending_unit), sending_unit))
 }
 
@@ -134,10 +135,6 @@ fn matched(message: &Message, sending_unit: usize) -> Matched {
 
 fn describe(message: &Matched, units: &[UnitSpec]) -> String {
     let Matched { payload, sending_unit, micro_batch, .. } = *message;
-    let what = match payload {
-        Payload::Activations => "activations",
-        Payload::Gradients => "gradients",
-    };
     let unit = units.get(sending_unit).map_or("?", |unit| unit.name.as_str());
-    format!("the {what} of {unit} in micro-batch {micro_batch}")
+    format!("the {} of {unit} in micro-batch {micro_batch}", payload.name())
 }

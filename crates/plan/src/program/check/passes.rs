@@ -82,6 +82,12 @@ impl Passes<'_> {
             }
             Instruction::BackwardInput { unit, micro_batch } => self.backward_input(unit, micro_batch),
             Instruction::BackwardWeight { unit, micro_batch } => self.backward_weight(unit, micro_batch),
+            // See the rules of tied units.
+            Instruction::Send(message) | Instruction::StartReceive(message) | Instruction::WaitReceive(message)
+                if message.payload.is_tied() =>
+            {
+                Ok(())
+            }
             Instruction::Send(message) => self.send(&message),
             Instruction::StartReceive(message) => self.start_receive(&message),
             Instruction::WaitReceive(message) => self.wait_receive(&message),
@@ -163,13 +169,13 @@ impl Passes<'_> {
 
     fn send(&mut self, message: &Message) -> Result<(), String> {
         let Message { payload, unit, micro_batch, .. } = *message;
-        if !self.crosses_stages(payload, Some(unit), message.receiving_unit()) {
+        if !self.crosses_stages(payload, Some(unit), message.receiving_unit(self.scope.units)) {
             return Err("no other stage needs it".to_string());
         }
         let pass = self.pass(unit, micro_batch)?;
         let is_computed = match payload {
             Payload::Activations => pass.has_forward,
-            Payload::Gradients => pass.backward != Backward::None,
+            _ => pass.backward != Backward::None,
         };
         if !is_computed {
             return Err("it is not computed yet".to_string());
@@ -182,7 +188,7 @@ impl Passes<'_> {
 
     fn start_receive(&mut self, message: &Message) -> Result<(), String> {
         let Message { payload, unit, micro_batch, codec } = *message;
-        if !self.crosses_stages(payload, message.sending_unit(), Some(unit)) {
+        if !self.crosses_stages(payload, message.sending_unit(self.scope.units), Some(unit)) {
             return Err("no other stage sends it".to_string());
         }
         let received = &mut self.pass(unit, micro_batch)?.received[payload as usize];
@@ -215,7 +221,7 @@ impl Passes<'_> {
         let is_needed = match payload {
             Payload::Activations => to < self.scope.units.len(),
             // The gradient of the output of the first trainable unit is the last that is needed.
-            Payload::Gradients => from < self.scope.units.len() && to >= self.backward_end,
+            _ => from < self.scope.units.len() && to >= self.backward_end,
         };
         is_needed && self.scope.has(from) != self.scope.has(to)
     }
@@ -224,7 +230,7 @@ impl Passes<'_> {
         match (self.pass(unit, micro_batch)?.received[payload as usize], payload) {
             (Receive::Complete, _) => Ok(()),
             (_, Payload::Activations) => Err("its input is not received yet".to_string()),
-            (_, Payload::Gradients) => Err("the gradient of its output is not received yet".to_string()),
+            _ => Err("the gradient of its output is not received yet".to_string()),
         }
     }
 
@@ -253,9 +259,10 @@ impl Passes<'_> {
                     return Err(format!("micro-batch {micro_batch} never passes {name} backward"));
                 }
                 for message in [Message::activations(unit, micro_batch), Message::gradients(unit, micro_batch)] {
-                    let is_needed = self.crosses_stages(message.payload, Some(unit), message.receiving_unit());
+                    let is_needed =
+                        self.crosses_stages(message.payload, Some(unit), message.receiving_unit(self.scope.units));
                     if is_needed && !pass.is_sent[message.payload as usize] {
-                        let what = describe(message.payload);
+                        let what = message.payload.name();
                         return Err(format!("the {what} of {name} in micro-batch {micro_batch} are never sent"));
                     }
                 }
@@ -268,12 +275,5 @@ impl Passes<'_> {
         let count = self.passes.len();
         let passes = self.passes.get_mut(micro_batch);
         passes.map(|units| &mut units[unit]).ok_or_else(|| format!("there are {count} micro-batches, counted from 0"))
-    }
-}
-
-fn describe(payload: Payload) -> &'static str {
-    match payload {
-        Payload::Activations => "activations",
-        Payload::Gradients => "gradients",
     }
 }

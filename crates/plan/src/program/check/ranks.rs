@@ -158,7 +158,7 @@ impl Ranks<'_> {
 
     /// Executes the programs without time.
     fn check_deadlock(&self) -> Result<(), Violation> {
-        let execution = execute(self.parties, &self.calls, self.stages, self.mesh, &[], &NoTime);
+        let execution = execute(self.parties, &self.calls, (self.units, self.stages), self.mesh, &[], &NoTime);
         let Some(party) = execution.first_blocked(|party| self.parties[party].is_exception) else { return Ok(()) };
         let lane = &execution.lanes[party];
         let call = lane.calls.get(lane.next_call).filter(|(position, _)| *position == lane.position);

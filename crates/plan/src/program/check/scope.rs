@@ -1,5 +1,6 @@
 //! What the rules of single ranks need to know besides the program.
 
+use crate::program::instruction::unit_tied_to;
 use crate::program::{Instruction, Keep, Policy, Program, UnitSpec};
 
 /// What a program is checked against.
@@ -27,6 +28,21 @@ impl Scope<'_> {
     /// The first unit of the model with trainable parameters, where the backward pass ends.
     pub(super) fn first_trainable(&self) -> usize {
         self.units.iter().position(|unit| unit.trainable > 0).unwrap_or(self.units.len())
+    }
+
+    /// The unit that a unit is tied to, if it is on the program's stage.
+    pub(super) fn tied_here(&self, unit: usize) -> Option<usize> {
+        self.units[unit].tied.filter(|&owner| self.has(owner))
+    }
+
+    /// The unit that a unit is tied to, if it is on another stage.
+    pub(super) fn tied_elsewhere(&self, unit: usize) -> Option<usize> {
+        self.units[unit].tied.filter(|&owner| !self.has(owner))
+    }
+
+    /// The unit of another stage that is tied to a unit of this one.
+    pub(super) fn tied_elsewhere_to(&self, owner: usize) -> Option<usize> {
+        unit_tied_to(self.units, owner).filter(|&tied| !self.has(tied))
     }
 
     pub(super) fn name(&self, unit: usize) -> &str {

@@ -121,7 +121,7 @@ fn expect_parameters(places: &Places, scope: &Scope<'_>, unit: usize) -> Result<
     match scope.policy.sharding.parameters {
         true => Ok(()),
         false => {
-            let read = scope.units[unit].tied.into_iter().chain([unit]);
+            let read = scope.tied_here(unit).into_iter().chain([unit]);
             read.into_iter().try_for_each(|unit| expect(places, scope, unit, Buffer::Parameters, Place::Device))
         }
     }

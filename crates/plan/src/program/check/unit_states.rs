@@ -2,7 +2,7 @@
 
 use super::scope::Scope;
 use super::violation::{Problem, Rule};
-use crate::program::{Instruction, Policy, Program, UnitSpec};
+use crate::program::{Instruction, Message, Payload, Policy, Program, UnitSpec};
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Parameters {
@@ -33,7 +33,7 @@ pub(super) fn check(program: &Program, scope: &Scope<'_>) -> Result<(), Problem>
     let unit_at_start = |spec| Unit { spec, parameters: at_start(spec, policy), changed_at: None };
     let mut units: Vec<Unit<'_>> = scope.units.iter().map(unit_at_start).collect();
     for (position, instruction) in program.instructions.iter().enumerate() {
-        let change = apply(&units, instruction, policy);
+        let change = apply(&units, instruction, scope);
         let change = change.map_err(|problem| Problem::at(position, Rule::UnitStates, problem))?;
         if let Some((unit, parameters)) = change {
             units[unit].parameters = parameters;
@@ -62,7 +62,8 @@ fn at_start(unit: &UnitSpec, policy: &Policy) -> Parameters {
 /// A unit, and where its parameters are after an instruction.
 type Change = Option<(usize, Parameters)>;
 
-fn apply(units: &[Unit<'_>], instruction: &Instruction, policy: &Policy) -> Result<Change, String> {
+fn apply(units: &[Unit<'_>], instruction: &Instruction, scope: &Scope<'_>) -> Result<Change, String> {
+    let policy = scope.policy;
     match *instruction {
         Instruction::StartGather { unit, .. } => {
             expect(units, unit, Parameters::Sharded)?;
@@ -79,12 +80,16 @@ fn apply(units: &[Unit<'_>], instruction: &Instruction, policy: &Policy) -> Resu
             expect(units, unit, Parameters::Whole)?;
             Ok(Some((unit, Parameters::Sharded)))
         }
-        Instruction::Forward { unit, .. } | Instruction::Recompute { unit, .. } => expect_readable(units, unit),
+        Instruction::Forward { unit, .. } | Instruction::Recompute { unit, .. } => expect_readable(units, unit, scope),
         // The gradients of parameters depend on activations only.
         Instruction::Backward { unit, .. } | Instruction::BackwardInput { unit, .. }
             if units[unit].spec.backward_reads_parameters =>
         {
-            expect_readable(units, unit)
+            expect_readable(units, unit, scope)
+        }
+        Instruction::Send(Message { payload: Payload::TiedParameters, unit, .. }) => {
+            expect(units, unit, Parameters::Whole)?;
+            Ok(None)
         }
         Instruction::Update(unit) if policy.sharding.parameters => {
             expect(units, unit, Parameters::Sharded)?;
@@ -99,9 +104,9 @@ fn apply(units: &[Unit<'_>], instruction: &Instruction, policy: &Policy) -> Resu
     }
 }
 
-/// A pass reads the parameters of its unit and of the one it is tied to.
-fn expect_readable(units: &[Unit<'_>], unit: usize) -> Result<Change, String> {
-    units[unit].spec.tied.into_iter().chain([unit]).try_for_each(|unit| expect(units, unit, Parameters::Whole))?;
+/// A pass reads the parameters of its unit and of the one it is tied to. Another stage sends them if it has that unit.
+fn expect_readable(units: &[Unit<'_>], unit: usize, scope: &Scope<'_>) -> Result<Change, String> {
+    scope.tied_here(unit).into_iter().chain([unit]).try_for_each(|unit| expect(units, unit, Parameters::Whole))?;
     Ok(None)
 }
 

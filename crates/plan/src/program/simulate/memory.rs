@@ -7,7 +7,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::super::costs::{Costs, UnitCost};
 use super::super::policy::{ActivationCheckpointing, Policy, UnitSpec};
 use super::super::traffic::Layout;
-use super::super::{Buffer as UnitBuffer, Instruction, Keep, Program};
+use super::super::{Buffer as UnitBuffer, Codec, Instruction, Keep, Message, Payload, Program};
+use super::pool::{Buffer, Pool};
 use super::transfers::Transfers;
 
 /// What memory is held for.
@@ -120,6 +121,8 @@ struct Tracker<'a> {
     /// The unit where the backward pass ends.
     first_trainable: usize,
     has_backward: bool,
+    /// The units of its stage.
+    named: BTreeSet<usize>,
     /// The gradients that the last backward pass returned.
     returned: usize,
     parameters: usize,
@@ -145,6 +148,10 @@ struct Held {
     summand: Option<Buffer>,
     /// Gradients that stay until the update.
     gradients: Option<usize>,
+    /// The parameter that it is tied to, which another stage has sent.
+    tied_parameters: Option<Buffer>,
+    /// The gradient of a parameter that is shared with another stage: accumulated until it is sent, or received until it is added.
+    tied_gradients: Option<Buffer>,
 }
 
 impl<'a> Tracker<'a> {
@@ -178,6 +185,7 @@ impl<'a> Tracker<'a> {
             held: vec![Held::default(); units.len()],
             input_grad: 0,
             activations: BTreeMap::new(),
+            named,
         }
     }
 
@@ -185,6 +193,10 @@ impl<'a> Tracker<'a> {
     fn start_next_step(&mut self) {
         self.activations.clear();
         self.held.iter_mut().for_each(|held| held.gradients = None);
+        for unit in 0..self.held.len() {
+            let tied = self.held[unit].tied_parameters.take();
+            tied.into_iter().for_each(|buffer| self.pool.free(buffer));
+        }
     }
 
     /// Executes the program. Returns what is held during each instruction.
@@ -220,7 +232,7 @@ impl<'a> Tracker<'a> {
             ),
             (MemoryKind::Gradients, self.held.iter().filter_map(|held| held.gradients).sum()),
             (MemoryKind::Optimizer, self.optimizer.saturating_sub(stored(|buffer| *buffer == UnitBuffer::Optimizer))),
-            (MemoryKind::Unsharded, self.pool.bytes - self.pool.free_bytes()),
+            (MemoryKind::Unsharded, self.pool.used_bytes()),
             (MemoryKind::FreeInPool, self.pool.free_bytes()),
             (
                 MemoryKind::Activations,
@@ -271,8 +283,23 @@ impl<'a> Tracker<'a> {
             // The gradients that the backward pass returned are freed once they are added.
             Instruction::Accumulate { unit, .. } => {
                 let tied = self.units[unit].tied;
-                tied.into_iter().chain([unit]).for_each(|unit| self.start_accumulating(unit));
+                let (here, elsewhere): (Vec<_>, Vec<_>) =
+                    tied.into_iter().partition(|owner| self.named.contains(owner));
+                here.into_iter().chain([unit]).for_each(|unit| self.start_accumulating(unit));
+                if elsewhere.into_iter().any(|owner| self.units[owner].trainable > 0) {
+                    self.hold_tied_gradients(unit, self.units[unit].tied_elements);
+                }
                 std::mem::take(&mut self.returned)
+            }
+            Instruction::StartReceive(message) if message.payload.is_tied() => {
+                let bytes = self.layout.message_bytes(&Message { codec: Codec::None, ..message }, false, self.units);
+                match message.payload {
+                    Payload::TiedParameters => {
+                        self.held[message.unit].tied_parameters.get_or_insert_with(|| self.pool.allocate(bytes));
+                    }
+                    _ => self.hold_tied_gradients(message.unit, bytes / self.layout.gradient_bytes),
+                }
+                0
             }
             Instruction::StartReduce { unit, .. } => {
                 // A unit without gradients contributes zeros.
@@ -287,6 +314,17 @@ impl<'a> Tracker<'a> {
                 0
             }
             _ => 0,
+        }
+    }
+
+    fn hold_tied_gradients(&mut self, unit: usize, elements: usize) {
+        let bytes = elements * self.layout.gradient_bytes;
+        self.held[unit].tied_gradients.get_or_insert_with(|| self.pool.allocate(bytes));
+    }
+
+    fn free_tied_gradients(&mut self, unit: usize) {
+        if let Some(buffer) = self.held[unit].tied_gradients.take() {
+            self.pool.free(buffer);
         }
     }
 
@@ -321,6 +359,16 @@ impl<'a> Tracker<'a> {
                 let gathered = std::mem::take(&mut self.held[unit].gathered);
                 gathered.into_iter().for_each(|buffer| self.pool.free(buffer));
             }
+            Instruction::Send(Message { payload: Payload::TiedGradients, unit, .. })
+            | Instruction::WaitReceive(Message { payload: Payload::TiedGradients, unit, .. }) => {
+                self.free_tied_gradients(unit);
+            }
+            // Nothing that leads to it is needed in a backward pass.
+            Instruction::Send(Message { payload: Payload::Activations, unit, micro_batch, .. })
+                if unit < self.first_trainable =>
+            {
+                self.activations.retain(|&(of, earlier), _| of != micro_batch || earlier > unit);
+            }
             // Without a backward pass, an output is the next unit's input, and nothing else.
             Instruction::Forward { unit, micro_batch, .. } if !self.has_backward && unit > 0 => {
                 self.activations.remove(&(micro_batch, unit - 1));
@@ -328,6 +376,11 @@ impl<'a> Tracker<'a> {
             // The new output replaces the old one.
             Instruction::Recompute { unit, micro_batch } => {
                 self.activations.insert((micro_batch, unit), self.costs.units[unit].kept_bytes);
+            }
+            // What the second half needs: the inputs of linear layers, recomputed or not, and the gradients of their outputs.
+            Instruction::BackwardInput { unit, micro_batch } => {
+                let kept = self.activations.entry((micro_batch, unit)).or_default();
+                *kept = (*kept).max(self.costs.units[unit].kept_bytes);
             }
             Instruction::Backward { unit, micro_batch } | Instruction::BackwardWeight { unit, micro_batch } => {
                 self.activations.remove(&(micro_batch, unit));
@@ -374,45 +427,5 @@ pub(super) fn buffer_bytes(
         }
         UnitBuffer::Optimizer => layout.kept_trainable(unit, sharding.optimizer) * costs.optimizer_element_bytes,
         UnitBuffer::Activations { .. } => 0,
-    }
-}
-
-/// A buffer of the pool. It may be larger than requested.
-#[derive(Clone, Copy)]
-struct Buffer {
-    bytes: usize,
-}
-
-/// The pool of `shardwise-zero`.
-#[derive(Default)]
-struct Pool {
-    free: Vec<Buffer>,
-    /// The size of all buffers, in use or free.
-    bytes: usize,
-}
-
-/// How many times larger than requested a buffer may be, as in `shardwise-zero`.
-const OVERSIZE_MAX: usize = 2;
-
-impl Pool {
-    /// Returns the smallest free buffer that fits, or a new one.
-    fn allocate(&mut self, bytes: usize) -> Buffer {
-        let fits = |&index: &usize| (bytes..=bytes * OVERSIZE_MAX).contains(&self.free[index].bytes);
-        let best = (0..self.free.len()).filter(fits).min_by_key(|&index| self.free[index].bytes);
-        match best {
-            Some(index) => self.free.swap_remove(index),
-            None => {
-                self.bytes += bytes;
-                Buffer { bytes }
-            }
-        }
-    }
-
-    fn free(&mut self, buffer: Buffer) {
-        self.free.push(buffer);
-    }
-
-    fn free_bytes(&self) -> usize {
-        self.free.iter().map(|buffer| buffer.bytes).sum()
     }
 }

@@ -33,7 +33,7 @@ impl Transfers {
     /// Allocates what an instruction receives or fetches.
     pub(super) fn allocate(&mut self, instruction: &Instruction, costs: &Costs) {
         match *instruction {
-            Instruction::StartReceive(Message { payload, unit, micro_batch, .. }) => {
+            Instruction::StartReceive(Message { payload, unit, micro_batch, .. }) if !payload.is_tied() => {
                 let producer = if payload == Payload::Activations { unit.saturating_sub(1) } else { unit };
                 self.received.insert((micro_batch, unit, payload), costs.units[producer].output_bytes);
             }

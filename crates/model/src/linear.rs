@@ -1,0 +1,107 @@
+//! Linear layers whose weight gradients can be computed later than the gradients of their inputs.
+//!
+//! A zero-bubble pipeline splits a unit's backward pass: the stage before waits for the gradient of the input only, so the gradients
+//! of the weights can fill a bubble (Qi et al., "Zero Bubble Pipeline Parallelism"). A matrix product is the only operation for
+//! which this pays. So a linear layer in such a pass puts aside what its weight gradient needs, and everything else is computed in
+//! the first half. The product that is computed later is the one that autograd would compute, so its bits are the same.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use shardwise_torch::autograd::{self, Forward};
+use shardwise_torch::tch::{TchError, Tensor, no_grad};
+
+use crate::Result;
+
+/// Collects the gradients that a unit's backward pass puts aside. Clones share them.
+#[derive(Clone, Default)]
+pub struct DeferredGradients(Arc<Mutex<Vec<Deferred>>>);
+
+/// The index of a parameter, and what computes its gradient.
+type Deferred = (usize, Box<dyn FnOnce() -> Result<Tensor> + Send>);
+
+impl DeferredGradients {
+    /// Computes the gradient of a parameter, by its index in the unit, in the second half of the backward pass. Call this in a
+    /// backward pass, which then returns no gradient for the parameter.
+    pub fn defer(&self, parameter: usize, compute: impl FnOnce() -> Result<Tensor> + Send + 'static) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push((parameter, Box::new(compute)));
+    }
+
+    /// Computes what was put aside since the last call: the indices of parameters, and their gradients, in the order of the backward
+    /// pass.
+    pub fn compute(&self) -> Result<Vec<(usize, Tensor)>> {
+        let deferred = std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner));
+        no_grad(|| deferred.into_iter().map(|(parameter, compute)| Ok((parameter, compute()?))).collect())
+    }
+}
+
+/// The order of a weight's dimensions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Orientation {
+    /// As in `torch.nn.Linear`.
+    OutputByInput,
+    /// As in the `Conv1D` of Hugging Face's GPT-2.
+    InputByOutput,
+}
+
+impl Orientation {
+    /// The weight as `torch.nn.Linear` has it.
+    fn output_by_input(self, weight: &Tensor) -> std::result::Result<Tensor, TchError> {
+        match self {
+            Orientation::OutputByInput => Ok(weight.shallow_clone()),
+            Orientation::InputByOutput => weight.f_transpose(0, 1),
+        }
+    }
+
+    /// The gradient of a weight: the product that autograd would compute.
+    fn weight_gradient(self, x: &Tensor, output_grad: &Tensor) -> std::result::Result<Tensor, TchError> {
+        match self {
+            Orientation::OutputByInput => output_grad.f_transpose(0, 1)?.f_mm(x),
+            Orientation::InputByOutput => x.f_transpose(0, 1)?.f_mm(output_grad),
+        }
+    }
+}
+
+/// A linear layer. With `deferred`, its backward pass puts the gradient of the weight aside, as that of the given parameter.
+pub(crate) fn linear(
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    orientation: Orientation,
+    deferred: Option<(usize, DeferredGradients)>,
+) -> Result<Tensor> {
+    let Some((parameter, deferred)) = deferred.filter(|_| weight.requires_grad()) else {
+        return Ok(x.f_linear(&orientation.output_by_input(weight)?, bias)?);
+    };
+    let inputs: Vec<&Tensor> = [x, weight].into_iter().chain(bias).collect();
+    let (x_has_grad, bias_has_grad) = (x.requires_grad(), bias.is_some_and(Tensor::requires_grad));
+    let has_bias = bias.is_some();
+    let mut outputs = autograd::function(
+        "linear",
+        &inputs,
+        |inputs| {
+            let weight = orientation.output_by_input(inputs[1])?;
+            let output = inputs[0].f_linear(&weight, inputs.get(2).copied())?;
+            Ok(Forward { outputs: vec![output], saved: vec![inputs[0].shallow_clone(), inputs[1].shallow_clone()] })
+        },
+        move |mut back| {
+            let Some(grad) = back.grads.remove(0) else {
+                return Ok((0..2 + usize::from(has_bias)).map(|_| None).collect());
+            };
+            let [x, weight] = [&back.saved[0], &back.saved[1]];
+            let features = |tensor: &Tensor| tensor.size().last().copied().unwrap_or(1);
+            let output_grad = grad.f_reshape([-1, features(&grad)])?;
+            let x_grad = match x_has_grad {
+                true => Some(output_grad.f_mm(&orientation.output_by_input(weight)?)?.f_view(&x.size()[..])?),
+                false => None,
+            };
+            let bias_grad = match bias_has_grad {
+                true => Some(output_grad.f_sum_dim_intlist([0i64].as_slice(), false, output_grad.kind())?),
+                false => None,
+            };
+            let x = x.f_detach()?.f_reshape([-1, features(x)])?;
+            deferred.defer(parameter, move || Ok(orientation.weight_gradient(&x, &output_grad)?));
+            Ok([x_grad, None].into_iter().chain(has_bias.then_some(bias_grad)).collect())
+        },
+    )?;
+    Ok(outputs.remove(0))
+}

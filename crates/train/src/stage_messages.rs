@@ -1,0 +1,298 @@
+//! Messages between the stages of a pipeline: activations go forward, gradients backward.
+//!
+//! A message is the output of a unit, or the gradient of a unit's input, for one micro-batch. Its receiver allocates the memory
+//! before it arrives, so both sides must know its shape, which the layer declares ([`Layer::output_shape`]).
+//!
+//! [`Layer::output_shape`]: shardwise_model::Layer::output_shape
+
+use shardwise_model::{Batch, TensorParallel, Tied, Unit};
+use shardwise_plan::Dtype;
+use shardwise_plan::program::{Message, Payload};
+use shardwise_torch::tch::{TchError, Tensor, no_grad};
+use shardwise_torch::{Block, dtype_of, kind_of, storage};
+use shardwise_zero::Precision;
+
+use crate::error::{Error, Result};
+use crate::step::Trainer;
+use crate::step_values::{Receiving, StepValues, is_finite};
+
+/// The most dimensions that logits may have.
+const DIMENSIONS_MAX: usize = 7;
+
+/// The types that logits may have.
+const SHARED_DTYPES: [Dtype; 4] = [Dtype::F32, Dtype::F64, Dtype::Bf16, Dtype::F16];
+
+/// Stands for a token that could not be sampled.
+const NO_TOKEN: i64 = -1;
+
+impl Trainer {
+    /// The stage that holds a unit.
+    fn stage_of(&self, unit: Option<usize>) -> usize {
+        self.stage_of_unit[unit.expect("a message has a unit on either side")]
+    }
+
+    /// Sends a tensor to the stage that needs it. What is sent is a copy, whose memory is freed once it has arrived.
+    pub(crate) fn send_message(&self, message: &Message, tensor: &Tensor) -> Result<()> {
+        let fail = |error| self.message_error(message, error);
+        let copy = no_grad(|| {
+            let mut copy = Tensor::f_empty(tensor.size(), (tensor.f_kind()?, tensor.device()))?;
+            copy.f_copy_(&tensor.f_detach()?)?;
+            Ok(copy)
+        });
+        let copy = copy.map_err(|error: TchError| fail(error.into()))?;
+        let memory = storage::take(&copy, "it is being sent to another stage").map_err(fail)?;
+        let to = self.stage_of(message.receiving_unit(&self.unit_specs));
+        // Nobody waits for it here: the receiver does, and an error breaks the group for all calls that follow.
+        let group = self.ranks.messages.between(self.ranks.pipeline.rank(), to);
+        drop(group.send(&self.message_label(message, Some(message.unit)), to, memory));
+        Ok(())
+    }
+
+    /// Starts to receive a message about a micro-batch.
+    pub(crate) fn start_receive(
+        &mut self,
+        message: &Message,
+        batch: &Batch,
+        parallel: &TensorParallel,
+        receiving: &mut Receiving,
+    ) -> Result<()> {
+        if message.payload == Payload::TiedParameters {
+            self.tied_copy = None;
+        }
+        let Precision { param_dtype, reduce_dtype } = self.options.precision;
+        let sending_unit = message.sending_unit(&self.unit_specs);
+        let (shape, dtype) = match message.payload {
+            Payload::Activations => {
+                let before = sending_unit.expect("the first unit receives no activations");
+                (self.output_shape(before, batch, parallel)?, param_dtype)
+            }
+            // The gradient of an output has the shape of the output.
+            Payload::Gradients => (self.output_shape(message.unit, batch, parallel)?, param_dtype),
+            Payload::TiedParameters => (self.tied_shape(message), param_dtype),
+            Payload::TiedGradients => (self.tied_shape(message), reduce_dtype),
+        };
+        let elements = shape.iter().product::<i64>() as usize;
+        let memory = Block::new(dtype, elements, self.options.device);
+        let memory = memory.map_err(|error| self.message_error(message, error))?;
+        let (label, from) = (self.message_label(message, sending_unit), self.stage_of(sending_unit));
+        let group = self.ranks.messages.between(from, self.ranks.pipeline.rank());
+        receiving.insert(message, (group.receive(&label, from, memory), shape));
+        Ok(())
+    }
+
+    /// Waits for a message.
+    pub(crate) fn wait_receive(&self, message: &Message, receiving: &mut Receiving) -> Result<Tensor> {
+        let (pending, shape) = receiving.remove(message);
+        let received = pending.wait()?.into_tensor().map_err(|error| self.message_error(message, error))?;
+        received.f_view(&shape[..]).map_err(|error| self.message_error(message, error.into()))
+    }
+
+    /// The parameter that a unit shares with one on another stage: its owner and its index there.
+    pub(crate) fn tied_of(&self, message: &Message) -> Tied {
+        let units = self.model.units();
+        let tied_to = |unit: &Unit| unit.tied().filter(|tied| tied.unit == message.unit);
+        units[message.unit].tied().or_else(|| units.iter().find_map(tied_to)).expect("the unit shares a parameter")
+    }
+
+    /// The shape of that parameter on this rank.
+    fn tied_shape(&self, message: &Message) -> Vec<i64> {
+        let Tied { unit, parameter } = self.tied_of(message);
+        self.model.units()[unit].parameters()[parameter].kept_shape(self.tensor_place())
+    }
+
+    /// Keeps a parameter that another stage owns, for this step.
+    pub(crate) fn keep_tied_parameter(&mut self, message: &Message, parameter: Tensor) {
+        let tied = self.tied_of(message);
+        let is_trainable = self.model.units()[tied.unit].parameters()[tied.parameter].trainable;
+        self.tied_copy = Some(parameter.set_requires_grad(is_trainable));
+    }
+
+    /// The input of a unit's forward pass: the output of the unit before, which another stage may have sent.
+    pub(crate) fn input_of(&self, unit: usize, micro_batch: usize, step: &mut StepValues<'_>) -> Option<Tensor> {
+        let before = unit.checked_sub(1)?;
+        let output = match &step.passes[micro_batch][before] {
+            Some(pass) => pass.output.detach(),
+            None => step.received.remove(&(unit, micro_batch)).expect("the unit before comes first"),
+        };
+        Some(output.set_requires_grad(unit > self.first_trainable))
+    }
+
+    /// Sends what an instruction of a step says.
+    pub(crate) fn send(&mut self, message: &Message, step: &mut StepValues<'_>) -> Result<()> {
+        let Message { payload, unit, micro_batch, .. } = *message;
+        match payload {
+            Payload::Activations => {
+                let parallel = self.parallel.clone();
+                let pass = step.passes[micro_batch][unit].as_ref().expect("a pass comes before its message");
+                let output = pass.output.shallow_clone();
+                self.check_output(unit, &output, step.batch(micro_batch, self.options.device), &parallel)?;
+                self.send_message(message, &output)?;
+                // The last stage only knows the units that it has.
+                if !is_finite(&output) {
+                    step.find_non_finite_output(micro_batch);
+                }
+                // What has no backward pass is not needed any more.
+                step.passes[micro_batch]
+                    .iter_mut()
+                    .take(self.first_trainable.min(unit + 1))
+                    .for_each(|pass| *pass = None);
+                Ok(())
+            }
+            Payload::Gradients => {
+                let grad = step.output_grads[micro_batch].take().expect("a pass comes before its message");
+                self.send_message(message, &grad)
+            }
+            Payload::TiedParameters => {
+                let tied = self.tied_of(message);
+                self.send_message(message, &self.shards[tied.unit].parameters()[tied.parameter])
+            }
+            Payload::TiedGradients => {
+                let tied = self.tied_of(message);
+                // If only other parameters of its owner are trained, there is none.
+                let zeros = || {
+                    let kind = kind_of(self.options.precision.reduce_dtype);
+                    Tensor::zeros(self.tied_shape(message), (kind, self.options.device))
+                };
+                let sum = step.tied_sums.remove(&(tied.unit, tied.parameter)).unwrap_or_else(zeros);
+                self.send_message(message, &sum)
+            }
+        }
+    }
+
+    /// Starts to receive what an instruction of a step says.
+    pub(crate) fn start_receive_in_step(&mut self, message: &Message, step: &mut StepValues<'_>) -> Result<()> {
+        let (parallel, device) = (self.parallel.clone(), self.options.device);
+        let mut receiving = std::mem::take(&mut step.receiving);
+        let started = self.start_receive(message, step.batch(message.micro_batch, device), &parallel, &mut receiving);
+        step.receiving = receiving;
+        started
+    }
+
+    /// Waits for what an instruction of a step says, and puts it where the next pass looks for it.
+    pub(crate) fn finish_receive(&mut self, message: &Message, step: &mut StepValues<'_>) -> Result<()> {
+        let Message { payload, unit, micro_batch, .. } = *message;
+        let received = self.wait_receive(message, &mut step.receiving)?;
+        match payload {
+            Payload::Activations => drop(step.received.insert((unit, micro_batch), received)),
+            Payload::Gradients => step.output_grads[micro_batch] = Some(received),
+            Payload::TiedParameters => self.keep_tied_parameter(message, received),
+            Payload::TiedGradients => {
+                let tied = self.tied_of(message);
+                if self.model.units()[tied.unit].parameters()[tied.parameter].trainable {
+                    self.shards[tied.unit].add_gradient(tied.parameter, &received)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The name of a unit.
+    pub(crate) fn unit_name(&self, unit: usize) -> &str {
+        self.model.units()[unit].name()
+    }
+
+    /// The stage that has the last unit, which is not always the last one.
+    fn last_stage(&self) -> usize {
+        self.stage_of_unit[self.stage_of_unit.len() - 1]
+    }
+
+    /// The tensor of the stage that has the last unit, on all stages. The others have none. All ranks call it together.
+    pub(crate) fn share_from_last_stage(&self, label: &str, tensor: Option<Tensor>) -> Result<Tensor> {
+        let (world, pipeline) = (&self.ranks.world, &self.ranks.pipeline);
+        if pipeline.size() == 1 {
+            return Ok(tensor.expect("the only stage has all units"));
+        }
+        let fail = |error: shardwise_torch::Error| Error::of_model(label, shardwise_model::Error::Torch(error));
+        let last = self.last_stage();
+        let mut own = vec![0i64; 2 + DIMENSIONS_MAX];
+        if let Some(tensor) = &tensor {
+            let shape = tensor.size();
+            assert!(shape.len() <= DIMENSIONS_MAX, "{label} has {} dimensions", shape.len());
+            let dtype = dtype_of(tensor.kind()).map_err(fail)?;
+            own[0] = SHARED_DTYPES.iter().position(|known| *known == dtype).unwrap_or(0) as i64;
+            own[1] = shape.len() as i64;
+            own[2..2 + shape.len()].copy_from_slice(&shape);
+        }
+        let (own, all) = world.all_gather(label, own, vec![0i64; (2 + DIMENSIONS_MAX) * world.size()]).wait()?;
+        let theirs = all.chunks_exact(own.len()).nth(pipeline.ranks().rank_at(last)).expect("every rank has a part");
+        let (dtype, shape) = (SHARED_DTYPES[theirs[0] as usize], &theirs[2..2 + theirs[1] as usize]);
+        let (kind, elements) = (kind_of(dtype), shape.iter().product::<i64>() as usize);
+        let memory = match tensor {
+            Some(tensor) => {
+                let mut copy = Tensor::empty(shape, (kind, tensor.device()));
+                no_grad(|| copy.copy_(&tensor));
+                storage::take(&copy, "it is being sent to all stages").map_err(fail)?
+            }
+            None => Block::new(dtype, elements, self.options.device).map_err(fail)?,
+        };
+        let shared = pipeline.broadcast(label, last, memory).wait()?.into_tensor().map_err(fail)?;
+        Ok(shared.view(shape))
+    }
+
+    /// The token that the stage with the last unit has sampled. All ranks call it together.
+    pub(crate) fn share_token(&self, sampled: Option<Result<i64>>, position: usize) -> Result<i64> {
+        let pipeline = &self.ranks.pipeline;
+        if pipeline.size() == 1 {
+            return sampled.expect("the only stage has all units");
+        }
+        // All pipelines compute the same, so one rank can tell all others.
+        let own = match &sampled {
+            Some(Ok(token)) => *token,
+            _ => NO_TOKEN,
+        };
+        let first_of_last = self.last_stage() * self.ranks.stage.size();
+        let token = self.ranks.world.broadcast("token", first_of_last, vec![own]).wait()?[0];
+        match (sampled, token) {
+            (Some(Err(error)), _) => Err(error),
+            (_, NO_TOKEN) => {
+                Err(Error::Options(format!("position {position}: the last stage could not sample a token")))
+            }
+            (_, token) => Ok(token),
+        }
+    }
+
+    /// The shape of a unit's output, which must be declared if it is sent.
+    pub(crate) fn output_shape(&self, unit: usize, batch: &Batch, parallel: &TensorParallel) -> Result<Vec<i64>> {
+        let unit = &self.model.units()[unit];
+        unit.output_shape(batch, parallel).ok_or_else(|| {
+            let problem = "it is the last one of a pipeline stage; implement `Layer::output_shape` for it".to_string();
+            Error::of_model(unit.name(), shardwise_model::Error::Config { key: "pipeline", problem })
+        })
+    }
+
+    /// Fails unless a unit's output is what the stage that receives it expects.
+    pub(crate) fn check_output(
+        &self,
+        unit: usize,
+        output: &Tensor,
+        batch: &Batch,
+        parallel: &TensorParallel,
+    ) -> Result<()> {
+        let declared = (self.output_shape(unit, batch, parallel)?, kind_of(self.options.precision.param_dtype));
+        let found = (output.size(), output.kind());
+        if declared == found {
+            return Ok(());
+        }
+        let dtype = |kind| dtype_of(kind).map_or_else(|_| format!("{kind:?}"), |dtype| dtype.to_string());
+        let problem = format!(
+            "its output has shape {:?} and type {}, but `Layer::output_shape` and the precision say {:?} and {}",
+            found.0,
+            dtype(found.1),
+            declared.0,
+            dtype(declared.1),
+        );
+        let name = self.model.units()[unit].name();
+        Err(Error::of_model(name, shardwise_model::Error::Config { key: "pipeline", problem }))
+    }
+
+    /// What reports call a message: its contents, and the unit that has computed them.
+    fn message_label(&self, message: &Message, sending_unit: Option<usize>) -> String {
+        let unit = sending_unit.map_or("?", |unit| self.model.units()[unit].name());
+        format!("{} of {unit}", message.payload.name())
+    }
+
+    fn message_error(&self, message: &Message, error: shardwise_torch::Error) -> Error {
+        let unit = self.model.units()[message.unit].name();
+        Error::of_model(unit, shardwise_model::Error::Torch(error))
+    }
+}

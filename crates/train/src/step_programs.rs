@@ -1,0 +1,79 @@
+//! The programs of a step on all ranks of a mesh: one for all of them, or one for each stage of a pipeline.
+
+use shardwise_plan::pipeline::{Pipeline, ScheduleError};
+use shardwise_plan::program::{Programs, UnitSpec, build, check};
+use shardwise_plan::{Axis, Mesh};
+
+use crate::error::{Error, Result};
+use crate::options::Options;
+
+/// The programs of a training step with this many micro-batches, checked for all ranks.
+pub fn checked_programs(units: &[UnitSpec], options: &Options, mesh: &Mesh, micro_batches: usize) -> Result<Programs> {
+    let programs = step_programs(units, options, mesh, micro_batches)?;
+    let checked = check(&programs, units, &options.policy(micro_batches), mesh);
+    checked.map_err(|violation| Error::Options(format!("the step's program is invalid: {violation}")))?;
+    Ok(programs)
+}
+
+fn step_programs(units: &[UnitSpec], options: &Options, mesh: &Mesh, micro_batches: usize) -> Result<Programs> {
+    let policy = options.policy(micro_batches);
+    match pipeline_of(units.len(), options, mesh)? {
+        None => Ok(Programs::uniform(build::train_step(units, &policy))),
+        Some(pipeline) => build::pipeline_step(units, &policy, &pipeline).map_err(refuse),
+    }
+}
+
+/// The programs of the passes of a step, without accumulation and reduction of gradients.
+pub(crate) fn replay_programs(
+    units: &[UnitSpec],
+    options: &Options,
+    mesh: &Mesh,
+    micro_batches: usize,
+) -> Result<Programs> {
+    let policy = options.policy(micro_batches);
+    match pipeline_of(units.len(), options, mesh)? {
+        None => Ok(Programs::uniform(build::replay(units, &policy))),
+        Some(pipeline) => build::pipeline_replay(units, &policy, &pipeline).map_err(refuse),
+    }
+}
+
+/// The programs of a forward pass that keeps nothing, on one micro-batch.
+pub(crate) fn inference_programs(units: &[UnitSpec], options: &Options, mesh: &Mesh) -> Result<Programs> {
+    let policy = options.policy(1);
+    match pipeline_of(units.len(), options, mesh)? {
+        None => Ok(Programs::uniform(build::inference(units, &policy))),
+        Some(pipeline) => build::pipeline_inference(units, &policy, &pipeline).map_err(refuse),
+    }
+}
+
+/// The stage of each unit.
+pub fn stages_of_units(units: usize, options: &Options, mesh: &Mesh) -> Result<Vec<usize>> {
+    Ok(pipeline_of(units, options, mesh)?.map_or_else(|| vec![0; units], |pipeline| pipeline.stages_of_units()))
+}
+
+/// The pipeline of a model with this many units, if the mesh has several stages.
+fn pipeline_of(units: usize, options: &Options, mesh: &Mesh) -> Result<Option<Pipeline>> {
+    let stages = mesh.size(Axis::Pipeline);
+    if stages == 1 {
+        return Ok(None);
+    }
+    let pipeline = match &options.pipeline_chunks {
+        Some(chunks) => Pipeline::new(stages, chunks.clone(), options.pipeline_schedule.clone()),
+        None => Pipeline::even(units, stages, options.pipeline_schedule.clone()),
+    };
+    let pipeline = pipeline.map_err(refuse)?;
+    // See the note in `message_groups`.
+    let stages_of_chunks: Vec<usize> = (0..pipeline.chunks.len()).map(|chunk| pipeline.stage_of_chunk(chunk)).collect();
+    let is_apart =
+        |pair: &[usize]| !matches!(pair[0].abs_diff(pair[1]), 0 | 1) && pair[0].abs_diff(pair[1]) + 1 != stages;
+    if options.device.is_cuda() && stages_of_chunks.windows(2).any(is_apart) {
+        let problem =
+            "the pipeline: on GPUs, consecutive chunks must be on neighboring stages; place them in a ring or a V";
+        return Err(Error::Options(problem.to_string()));
+    }
+    Ok(Some(pipeline))
+}
+
+fn refuse(error: ScheduleError) -> Error {
+    Error::Options(format!("the pipeline: {error}"))
+}

@@ -1,0 +1,118 @@
+//! The coordinates of a rank: its stage of the pipeline, and its index among the ranks that share its layers.
+//!
+//! They say which part of the model a rank has. Ranks that differ only along the axes of data parallelism have the same part, so their
+//! number is enough, and in a run with data parallelism alone no text has coordinates. The order of the axes is the one of `Mesh` in
+//! `shardwise-plan`: ranks of a stage are consecutive, and so are the ranks that share a layer.
+
+use std::fmt;
+
+use serde::Deserialize;
+
+/// The sizes of the axes that cut the model into parts. An axis that is not in use has size 1.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(default)]
+pub struct ModelAxes {
+    /// The number of stages of the pipeline (`parallel.pipeline`).
+    pub pipeline: usize,
+    /// The number of ranks that share each layer (`parallel.tensor`).
+    pub tensor: usize,
+}
+
+impl Default for ModelAxes {
+    fn default() -> Self {
+        ModelAxes { pipeline: 1, tensor: 1 }
+    }
+}
+
+impl ModelAxes {
+    /// Returns the coordinates of a rank. A size that does not divide the world size belongs to another run, and gives none.
+    pub fn coordinates(&self, rank: usize, world: usize) -> Coordinates {
+        let is_used = |size: usize| size > 1 && world.is_multiple_of(size);
+        Coordinates {
+            stage: is_used(self.pipeline).then(|| rank / (world / self.pipeline)),
+            tensor: is_used(self.tensor).then(|| rank % self.tensor),
+        }
+    }
+}
+
+/// The coordinates of a rank, along the axes that are in use.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Coordinates {
+    /// Its stage of the pipeline.
+    pub stage: Option<usize>,
+    /// Its index among the ranks that share its layers.
+    pub tensor: Option<usize>,
+}
+
+impl Coordinates {
+    /// The coordinates that two ranks have in common.
+    pub(crate) fn shared(self, other: Self) -> Self {
+        Coordinates {
+            stage: self.stage.filter(|_| self.stage == other.stage),
+            tensor: self.tensor.filter(|_| self.tensor == other.tensor),
+        }
+    }
+
+    /// Formats the number of a rank with its coordinates: `rank 5 (stage 1, tensor 1)`.
+    pub fn describe_rank(&self, rank: usize) -> String {
+        match self.to_string() {
+            none if none.is_empty() => format!("rank {rank}"),
+            coordinates => format!("rank {rank} ({coordinates})"),
+        }
+    }
+}
+
+impl fmt::Display for Coordinates {
+    /// Writes `stage 1, tensor 1`, or nothing if the run has data parallelism alone.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let along = |axis: &str, index: Option<usize>| index.map(|index| format!("{axis} {index}"));
+        let parts: Vec<String> =
+            [along("stage", self.stage), along("tensor", self.tensor)].into_iter().flatten().collect();
+        f.write_str(&parts.join(", "))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn name(axes: ModelAxes, rank: usize, world: usize) -> String {
+        axes.coordinates(rank, world).describe_rank(rank)
+    }
+
+    #[test]
+    fn axes_in_use_are_named() {
+        // Stages of two data-parallel groups of two ranks that share layers.
+        let both = ModelAxes { pipeline: 2, tensor: 2 };
+        let names: Vec<String> = (0..8).map(|rank| name(both, rank, 8)).collect();
+        assert_eq!(names[0], "rank 0 (stage 0, tensor 0)");
+        assert_eq!(names[3], "rank 3 (stage 0, tensor 1)");
+        assert_eq!(names[5], "rank 5 (stage 1, tensor 1)");
+        assert_eq!(names[6], "rank 6 (stage 1, tensor 0)");
+        assert_eq!(name(ModelAxes { pipeline: 4, tensor: 1 }, 5, 8), "rank 5 (stage 2)");
+        assert_eq!(name(ModelAxes { pipeline: 1, tensor: 4 }, 5, 8), "rank 5 (tensor 1)");
+        assert_eq!(name(ModelAxes::default(), 5, 8), "rank 5");
+    }
+
+    #[test]
+    fn ranks_share_the_coordinates_that_are_equal() {
+        let at = |rank: usize| ModelAxes { pipeline: 2, tensor: 2 }.coordinates(rank, 8);
+        assert_eq!(at(4).shared(at(7)).to_string(), "stage 1");
+        assert_eq!(at(0).shared(at(6)).to_string(), "tensor 0");
+        assert_eq!(at(0).shared(at(5)).to_string(), "");
+    }
+
+    #[test]
+    fn sizes_of_another_run_are_ignored() {
+        for size in [0, 3, usize::MAX] {
+            assert_eq!(name(ModelAxes { pipeline: size, tensor: size }, 5, 8), "rank 5", "{size}");
+        }
+    }
+
+    #[test]
+    fn absent_sizes_are_one() {
+        let read = |json: &str| serde_json::from_str::<ModelAxes>(json).expect("valid JSON");
+        assert_eq!(read("{}"), ModelAxes::default());
+        assert_eq!(read(r#"{"pipeline": 2}"#), ModelAxes { pipeline: 2, tensor: 1 });
+    }
+}

@@ -1,0 +1,97 @@
+//! What a checkpoint has of a buffer: this rank's shard, as tensors that are saved while training continues.
+
+use shardwise_torch::tch::{Device, Tensor};
+
+use super::ShardedBuffer;
+use crate::Result;
+use crate::error::UnitErrors;
+
+/// A tensor to save in a checkpoint; see [`ShardedUnit::checkpoint_tensors`](crate::ShardedUnit::checkpoint_tensors).
+pub struct CheckpointTensor {
+    /// The tensor, which shares its memory with the unit.
+    pub tensor: Tensor,
+    /// Its index among the unit's tensors on this rank.
+    pub index: usize,
+    /// Whether the tensor keeps its memory until the next update. If not, an all-gather of the unit borrows the memory.
+    pub is_stable: bool,
+    /// Whether [`ShardedUnit::detach_checkpoint_tensor`](crate::ShardedUnit::detach_checkpoint_tensor) can detach it.
+    pub is_detachable: bool,
+}
+
+impl ShardedBuffer {
+    /// Waits for the all-gather of updated parameters, if there is one.
+    pub(crate) fn wait_for_update(&mut self) -> Result<()> {
+        self.trainable.wait_for_update()
+    }
+
+    /// Returns this rank's shard for a checkpoint: the updated parameters, the optimizer states, then the frozen parameters in the
+    /// dtype of the computation. Call [`ShardedBuffer::wait_for_update`] first.
+    ///
+    /// # Panics
+    /// If a tensor's memory is in use: by sharded parameters that are gathered, or by an all-gather of updated ones; or if a tensor
+    /// was detached and not updated since.
+    pub(crate) fn checkpoint_tensors(&self) -> Vec<CheckpointTensor> {
+        let own = self.own_shard();
+        assert!(own.detached.is_empty(), "{}: its tensors were detached, but not updated", self.name());
+        let gathered = self.layout.sharding.parameters;
+        let is_on_host = self.layout.pool.device() == Device::Cpu;
+        let master = CheckpointTensor {
+            index: 0,
+            tensor: self.updated_parameters(own),
+            is_stable: own.master.is_some() || !gathered,
+            is_detachable: is_on_host && (own.master.is_some() || self.trainable.keeps_only_own()),
+        };
+        let state = own.state.iter().map(|state| CheckpointTensor {
+            index: 0,
+            tensor: state.shallow_clone(),
+            is_stable: true,
+            is_detachable: is_on_host,
+        });
+        let frozen = CheckpointTensor {
+            index: 0,
+            tensor: self.frozen.shard(self.layout.groups.shard.rank()),
+            is_stable: !gathered,
+            is_detachable: false,
+        };
+        std::iter::once(master).chain(state).chain([frozen]).collect()
+    }
+
+    /// The number of [`ShardedBuffer::checkpoint_tensors`].
+    pub(crate) fn checkpoint_tensors_len(&self) -> usize {
+        2 + self.layout.states
+    }
+
+    /// Detaches a tensor of [`ShardedBuffer::checkpoint_tensors`], by its index, so that the next update does not overwrite it: the
+    /// update reads it and writes to new memory, with the same results. Returns the tensor with the old memory. An update must
+    /// follow, because until then the unit has no valid contents.
+    ///
+    /// # Panics
+    /// If the tensor is not detachable, or is detached already.
+    pub(crate) fn detach_checkpoint_tensor(&mut self, index: usize) -> Result<Tensor> {
+        let rank = self.layout.groups.shard.rank();
+        let own =
+            self.shards.iter_mut().find(|shard| shard.owner == rank).expect("a rank always updates its own shard");
+        assert!(own.detached.iter().all(|(known, _)| *known != index), "{}: detached twice", self.errors.unit());
+        let old = match (index.checked_sub(1), &mut own.master) {
+            (Some(state), _) => replace_with_empty(&self.errors, &mut own.state[state])?,
+            (None, Some(master)) => replace_with_empty(&self.errors, master)?,
+            (None, None) => {
+                assert!(self.trainable.keeps_only_own(), "{}: it cannot be detached", self.errors.unit());
+                self.trainable.replace_memory()?
+            }
+        };
+        own.detached.push((index, old.shallow_clone()));
+        Ok(old)
+    }
+
+    /// The number of updates so far.
+    pub(crate) fn updates(&self) -> u32 {
+        self.steps
+    }
+}
+
+/// Replaces a tensor with one of the same shape whose contents are unspecified. Returns the old one.
+fn replace_with_empty(errors: &UnitErrors, tensor: &mut Tensor) -> Result<Tensor> {
+    let new = errors.tch(tensor.f_empty_like())?;
+    Ok(std::mem::replace(tensor, new))
+}

@@ -1,0 +1,68 @@
+//! The claims about pipeline parallelism.
+
+use std::process::Command;
+
+use anyhow::Result;
+
+use crate::claim::{Claim, Verdict};
+use crate::workspace::root;
+
+pub(crate) const CLAIMS: &[Claim] = &[
+    Claim {
+        group: "pipeline",
+        name: "equality",
+        what: "2, 3 and 4 stages train with the bits of one stage, in every schedule, ZeRO stage and precision, with and without tensor \
+               parallelism, for 10 steps; six settings for 100 steps",
+        heavy: true,
+        measure: equality,
+    },
+    Claim {
+        group: "pipeline",
+        name: "bubbles",
+        what: "the measured bubbles of four stages are within 5 points of the formulas, in every schedule",
+        heavy: true,
+        measure: bubbles,
+    },
+    Claim {
+        group: "pipeline",
+        name: "partition",
+        what: "PipeDream's published profiles are cut as well as by exhaustive search",
+        heavy: false,
+        measure: partition,
+    },
+];
+
+/// The tests of CI train for a few steps, and combine settings in pairs.
+fn equality() -> Result<Verdict> {
+    let mut command = Command::new("cargo");
+    command.current_dir(root()).args(["nextest", "run", "--release", "--workspace", "--test", "pipeline"]);
+    command.args(["--run-ignored", "all", "-E", "package(shardwise-train) - test(bubbles)"]);
+    let holds = command.status()?.success();
+    let figure = if holds { "all settings agree" } else { "some settings differ" }.to_string();
+    Ok(Verdict { figure, bar: "the same bits".to_string(), holds })
+}
+
+/// Layers that sleep, because idle ranks speed up busy ones on a machine with few cores.
+fn bubbles() -> Result<Verdict> {
+    let mut command = Command::new("cargo");
+    command.current_dir(root()).args([
+        "nextest",
+        "run",
+        "--release",
+        "--workspace",
+        "--test",
+        "pipeline",
+        "--no-capture",
+    ]);
+    let holds = command.args(["--run-ignored", "only", "-E", "test(bubbles)"]).status()?.success();
+    let figure = if holds { "all within 5 points" } else { "some differ" }.to_string();
+    Ok(Verdict { figure, bar: "5 points".to_string(), holds })
+}
+
+fn partition() -> Result<Verdict> {
+    let mut command = Command::new("cargo");
+    command.current_dir(root()).args(["nextest", "run", "--release", "--workspace", "--test", "pipeline_partition"]);
+    let holds = command.args(["--run-ignored", "all"]).status()?.success();
+    let figure = if holds { "never slower" } else { "slower, or no profiles" }.to_string();
+    Ok(Verdict { figure, bar: "never slower".to_string(), holds })
+}
