@@ -1,6 +1,6 @@
 """The model that every PyTorch side trains: a Llama of plain modules, as in common open-source repositories.
 
-Parameters have the names of Hugging Face checkpoints. The head is tied to the embedding.
+Parameters have the names of Hugging Face checkpoints. The head is tied to the embedding, unless `tie_word_embeddings` is false.
 """
 
 import torch
@@ -53,6 +53,14 @@ class Block(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+def rotary_angles(seq_len, head_dim, dtype):
+    """The cosines and sines for all positions."""
+    pairs = torch.arange(0, head_dim, 2).float()
+    angles = torch.outer(torch.arange(seq_len).float(), 10000.0 ** (-pairs / head_dim))
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
 class Inner(nn.Module):
     def __init__(self, shape):
         super().__init__()
@@ -64,10 +72,8 @@ class Inner(nn.Module):
 
     def forward(self, tokens):
         x = self.embed_tokens(tokens)
-        pairs = torch.arange(0, self.head_dim, 2).float()
-        angles = torch.outer(torch.arange(tokens.shape[1]).float(), 10000.0 ** (-pairs / self.head_dim))
-        angles = torch.cat([angles, angles], dim=-1)
-        cosines, sines = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        # Not the length of x: with sequence parallelism, x has only this rank's tokens.
+        cosines, sines = rotary_angles(tokens.shape[1], self.head_dim, x.dtype)
         for block in self.layers:
             x = block(x, cosines, sines)
         return self.norm(x)
@@ -78,8 +84,31 @@ class Llama(nn.Module):
         super().__init__()
         self.model = Inner(shape)
         self.lm_head = nn.Linear(shape["hidden_size"], shape["vocab_size"], bias=False)
-        self.lm_head.weight = self.model.embed_tokens.weight
+        if shape["tie_word_embeddings"]:
+            self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, tokens, targets):
         logits = self.lm_head(self.model(tokens))
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+class Stage(nn.Module):
+    """Some consecutive units of the model: "embedding", "block.0" and so on, "head". Returns logits if the head is one of them."""
+
+    def __init__(self, shape, units):
+        super().__init__()
+        whole = Llama(shape)
+        self.head_dim = whole.model.head_dim
+        self.model = nn.Module()
+        self.model.embed_tokens = whole.model.embed_tokens if "embedding" in units else None
+        blocks = {str(index): block for index, block in enumerate(whole.model.layers) if f"block.{index}" in units}
+        self.model.layers = nn.ModuleDict(blocks)
+        self.model.norm, self.lm_head = (whole.model.norm, whole.lm_head) if "head" in units else (None, None)
+
+    def forward(self, x):
+        if self.model.embed_tokens is not None:
+            x = self.model.embed_tokens(x)
+        cosines, sines = rotary_angles(x.shape[1], self.head_dim, x.dtype)
+        for block in self.model.layers.values():
+            x = block(x, cosines, sines)
+        return x if self.lm_head is None else self.lm_head(self.model.norm(x))

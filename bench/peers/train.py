@@ -1,15 +1,19 @@
-"""One PyTorch side of the comparison, under mpirun: train.py SIDE RECIPE PORT --tensor T
+"""One PyTorch side of the comparison, under mpirun: train.py SIDE RECIPE PORT [--tensor T]
+[--pipeline P --schedule SCHEDULE --split-points UNITS]
 
 SIDE is bare, ddp, zero1 (DDP with ZeroRedundancyOptimizer), fsdp2-keep and fsdp2 (fully_shard without and with resharding
 after the forward pass), tensor (tensor and sequence parallelism), fsdp2-tensor (the same, and fully_shard on a second axis of
-the mesh), or deepspeed-1, -2, -3. With -compiled after ddp and those of FSDP2 and tensor parallelism, Inductor compiles each
-block. RECIPE is the recipe that `bench-train` trains, PORT a free port on loopback for the rendezvous. T consecutive ranks share
-each layer and read the same batch, which the side bare reads too; T is 1 for the other sides. Prints the lines that
-`bench-train` prints: a line of JSON for each step, and one at the end.
+the mesh), pipeline (torch.distributed.pipelining), or deepspeed-1, -2, -3. With -compiled after ddp and those of FSDP2 and
+tensor parallelism, Inductor compiles each block. RECIPE is the recipe that `bench-train` trains, PORT a free port on loopback for
+the rendezvous. T consecutive ranks share each layer and read the same batch, which the side bare reads too; T is 1 for the other
+sides. P ranks hold the stages of a pipeline and read the same batch, which the side bare reads too. SCHEDULE is 1f1b,
+interleaved-1f1b or zb-v. UNITS are the units with which PyTorch's stages after the first begin, as `bench-train split-points`
+prints them. Prints the lines that `bench-train` prints: a line of JSON for each step, and one at the end.
 
 The settings are common ones: one unit per block for FSDP2, DeepSpeed's buckets as Hugging Face's "auto" sizes them and its
 overlap on, torch's fused AdamW, the libraries' defaults for the rest. bf16 is autocast for DDP, and FSDP2 then reduces in f32;
-DeepSpeed reduces in bf16. Tensor parallelism has the placements that torchtitan uses.
+DeepSpeed reduces in bf16. Tensor parallelism has the placements that torchtitan uses. A pipeline has two of PyTorch's stages per
+rank, except for 1F1B; in bf16, it computes with autocast, and its stages send f32.
 """
 
 import argparse
@@ -25,7 +29,9 @@ RANK, RANKS = int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM
 os.environ.update(RANK=str(RANK), LOCAL_RANK=str(RANK), WORLD_SIZE=str(RANKS))
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from llama import Llama  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from llama import Llama, Stage  # noqa: E402
+from safetensors import safe_open  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from torch import nn  # noqa: E402
 
@@ -42,12 +48,17 @@ def mixed(bits):
     return z ^ (z >> 31)
 
 
-def batch(recipe, data_rank):
+def micro_batch_count(recipe):
+    return recipe["batch"].get("gradient_accumulation_steps", 1)
+
+
+def batch(recipe, data_rank, data_ranks):
     """The batch of the first step. Every step trains on it, so that the loss changes fast."""
     size, seq_len = recipe["batch"]["micro_batch_size"], recipe["batch"]["seq_len"]
     vocab_size = recipe["model"]["llama"]["vocab_size"]
-    first = data_rank * size
-    keys = [mixed(recipe["data"].get("seed", 0) ^ mixed(number)) for number in range(first, first + size)]
+    firsts = [(index * data_ranks + data_rank) * size for index in range(micro_batch_count(recipe))]
+    numbers = [number for first in firsts for number in range(first, first + size)]
+    keys = [mixed(recipe["data"].get("seed", 0) ^ mixed(number)) for number in numbers]
     ids = torch.tensor([[mixed(key ^ place) % vocab_size for place in range(seq_len + 1)] for key in keys])
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
@@ -61,6 +72,8 @@ def optimizer_of(model, recipe, make=torch.optim.AdamW):
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": o["weight_decay"]},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
+    # A stage of a pipeline may consist of the embedding alone.
+    groups = [group for group in groups if group["params"]]
     return make(groups, lr=o["lr"], betas=tuple(o["betas"]), eps=o["eps"], fused=True)
 
 
@@ -145,19 +158,95 @@ def torch_side(side, model, recipe, tensor):
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         make = lambda groups, **settings: ZeroRedundancyOptimizer(groups, torch.optim.AdamW, **settings)  # noqa: E731
-    optimizer = optimizer_of(model, recipe, make)
+    optimizer, count = optimizer_of(model, recipe, make), micro_batch_count(recipe)
+    assert count == 1 or side == "bare", "only bare and pipelines accumulate gradients"
 
     def step(tokens, targets):
         global optimizer_cpu_s
-        with loss_context():
-            with cast():
-                loss = model(tokens, targets)
-            loss.backward()
+        losses = []
+        for micro_batch in zip(tokens.chunk(count), targets.chunk(count)):
+            with loss_context():
+                with cast():
+                    loss = model(*micro_batch) / count
+                loss.backward()
+            losses.append(loss.detach())
         before = time.process_time()
         optimizer.step()
         optimizer_cpu_s += time.process_time() - before
         optimizer.zero_grad()
-        return loss.item()
+        return sum(loss.item() for loss in losses)
+
+    return step
+
+
+def stage_indices(schedule):
+    """PyTorch's stages on this rank, and their number on all ranks."""
+    match schedule:
+        case "1f1b":
+            return [RANK], RANKS
+        case "interleaved-1f1b":
+            return [RANK, RANKS + RANK], 2 * RANKS
+        case "zb-v":
+            return [RANK, 2 * RANKS - 1 - RANK], 2 * RANKS
+
+
+def load_stages(recipe, folder, schedule, split_points):
+    """Creates this rank's stages with the recipe's weights, as a list of stage index and module."""
+    shape = recipe["model"]["llama"]
+    units = ["embedding", *(f"block.{index}" for index in range(shape["num_hidden_layers"])), "head"]
+    cuts = [0, *map(units.index, split_points), len(units)]
+    indices, number = stage_indices(schedule)
+    assert len(cuts) == number + 1, f"{number} stages need {number - 1} split points"
+    stages = []
+    with safe_open(folder / recipe["init"]["weights"], framework="pt") as weights:
+        for index in indices:
+            with torch.device("meta"):
+                stage = Stage(shape, units[cuts[index] : cuts[index + 1]])
+            stage.load_state_dict({name: weights.get_tensor(name) for name in stage.state_dict()}, assign=True)
+            stages.append((index, stage.requires_grad_(True)))
+    return stages
+
+
+def pipeline_side(schedule, recipe, folder, split_points):
+    """Returns a function that takes one step. The mean of what it returns on all ranks is the loss."""
+    from torch.distributed import pipelining
+
+    bf16 = recipe["precision"]["param_dtype"] == "bf16"
+    cast = torch.autocast("cpu", torch.bfloat16, enabled=bf16)
+    modules = load_stages(recipe, folder, schedule, split_points)
+    optimizer, number = optimizer_of(nn.ModuleList(module for _, module in modules), recipe), stage_indices(schedule)[1]
+    # Autocast is for forward passes only, and the schedule calls both.
+    for _, module in modules:
+        module.forward = cast(module.forward)
+    stages = [pipelining.PipelineStage(module, index, number, torch.device("cpu")) for index, module in modules]
+    count = micro_batch_count(recipe)
+    tokens_per_step = count * recipe["batch"]["micro_batch_size"] * recipe["batch"]["seq_len"]
+
+    def loss_fn(logits, targets):
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum") / tokens_per_step
+
+    # The loss is divided by the tokens of all micro-batches, so gradients are not to be scaled.
+    settings = {"n_microbatches": count, "loss_fn": loss_fn, "scale_grads": False}
+    match schedule:
+        case "1f1b":
+            schedule = pipelining.Schedule1F1B(*stages, **settings)
+        case "interleaved-1f1b":
+            schedule = pipelining.ScheduleInterleaved1F1B(stages, **settings)
+        case "zb-v":
+            schedule = pipelining.ScheduleZBVZeroBubble(stages, **settings)
+    has_first, has_last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
+
+    def step(tokens, targets):
+        global optimizer_cpu_s
+        losses = []
+        inputs = [tokens] if has_first else []
+        schedule.step(*inputs, target=targets if has_last else None, losses=losses, return_outputs=False)
+        before = time.process_time()
+        optimizer.step()
+        optimizer_cpu_s += time.process_time() - before
+        optimizer.zero_grad()
+        # Only the rank of the last stage has losses.
+        return RANKS * sum(loss.item() for loss in losses)
 
     return step
 
@@ -232,24 +321,31 @@ def load_model(recipe, folder):
     with torch.device("meta"):
         model = Llama(recipe["model"]["llama"])
     weights = load_file(folder / recipe["init"]["weights"])
-    model.load_state_dict({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}, assign=True)
-    model.lm_head.weight = model.model.embed_tokens.weight
+    is_tied = recipe["model"]["llama"]["tie_word_embeddings"]
+    if is_tied:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    model.load_state_dict(weights, assign=True)
+    if is_tied:
+        model.lm_head.weight = model.model.embed_tokens.weight
     return model.requires_grad_(True)
 
 
-def main(side, recipe_path, port, tensor):
+def main(side, recipe_path, port, tensor, pipeline, schedule, split_points):
     say = lambda line: print(json.dumps(line), flush=True) if RANK == 0 else None  # noqa: E731
     torch.set_num_threads(1)
     recipe = tomllib.loads(recipe_path.read_text())
     steps, warm_up = recipe["run"]["steps"], int(os.environ["SHARDWISE_WARM_UP"])
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=RANK, world_size=RANKS)
-    model = load_model(recipe, recipe_path.parent)
-    if side.startswith("deepspeed-"):
-        step = deepspeed_side(int(side[-1]), model, recipe)
+    if side == "pipeline":
+        step = pipeline_side(schedule, recipe, recipe_path.parent, split_points)
+    elif side.startswith("deepspeed-"):
+        step = deepspeed_side(int(side[-1]), load_model(recipe, recipe_path.parent), recipe)
     else:
-        step = torch_side(side, model, recipe, tensor)
+        step = torch_side(side, load_model(recipe, recipe_path.parent), recipe, tensor)
     ready_s = most(time.time() - float(os.environ["SHARDWISE_LAUNCHED"]))
-    tokens, targets = batch(recipe, RANK // tensor)
+    # The stages of a pipeline are the outermost axis of the mesh.
+    stage_ranks = RANKS // pipeline
+    tokens, targets = batch(recipe, RANK % stage_ranks // tensor, stage_ranks // tensor)
     reset_peak()
     first = time.perf_counter()
     losses = [step(tokens, targets)]
@@ -286,5 +382,16 @@ parser.add_argument("side")
 parser.add_argument("recipe", type=Path)
 parser.add_argument("port")
 parser.add_argument("--tensor", type=int, default=1)
+parser.add_argument("--pipeline", type=int, default=1)
+parser.add_argument("--schedule", choices=["1f1b", "interleaved-1f1b", "zb-v"])
+parser.add_argument("--split-points", type=lambda points: points.split(","))
 arguments = parser.parse_args()
-main(arguments.side, arguments.recipe, arguments.port, arguments.tensor)
+main(
+    arguments.side,
+    arguments.recipe,
+    arguments.port,
+    arguments.tensor,
+    arguments.pipeline,
+    arguments.schedule,
+    arguments.split_points,
+)

@@ -50,20 +50,19 @@ impl Bare {
     }
 
     /// Takes one step, and returns the mean loss per token.
-    pub(crate) fn step(&mut self, batch: &Batch) -> Result<f64> {
-        let mut x: Option<Tensor> = None;
-        for (unit, parameters) in self.model.units().iter().zip(&self.parameters) {
-            let tied = unit.tied().map(|tied| &self.parameters[tied.unit][tied.parameter]);
-            x = Some(unit.forward(parameters, tied, x.as_ref(), batch, &Pass::new(Activations::All))?);
-        }
-        let loss = x.context("a model has units")?;
-        let tokens = batch.inputs.numel() as f32;
+    pub(crate) fn step(&mut self, micro_batches: &[Batch]) -> Result<f64> {
+        let tokens = micro_batches.iter().map(|batch| batch.inputs.numel()).sum::<usize>() as f32;
         let leaves: Vec<&Tensor> = self.parameters.iter().flatten().collect();
-        let grads = autograd::grad(&[&loss], &[Some(&Tensor::from(1. / tokens))], &leaves, Graph::Free)?;
-        // The gradient of an embedding that is not tied is sparse.
-        let dense = |grad: Tensor| if grad.is_sparse() { grad.to_dense(Kind::Float, false) } else { grad };
-        let grads: Vec<Option<Tensor>> =
-            grads.into_iter().map(|grad| grad.map(|grad| dense(grad).to_kind(Kind::Float))).collect();
+        let mut grads: Vec<Option<Tensor>> = leaves.iter().map(|_| None).collect();
+        let mut summed_loss = 0.;
+        for batch in micro_batches {
+            let loss = self.forward(batch)?;
+            let added = autograd::grad(&[&loss], &[Some(&Tensor::from(1. / tokens))], &leaves, Graph::Free)?;
+            for (sum, grad) in grads.iter_mut().zip(added) {
+                add_grad(sum, grad)?;
+            }
+            summed_loss += loss.double_value(&[]);
+        }
         let before = cpu();
         self.steps += 1.;
         let step = Tensor::from(self.steps);
@@ -82,6 +81,28 @@ impl Bare {
             leaf.detach().copy_(master);
         }
         self.optimizer_cpu += cpu() - before;
-        Ok(loss.double_value(&[]) / f64::from(tokens))
+        Ok(summed_loss / f64::from(tokens))
     }
+
+    /// The loss of a micro-batch, summed over its tokens.
+    fn forward(&self, batch: &Batch) -> Result<Tensor> {
+        let mut x: Option<Tensor> = None;
+        for (unit, parameters) in self.model.units().iter().zip(&self.parameters) {
+            let tied = unit.tied().map(|tied| &self.parameters[tied.unit][tied.parameter]);
+            x = Some(unit.forward(parameters, tied, x.as_ref(), batch, &Pass::new(Activations::All))?);
+        }
+        x.context("a model has units")
+    }
+}
+
+/// Adds a gradient to an f32 sum.
+fn add_grad(sum: &mut Option<Tensor>, grad: Option<Tensor>) -> Result<()> {
+    let Some(grad) = grad else { return Ok(()) };
+    match sum {
+        Some(sum) => drop(sum.f_add_(&grad)?),
+        // The gradient of an embedding that is not tied is sparse.
+        None if grad.is_sparse() => *sum = Some(grad.to_dense(Kind::Float, false)),
+        None => *sum = Some(grad.to_kind(Kind::Float)),
+    }
+    Ok(())
 }

@@ -47,7 +47,7 @@ fn main() -> Result<()> {
             world.barrier("start").wait()?;
             let started = Instant::now();
             match side {
-                0 => drop(bare.step(&batch)?),
+                0 => drop(bare.step(std::slice::from_ref(&batch))?),
                 stage => drop(trainers[stage - 1].step(std::slice::from_ref(&batch))?),
             }
             // Wait for all ranks: stages 1 and 2 are still gathering updated parameters.

@@ -7,6 +7,10 @@
 //!
 //! With `--tensor T`, T consecutive ranks share each layer, with sequence parallelism, and read the same batch. The side 'bare'
 //! shares nothing, but reads that batch too.
+//!
+//! With `--pipeline P`, P ranks hold the stages of a pipeline with the schedule of `--schedule`, and read the same batch; 'bare'
+//! trains the whole model on it. `bench-train split-points RECIPE` with these arguments prints the units with which the chunks
+//! after the first begin, so that all sides cut the model alike.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -32,8 +36,8 @@ use bare::{Bare, cpu};
 mod process;
 use process::kernel_bytes;
 
-const USAGE: &str =
-    "usage: mpirun -n RANKS bench-train bare|stage-0|stage-1|stage-2|stage-3|weights RECIPE [each] [--tensor T]";
+const USAGE: &str = "usage: mpirun -n RANKS bench-train bare|stage-0|stage-1|stage-2|stage-3|weights|split-points RECIPE [each] \
+                     [--tensor T] [--pipeline P] [--schedule SCHEDULE]";
 
 /// The arguments of the command line.
 struct Arguments {
@@ -42,16 +46,25 @@ struct Arguments {
     new_batch_each_step: bool,
     /// The number of ranks that share each layer.
     tensor: usize,
+    /// The number of stages of a pipeline.
+    pipeline: usize,
+    /// The schedule of the pipeline, if it is not the recipe's.
+    schedule: Option<String>,
 }
 
 impl Arguments {
     fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Self> {
         let (side, recipe) = arguments.next().zip(arguments.next()).context(USAGE)?;
-        let mut parsed = Arguments { side, recipe: recipe.into(), new_batch_each_step: false, tensor: 1 };
+        let recipe = recipe.into();
+        let mut parsed = Arguments { side, recipe, new_batch_each_step: false, tensor: 1, pipeline: 1, schedule: None };
         while let Some(argument) = arguments.next() {
             match argument.as_str() {
                 "each" => parsed.new_batch_each_step = true,
                 "--tensor" => parsed.tensor = arguments.next().and_then(|tensor| tensor.parse().ok()).context(USAGE)?,
+                "--pipeline" => {
+                    parsed.pipeline = arguments.next().and_then(|stages| stages.parse().ok()).context(USAGE)?
+                }
+                "--schedule" => parsed.schedule = Some(arguments.next().context(USAGE)?),
                 _ => bail!(USAGE),
             }
         }
@@ -72,7 +85,7 @@ impl Side {
         let mut read = from_weights(&weights);
         if let Some(stage) = name.strip_prefix("stage-") {
             recipe.zero.stage = stage.parse().context(USAGE)?;
-            let ranks = Ranks::parallel(world.clone(), 1, recipe.parallel.tensor)?;
+            let ranks = Ranks::on_mesh(world.clone(), recipe.mesh(world.size())?)?;
             let options = build::options(recipe, Device::Cpu)?;
             return Ok(Side::Stage(Box::new(Trainer::new(build::model(recipe)?, ranks, options, &mut read)?)));
         }
@@ -87,7 +100,7 @@ impl Side {
     /// Takes one step, and returns the mean loss per token: over all ranks, or on this rank for bare libtorch.
     fn step(&mut self, micro_batches: &[Batch]) -> Result<f64> {
         match self {
-            Side::Bare(bare) => bare.step(&micro_batches[0]),
+            Side::Bare(bare) => bare.step(micro_batches),
             Side::Stage(trainer) => Ok(trainer.step(micro_batches)?.loss),
         }
     }
@@ -102,17 +115,25 @@ impl Side {
 }
 
 fn main() -> Result<()> {
-    let Arguments { side, recipe, new_batch_each_step, tensor } = Arguments::parse(std::env::args().skip(1))?;
+    let Arguments { side, recipe, new_batch_each_step, tensor, pipeline, schedule } =
+        Arguments::parse(std::env::args().skip(1))?;
     let mut recipe = Recipe::read(&recipe)?;
-    if side == "weights" {
-        return write_weights(&recipe);
-    }
     recipe.parallel.tensor = tensor;
+    recipe.parallel.pipeline = pipeline;
+    if let Some(schedule) = schedule {
+        recipe.parallel.pipeline_schedule = schedule;
+    }
+    match side.as_str() {
+        "weights" => return write_weights(&recipe),
+        "split-points" => return print_split_points(&recipe),
+        _ => (),
+    }
     shardwise_torch::enable_caching_allocator();
     let world = Arc::new(mpi::world(mpi::Options::default())?);
     recipe.mesh(world.size())?;
-    // The ranks that share layers read the same samples.
-    let (data_rank, data_ranks) = (world.rank() / tensor, world.size() / tensor);
+    // The ranks that share layers, and those of a pipeline, read the same samples. The stages are the outermost axis of the mesh.
+    let stage_ranks = world.size() / pipeline;
+    let (data_rank, data_ranks) = (world.rank() % stage_ranks / tensor, stage_ranks / tensor);
     let mut side = Side::new(&side, &mut recipe, &world)?;
     let launched: f64 = variable("SHARDWISE_LAUNCHED")?;
     let ready_s = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs_f64() - launched;
@@ -199,5 +220,15 @@ fn write_weights(recipe: &Recipe) -> Result<()> {
     }
     let path = recipe.init.weights.as_ref().context("the recipe names no weights")?;
     Tensor::write_safetensors(&tensors, path)?;
+    Ok(())
+}
+
+/// Prints the units with which the chunks of the pipeline after the first begin, separated by commas.
+fn print_split_points(recipe: &Recipe) -> Result<()> {
+    let model = build::model(recipe)?;
+    let chunks =
+        build::options(recipe, Device::Cpu)?.pipeline_chunks.context("no pipeline, or too few units for its chunks")?;
+    let names: Vec<&str> = chunks[1..].iter().map(|units| model.units()[units.start].name()).collect();
+    println!("{}", names.join(","));
     Ok(())
 }

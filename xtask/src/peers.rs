@@ -4,7 +4,7 @@ use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Result, ensure};
 use shardwise_compare::frameworks::{
-    Bench, Framework, Layout, Precision, Run, Size, WARM_UP, Workload, check_losses, median_of, run_rounds,
+    Bench, Framework, Layout, Precision, Run, Schedule, Size, WARM_UP, Workload, check_losses, median_of, run_rounds,
 };
 use shardwise_compare::peers::Table;
 use shardwise_compare::{growth, peers};
@@ -55,6 +55,13 @@ pub(crate) const CLAIMS: &[Claim] = &[
         what: "42M and 124M, f32: peak memory at stage 3 is at most half of FSDP2's and DeepSpeed's, and falls from 2 to 4 ranks",
         heavy: true,
         measure: memory,
+    },
+    Claim {
+        group: "peers",
+        name: "pipeline",
+        what: "2 ranks, f32, 42M: 1F1B, interleaved 1F1B and ZB-V are not slower than PyTorch's, and their peak memory is lower",
+        heavy: true,
+        measure: pipeline,
     },
     Claim {
         group: "peers",
@@ -200,6 +207,20 @@ fn memory() -> Result<Verdict> {
         holds &= peaks.iter().all(|peaks| peaks[0] <= 0.5 * peaks[1].min(peaks[2])) && peaks[1][0] < peaks[0][0];
     }
     Ok(Verdict { figure: described.join("; "), bar: "at most half, and falling".to_string(), holds })
+}
+
+fn pipeline() -> Result<Verdict> {
+    let layout = Layout { pipeline: 2, ..TWO };
+    let table = peers::measure(Size::Small, Precision::F32, &[layout], peers::ROUNDS)?.remove(0);
+    let (mut figures, mut holds) = (Vec::new(), true);
+    for schedule in [Schedule::OneFOneB, Schedule::Interleaved1F1B, Schedule::ZeroBubbleV] {
+        let peer = Framework::PyTorchPipeline(schedule);
+        let peak = |framework| median_of(&table.row(framework).runs, |run| run.peak_bytes);
+        let (ratio, memory) = (median(&table.row(peer).ratios), peak(peer.counterpart()) / peak(peer));
+        holds &= ratio >= 1. && memory < 1.;
+        figures.push(format!("{schedule}: {ratio:.2} times as fast in {memory:.2} of the memory"));
+    }
+    Ok(Verdict { figure: figures.join("; "), bar: "at least 1, less than 1".to_string(), holds })
 }
 
 fn start() -> Result<Verdict> {

@@ -22,14 +22,18 @@ pub struct Workload {
     pub size: Size,
     /// The type of its parameters.
     pub precision: Precision,
-    /// The number of sequences per rank and step.
+    /// The number of sequences in a micro-batch.
     pub micro_batch_size: usize,
+    /// The number of micro-batches per rank and step.
+    pub micro_batches: usize,
     /// The length of a sequence, in tokens.
     pub seq_len: usize,
     /// The number of steps, including those of the warm-up.
     pub steps: usize,
     /// The number of units that Shardwise gathers ahead.
     pub prefetch: usize,
+    /// Whether the head's weight is the embedding.
+    pub tie_word_embeddings: bool,
 }
 
 /// The size of the model.
@@ -74,7 +78,23 @@ impl fmt::Display for Precision {
 impl Workload {
     /// The usual batch and number of steps.
     pub fn new(size: Size, precision: Precision) -> Self {
-        Workload { size, precision, micro_batch_size: 4, seq_len: 256, steps: WARM_UP + 3, prefetch: 1 }
+        Workload {
+            size,
+            precision,
+            micro_batch_size: 4,
+            micro_batches: 1,
+            seq_len: 256,
+            steps: WARM_UP + 3,
+            prefetch: 1,
+            tie_word_embeddings: true,
+        }
+    }
+
+    /// The workload of pipelines: small micro-batches that fill the stages. The stages of `torch.distributed.pipelining` cannot share
+    /// a parameter, so the head is not tied to the embedding.
+    pub fn pipelined(size: Size, precision: Precision) -> Self {
+        let usual = Workload::new(size, precision);
+        Workload { micro_batch_size: 1, micro_batches: 8, tie_word_embeddings: false, ..usual }
     }
 
     fn recipe(&self) -> String {
@@ -83,12 +103,16 @@ impl Workload {
             Size::Small => (32_000, 512, 8, 8, 1408),
             Size::Medium => (50_257, 768, 12, 12, 2048),
         };
-        let Workload { precision, micro_batch_size, seq_len, steps, prefetch, .. } = self;
+        let Workload {
+            precision, micro_batch_size, micro_batches, seq_len, steps, prefetch, tie_word_embeddings, ..
+        } = self;
         format!(
             "[model.llama]\nvocab_size = {vocab_size}\nhidden_size = {hidden_size}\nnum_hidden_layers = {num_hidden_layers}\n\
-             num_attention_heads = {num_attention_heads}\nintermediate_size = {intermediate_size}\ntie_word_embeddings = true\n\
+             num_attention_heads = {num_attention_heads}\nintermediate_size = {intermediate_size}\n\
+             tie_word_embeddings = {tie_word_embeddings}\n\
              [init]\nweights = \"start.safetensors\"\n[data]\nseed = 7\n\
-             [batch]\nmicro_batch_size = {micro_batch_size}\nseq_len = {seq_len}\n[zero]\nprefetch = {prefetch}\n\
+             [batch]\nmicro_batch_size = {micro_batch_size}\ngradient_accumulation_steps = {micro_batches}\n\
+             seq_len = {seq_len}\n[zero]\nprefetch = {prefetch}\n\
              [precision]\nparam_dtype = \"{precision}\"\nreduce_dtype = \"f32\"\n\
              [optimizer]\nlr = 3e-4\nbetas = [0.9, 0.95]\neps = 1e-8\nweight_decay = 0.1\n[run]\nsteps = {steps}\n"
         )
@@ -97,46 +121,87 @@ impl Workload {
 
 // ---- the ranks --------------------------------------------------------------------------------------------------------
 
-/// How many ranks train, and how many of them share each layer.
+/// How many ranks train, and how many of them share each layer or hold the stages of a pipeline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Layout {
     /// The number of ranks.
     pub ranks: usize,
     /// The number of ranks that share each layer and its batch (tensor parallelism); 1 if none do.
     pub tensor: usize,
+    /// The number of ranks that each hold a stage of the model and read the same batch (pipeline parallelism); 1 if there are no stages.
+    pub pipeline: usize,
 }
 
 impl Layout {
-    /// Ranks that share no layers.
+    /// Ranks that share no layers and hold the whole model.
     pub const fn data_parallel(ranks: usize) -> Self {
-        Layout { ranks, tensor: 1 }
+        Layout { ranks, tensor: 1, pipeline: 1 }
+    }
+
+    /// The number of ranks that train one batch together.
+    pub fn sharers(self) -> usize {
+        self.tensor * self.pipeline
     }
 
     /// The number of ranks that read different samples.
     pub fn data_ranks(self) -> usize {
-        self.ranks / self.tensor
+        self.ranks / self.sharers()
     }
 
-    /// The frameworks that can be compared, in the order of their stages.
+    /// The frameworks that can be compared, in the order of their ZeRO stages or by schedule.
     pub fn frameworks(self) -> &'static [Framework] {
-        match (self.tensor, self.data_ranks()) {
-            (1, _) => &FRAMEWORKS,
-            (_, 1) => &TENSOR_PARALLEL,
-            _ => &SHARDED_TENSOR_PARALLEL,
+        match (self.pipeline, self.tensor, self.data_ranks()) {
+            (1, 1, _) => &FRAMEWORKS,
+            (1, _, 1) => &TENSOR_PARALLEL,
+            (1, _, _) => &SHARDED_TENSOR_PARALLEL,
+            _ => &PIPELINE_PARALLEL,
         }
     }
 }
 
 impl fmt::Display for Layout {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.tensor {
-            1 => write!(f, "{} ranks", self.ranks),
-            tensor => write!(f, "{} ranks, {tensor} per layer", self.ranks),
+        match (self.tensor, self.pipeline) {
+            (1, 1) => write!(f, "{} ranks", self.ranks),
+            (tensor, 1) => write!(f, "{} ranks, {tensor} per layer", self.ranks),
+            (_, pipeline) => write!(f, "{} ranks, {pipeline} stages", self.ranks),
         }
     }
 }
 
 // ---- the frameworks ---------------------------------------------------------------------------------------------------
+
+/// A pipeline schedule of both Shardwise and `torch.distributed.pipelining`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Schedule {
+    /// One forward, one backward.
+    OneFOneB,
+    /// 1F1B with two chunks per rank.
+    Interleaved1F1B,
+    /// Two chunks per rank, there and back, and split backward passes.
+    ZeroBubbleV,
+}
+
+impl Schedule {
+    /// Its argument on the command line of the benchmark program.
+    fn argument(self) -> &'static str {
+        match self {
+            Schedule::OneFOneB => "1f1b",
+            Schedule::Interleaved1F1B => "interleaved-1f1b",
+            Schedule::ZeroBubbleV => "zb-v",
+        }
+    }
+}
+
+impl fmt::Display for Schedule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Schedule::OneFOneB => "1F1B",
+            Schedule::Interleaved1F1B => "interleaved 1F1B",
+            Schedule::ZeroBubbleV => "ZB-V",
+        })
+    }
+}
 
 /// A framework and its configuration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -168,6 +233,10 @@ pub enum Framework {
     Tensor,
     /// FSDP2 and PyTorch's tensor and sequence parallelism, on a mesh of two axes.
     Fsdp2Tensor,
+    /// Shardwise at stage 0, with the stages of a pipeline.
+    ShardwisePipeline(Schedule),
+    /// PyTorch's pipeline parallelism (`torch.distributed.pipelining`).
+    PyTorchPipeline(Schedule),
 }
 
 /// The frameworks whose ranks share no layers, in the order of their stages.
@@ -199,10 +268,22 @@ const TENSOR_PARALLEL: [Framework; 4] =
 const SHARDED_TENSOR_PARALLEL: [Framework; 4] =
     [Framework::Bare, Framework::PyTorch, Framework::Shardwise(3), Framework::Fsdp2Tensor];
 
+/// The frameworks on ranks that hold the stages of a pipeline.
+const PIPELINE_PARALLEL: [Framework; 8] = [
+    Framework::Bare,
+    Framework::PyTorch,
+    Framework::ShardwisePipeline(Schedule::OneFOneB),
+    Framework::PyTorchPipeline(Schedule::OneFOneB),
+    Framework::ShardwisePipeline(Schedule::Interleaved1F1B),
+    Framework::PyTorchPipeline(Schedule::Interleaved1F1B),
+    Framework::ShardwisePipeline(Schedule::ZeroBubbleV),
+    Framework::PyTorchPipeline(Schedule::ZeroBubbleV),
+];
+
 impl Framework {
     /// Whether it is not part of this project.
     pub fn is_peer(self) -> bool {
-        !matches!(self, Framework::Bare | Framework::Shardwise(_))
+        !matches!(self, Framework::Bare | Framework::Shardwise(_) | Framework::ShardwisePipeline(_))
     }
 
     /// Whether Inductor compiles its blocks.
@@ -220,11 +301,24 @@ impl Framework {
         if self.is_peer() { Framework::PyTorch } else { Framework::Bare }
     }
 
+    /// The configuration of Shardwise that it is compared with: that of the same schedule, or of the same ZeRO stage.
+    pub fn counterpart(self) -> Framework {
+        self.schedule().map_or(Framework::Shardwise(self.stage()), Framework::ShardwisePipeline)
+    }
+
+    /// The schedule of its pipeline, if it has one.
+    fn schedule(self) -> Option<Schedule> {
+        match self {
+            Framework::ShardwisePipeline(schedule) | Framework::PyTorchPipeline(schedule) => Some(schedule),
+            _ => None,
+        }
+    }
+
     /// The equivalent ZeRO stage.
     pub fn stage(self) -> u8 {
         match self {
             Framework::Bare | Framework::PyTorch | Framework::Ddp | Framework::DdpCompiled => 0,
-            Framework::Tensor => 0,
+            Framework::Tensor | Framework::ShardwisePipeline(_) | Framework::PyTorchPipeline(_) => 0,
             Framework::Zero1 => 1,
             Framework::Fsdp2Keep | Framework::Fsdp2KeepCompiled => 2,
             Framework::Fsdp2 | Framework::Fsdp2Compiled => 3,
@@ -248,6 +342,8 @@ impl Framework {
             Framework::DeepSpeed(stage) => format!("deepspeed-{stage}"),
             Framework::Tensor => "tensor".to_string(),
             Framework::Fsdp2Tensor => "fsdp2-tensor".to_string(),
+            Framework::ShardwisePipeline(_) => "stage-0".to_string(),
+            Framework::PyTorchPipeline(_) => "pipeline".to_string(),
         }
     }
 }
@@ -268,6 +364,8 @@ impl fmt::Display for Framework {
             Framework::DeepSpeed(stage) => write!(f, "DeepSpeed {stage}"),
             Framework::Tensor => f.write_str("PyTorch TP"),
             Framework::Fsdp2Tensor => f.write_str("FSDP2 + TP"),
+            Framework::ShardwisePipeline(schedule) => write!(f, "Shardwise {schedule}"),
+            Framework::PyTorchPipeline(schedule) => write!(f, "PyTorch {schedule}"),
         }
     }
 }
@@ -371,6 +469,7 @@ impl Bench {
 
     /// Runs a framework with one thread per rank, on simulated hosts if `hosts` is given.
     pub fn run(&self, framework: Framework, layout: Layout, hosts: Option<&Hosts>) -> Result<Run> {
+        let pipeline_arguments = self.pipeline_arguments(framework, layout)?;
         let network = hosts.map(Hosts::start).transpose()?;
         let mut command = launcher(network.as_ref(), layout.ranks, Duration::from_secs(1800));
         let launched = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs_f64();
@@ -399,9 +498,23 @@ impl Bench {
         } else {
             command.arg(&self.program).arg(framework.argument()).arg(self.recipe());
         }
-        command.args(["--tensor", &layout.tensor.to_string()]);
+        command.args(["--tensor", &layout.tensor.to_string()]).args(pipeline_arguments);
         let printed = output_of(&mut command).with_context(|| format!("{framework} on {layout}"))?;
         parse_run(&printed, self.steps).with_context(|| format!("{framework} printed {printed}"))
+    }
+
+    /// The arguments about the pipeline. PyTorch's stages begin with the same units as Shardwise's chunks.
+    fn pipeline_arguments(&self, framework: Framework, layout: Layout) -> Result<Vec<String>> {
+        let mut arguments = vec!["--pipeline".to_string(), layout.pipeline.to_string()];
+        if let Some(schedule) = framework.schedule() {
+            arguments.extend(["--schedule".to_string(), schedule.argument().to_string()]);
+            if framework.is_peer() {
+                let mut command = Command::new(&self.program);
+                let points = output_of(command.arg("split-points").arg(self.recipe()).args(&arguments))?;
+                arguments.extend(["--split-points".to_string(), points.trim().to_string()]);
+            }
+        }
+        Ok(arguments)
     }
 }
 

@@ -24,8 +24,12 @@ enum Command {
     ///
     /// With --tensor T, T ranks share each layer: compares tensor and sequence parallelism with PyTorch's, and with FSDP2 on top if
     /// there are more than T ranks.
+    ///
+    /// With --pipeline P, P ranks hold the stages of a pipeline: compares 1F1B, interleaved 1F1B and ZB-V with the same schedules of
+    /// torch.distributed.pipelining.
     #[command(after_help = "Examples:\n  cargo compare peers --size 42m --precision f32 --ranks 2,4\n  \
-                            cargo compare peers --size 42m --tensor 2 --ranks 2,4")]
+                            cargo compare peers --size 42m --tensor 2 --ranks 2,4\n  \
+                            cargo compare peers --size 42m --pipeline 2")]
     Peers(peers::Options),
     /// Measure weak scaling, compared with FSDP2
     ///

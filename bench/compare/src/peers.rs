@@ -20,12 +20,15 @@ pub struct Options {
     /// Type of the parameters; master weights and reductions are f32
     #[arg(long, value_enum, default_value = "f32")]
     precision: Precision,
-    /// Numbers of ranks [default: 2, or T,2T with --tensor T]
+    /// Numbers of ranks [default: 2, T,2T with --tensor T, or P with --pipeline P]
     #[arg(long, value_delimiter = ',')]
     ranks: Vec<usize>,
     /// Number of ranks that share each layer; above 1, compare tensor and sequence parallelism
     #[arg(long, value_name = "T", default_value_t = 1)]
     tensor: usize,
+    /// Number of ranks that hold the stages of a pipeline; above 1, compare pipeline schedules
+    #[arg(long, value_name = "P", default_value_t = 1, conflicts_with = "tensor")]
+    pipeline: usize,
     /// Number of rounds; each runs every framework once
     #[arg(long, default_value_t = ROUNDS)]
     rounds: usize,
@@ -33,17 +36,23 @@ pub struct Options {
 
 impl Options {
     fn layouts(&self) -> Result<Vec<Layout>> {
-        let tensor = self.tensor;
+        let Options { tensor, pipeline, .. } = *self;
         ensure!(tensor > 0, "--tensor must be at least 1");
-        let counts = match (&self.ranks[..], tensor) {
-            ([], 1) => vec![2],
-            ([], _) => vec![tensor, 2 * tensor],
-            (given, _) => given.to_vec(),
+        ensure!(pipeline > 0, "--pipeline must be at least 1");
+        let counts = match (&self.ranks[..], tensor, pipeline) {
+            ([], 1, 1) => vec![2],
+            ([], _, 1) => vec![tensor, 2 * tensor],
+            ([], ..) => vec![pipeline],
+            (given, ..) => given.to_vec(),
         };
         let layout = |ranks: usize| -> Result<Layout> {
             ensure!(ranks > 0, "at least one rank is needed");
             ensure!(ranks.is_multiple_of(tensor), "{ranks} ranks cannot be divided into groups of {tensor}");
-            Ok(Layout { ranks, tensor })
+            ensure!(
+                pipeline == 1 || ranks == pipeline,
+                "a pipeline of {pipeline} stages is compared on {pipeline} ranks"
+            );
+            Ok(Layout { ranks, tensor, pipeline })
         };
         counts.into_iter().map(layout).collect()
     }
@@ -69,7 +78,7 @@ pub struct Row {
     pub framework: Framework,
     /// Its runs, by round.
     pub runs: Vec<Run>,
-    /// The speedup of Shardwise at the same stage, by round; empty if one of them shares a batch among ranks and the other does not.
+    /// The speedup of Shardwise at the same stage or schedule, by round; empty if one of them shares a batch among ranks and the other does not.
     pub ratios: Vec<f64>,
     /// Its speed per rank as a fraction of its bare baseline's, by round.
     pub of_bare: Vec<f64>,
@@ -100,7 +109,8 @@ pub fn run(options: &Options) -> Result<()> {
 
 /// Measures, prints the tables and saves them in bench/results.
 pub fn measure(size: Size, precision: Precision, layouts: &[Layout], count: usize) -> Result<Vec<Table>> {
-    let workload = Workload::new(size, precision);
+    let has_pipeline = layouts.iter().any(|layout| layout.pipeline > 1);
+    let workload = if has_pipeline { Workload::pipelined(size, precision) } else { Workload::new(size, precision) };
     let bench = Bench::new(&workload)?;
     let mut tables = Vec::new();
     for &layout in layouts {
@@ -119,12 +129,12 @@ fn table(layout: Layout, rounds: &[Vec<(Framework, Run)>]) -> Table {
             .collect()
     };
     // The ranks whose work is one batch.
-    let sharers = |framework: Framework| if framework.is_joint() { layout.tensor } else { 1 };
+    let sharers = |framework: Framework| if framework.is_joint() { layout.sharers() } else { 1 };
     let ratios = |over: &[Run], under: &[Run]| -> Vec<f64> {
         over.iter().zip(under).map(|(a, b)| a.step_s / b.step_s).collect()
     };
     let row = |framework: Framework| {
-        let (runs, ours) = (of(framework), Framework::Shardwise(framework.stage()));
+        let (runs, ours) = (of(framework), framework.counterpart());
         let comparable = sharers(framework) == sharers(ours);
         let of_bare = ratios(&of(framework.bare()), &runs);
         Row {
@@ -141,23 +151,38 @@ fn table(layout: Layout, rounds: &[Vec<(Framework, Run)>]) -> Table {
 const TENSOR_NOTES: &str = "TP is tensor and sequence parallelism. Ranks that share layers share a batch, so 'speed relative to bare' is \
                             per rank; the ranks of the bare baselines each train the whole batch of their group.\n\n";
 
+/// What readers of a table have to know if ranks hold the stages of a pipeline.
+const PIPELINE_NOTES: &str = "The ranks hold the stages of a pipeline, cut at the same units for all frameworks. They share a batch, so \
+                              'speed relative to bare' is per rank; the ranks of the bare baselines each train all micro-batches. The \
+                              head is not tied to the embedding, because PyTorch's stages cannot share a parameter.\n\n";
+
 fn save_tables(workload: &Workload, count: usize, tables: &[Table]) -> Result<()> {
-    let Workload { size, precision, micro_batch_size, seq_len, steps, .. } = workload;
+    let Workload { size, precision, micro_batch_size, micro_batches, seq_len, steps, .. } = workload;
     let size = size.to_string().to_lowercase();
     let ranks: Vec<String> = tables.iter().map(|table| table.layout.ranks.to_string()).collect();
-    let tensor = tables.first().map_or(1, |table| table.layout.tensor);
-    let (flag, suffix, sharers, notes) = match tensor {
-        1 => (String::new(), String::new(), "rank".to_string(), ""),
-        _ => (
+    let (tensor, pipeline) = tables.first().map_or((1, 1), |table| (table.layout.tensor, table.layout.pipeline));
+    let (flag, suffix, sharers, notes) = match (tensor, pipeline) {
+        (1, 1) => (String::new(), String::new(), "rank".to_string(), ""),
+        (_, 1) => (
             format!(" --tensor {tensor}"),
             format!("-tensor-{tensor}"),
             format!("group of {tensor} ranks"),
             TENSOR_NOTES,
         ),
+        _ => (
+            format!(" --pipeline {pipeline}"),
+            format!("-pipeline-{pipeline}"),
+            format!("pipeline of {pipeline} ranks"),
+            PIPELINE_NOTES,
+        ),
+    };
+    let batch = match micro_batches {
+        1 => format!("{micro_batch_size} sequences of {seq_len} tokens"),
+        _ => format!("{micro_batches} micro-batches of {micro_batch_size} × {seq_len} tokens"),
     };
     let mut text = format!(
         "# Comparison with peers: {} parameters, {precision}\n\n\
-         Machine: {}. PyTorch 2.13, DeepSpeed 0.19.8. One thread per rank; {micro_batch_size} sequences of {seq_len} tokens per {sharers} and \
+         Machine: {}. PyTorch 2.13, DeepSpeed 0.19.8. One thread per rank; {batch} per {sharers} and \
          step. {count} rounds, each of which runs every framework once, in varying order; {steps} steps per run, of which the first {WARM_UP} \
          are warm-up. Figures are medians over rounds, of the slowest or largest rank; ratios are medians over rounds of the ratio within a \
          round, with minimum and maximum. The final losses of all frameworks whose ranks train together agree; otherwise the run is void. \
@@ -179,9 +204,10 @@ fn save_tables(workload: &Workload, count: usize, tables: &[Table]) -> Result<()
 }
 
 fn markdown(table: &Table) -> String {
+    let counterpart = if table.layout.pipeline > 1 { "with that schedule" } else { "at that stage" };
     let mut text = format!(
         "\n## {}\n\n\
-         | framework | step | Shardwise at that stage is | speed relative to bare | CPU per step | peak memory | PSS at the end | launch to first step | of which compilation | sent per step | final loss |\n\
+         | framework | step | Shardwise {counterpart} is | speed relative to bare | CPU per step | peak memory | PSS at the end | launch to first step | of which compilation | sent per step | final loss |\n\
          | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n",
         table.layout
     );
@@ -218,7 +244,7 @@ fn markdown(table: &Table) -> String {
 
 fn panels(workload: &Workload, table: &Table) -> [Bars; 2] {
     let colour = |framework: Framework| match framework {
-        Framework::Shardwise(_) => plot::OURS,
+        Framework::Shardwise(_) | Framework::ShardwisePipeline(_) => plot::OURS,
         Framework::Bare | Framework::PyTorch => plot::BARE,
         _ => plot::THEIRS,
     };
