@@ -1,14 +1,15 @@
-"""One PyTorch side of the comparison, under mpirun: train.py SIDE RECIPE PORT [--tensor T]
+"""One PyTorch side of the comparison, under mpirun: train.py SIDE RECIPE ADDRESS [--tensor T]
 [--pipeline P --schedule SCHEDULE --split-points UNITS]
 
 SIDE is bare, ddp, zero1 (DDP with ZeroRedundancyOptimizer), fsdp2-keep and fsdp2 (fully_shard without and with resharding
 after the forward pass), tensor (tensor and sequence parallelism), fsdp2-tensor (the same, and fully_shard on a second axis of
 the mesh), pipeline (torch.distributed.pipelining), or deepspeed-1, -2, -3. With -compiled after ddp and those of FSDP2 and
-tensor parallelism, Inductor compiles each block. RECIPE is the recipe that `bench-train` trains, PORT a free port on loopback for
-the rendezvous. T consecutive ranks share each layer and read the same batch, which the side bare reads too; T is 1 for the other
-sides. P ranks hold the stages of a pipeline and read the same batch, which the side bare reads too. SCHEDULE is 1f1b,
-interleaved-1f1b or zb-v. UNITS are the units with which PyTorch's stages after the first begin, as `bench-train split-points`
-prints them. Prints the lines that `bench-train` prints: a line of JSON for each step, and one at the end.
+tensor parallelism, Inductor compiles each block. RECIPE is the recipe that `bench-train` trains, ADDRESS the address of rank 0's
+host and a free port on it for the rendezvous. T consecutive ranks share each layer and read the same batch, which the side bare
+reads too; T is 1 for the other sides. P ranks hold the stages of a pipeline and read the same batch, which the side bare reads
+too. SCHEDULE is 1f1b, interleaved-1f1b or zb-v. UNITS are the units with which PyTorch's stages after the first begin, as
+`bench-train split-points` prints them. Prints the lines that `bench-train` prints: a line of JSON for each step, and one at the
+end.
 
 The settings are common ones: one unit per block for FSDP2, DeepSpeed's buckets as Hugging Face's "auto" sizes them and its
 overlap on, torch's fused AdamW, the libraries' defaults for the rest. bf16 is autocast for DDP, and FSDP2 then reduces in f32;
@@ -297,10 +298,11 @@ def reset_peak():
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def loopback_bytes():
-    """Bytes sent by all programs over the loopback device, which gloo uses."""
+def device_bytes():
+    """Bytes sent by all programs over the network device that gloo uses."""
     with open("/proc/net/dev") as lines:
-        return next(int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith("lo:"))
+        device = os.environ["GLOO_SOCKET_IFNAME"] + ":"
+        return next(int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith(device))
 
 
 def most(figure):
@@ -330,12 +332,12 @@ def load_model(recipe, folder):
     return model.requires_grad_(True)
 
 
-def main(side, recipe_path, port, tensor, pipeline, schedule, split_points):
+def main(side, recipe_path, address, tensor, pipeline, schedule, split_points):
     say = lambda line: print(json.dumps(line), flush=True) if RANK == 0 else None  # noqa: E731
     torch.set_num_threads(1)
     recipe = tomllib.loads(recipe_path.read_text())
     steps, warm_up = recipe["run"]["steps"], int(os.environ["SHARDWISE_WARM_UP"])
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=RANK, world_size=RANKS)
+    dist.init_process_group("gloo", init_method=f"tcp://{address}", rank=RANK, world_size=RANKS)
     if side == "pipeline":
         step = pipeline_side(schedule, recipe, recipe_path.parent, split_points)
     elif side.startswith("deepspeed-"):
@@ -352,13 +354,13 @@ def main(side, recipe_path, port, tensor, pipeline, schedule, split_points):
     first_s = time.perf_counter() - first
     losses += [step(tokens, targets) for _ in range(1, warm_up)]
     dist.barrier()
-    started, cpu_started, sent_before = time.perf_counter(), time.process_time(), loopback_bytes()
+    started, cpu_started, sent_before = time.perf_counter(), time.process_time(), device_bytes()
     # Back to back, as in training: a step waits for communication that the previous one left running.
     losses += [step(tokens, targets) for _ in range(warm_up, steps)]
     dist.barrier()
     measured = steps - warm_up
     seconds, cpu_s = (time.perf_counter() - started) / measured, (time.process_time() - cpu_started) / measured
-    sent = (loopback_bytes() - sent_before) / RANKS / measured if RANKS > 1 else 0
+    sent = (device_bytes() - sent_before) / RANKS / measured if RANKS > 1 else 0
     for number, loss in enumerate(losses, 1):
         say({"step": number, "loss": mean(loss)})
     end = {
@@ -380,7 +382,7 @@ def main(side, recipe_path, port, tensor, pipeline, schedule, split_points):
 parser = argparse.ArgumentParser()
 parser.add_argument("side")
 parser.add_argument("recipe", type=Path)
-parser.add_argument("port")
+parser.add_argument("address")
 parser.add_argument("--tensor", type=int, default=1)
 parser.add_argument("--pipeline", type=int, default=1)
 parser.add_argument("--schedule", choices=["1f1b", "interleaved-1f1b", "zb-v"])
@@ -389,7 +391,7 @@ arguments = parser.parse_args()
 main(
     arguments.side,
     arguments.recipe,
-    arguments.port,
+    arguments.address,
     arguments.tensor,
     arguments.pipeline,
     arguments.schedule,

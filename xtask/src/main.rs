@@ -17,6 +17,7 @@ mod observability;
 mod paired_jobs;
 mod peers;
 mod pipeline;
+mod pipeline_hosts;
 mod program;
 mod setting;
 mod supervision;

@@ -21,6 +21,9 @@ pub(crate) struct Setting {
     /// The ranks that share each layer.
     pub(crate) tensor: usize,
     pub(crate) sequence: bool,
+    /// The stages of a pipeline.
+    pub(crate) pipeline: usize,
+    pub(crate) schedule: &'static str,
     pub(crate) prefetch: usize,
     pub(crate) checkpointing: &'static str,
     pub(crate) dtype: &'static str,
@@ -69,6 +72,8 @@ pub(crate) const BASE: Setting = Setting {
     replicate: 1,
     tensor: 1,
     sequence: true,
+    pipeline: 1,
+    schedule: "1f1b",
     prefetch: 1,
     checkpointing: "none",
     dtype: "f32",
@@ -79,8 +84,8 @@ pub(crate) const BASE: Setting = Setting {
 
 impl Setting {
     fn recipe(&self, blocks: usize) -> String {
-        let Setting { stage, replicate, tensor, sequence, prefetch, checkpointing, dtype, sequences, .. } = self;
-        let micro_batches = self.micro_batches;
+        let Setting { stage, replicate, tensor, sequence, pipeline, schedule, .. } = self;
+        let Setting { prefetch, checkpointing, dtype, sequences, micro_batches, .. } = self;
         let Size { vocab_size, hidden_size, heads, intermediate_size, tied, .. } = self.size;
         let each = self.reduce_each_micro_batch;
         format!(
@@ -89,6 +94,7 @@ impl Setting {
              {intermediate_size}\ntie_word_embeddings = {tied}\n[data]\n[batch]\nmicro_batch_size = {sequences}\nseq_len = \
              {POSITIONS}\ngradient_accumulation_steps = {micro_batches}\n[zero]\nstage = {stage}\nprefetch = {prefetch}\n\
              reduce_each_micro_batch = {each}\n[parallel]\nreplicate = {replicate}\ntensor = {tensor}\nsequence = {sequence}\n\
+             pipeline = {pipeline}\npipeline_schedule = \"{schedule}\"\n\
              [precision]\nparam_dtype = \"{dtype}\"\n\
              [optimizer]\nlr = 1e-4\n[run]\nsteps = 12\n"
         )
@@ -109,9 +115,13 @@ impl Setting {
             (tensor, true) => format!(", tensor {tensor}"),
             (tensor, false) => format!(", tensor {tensor} without sequence parallelism"),
         };
+        let staged = match self.pipeline {
+            1 => String::new(),
+            stages => format!(", pipeline {stages} {}", self.schedule),
+        };
         format!(
             "{}, {ranks} ranks, {replicate} replicas, stage {stage}, prefetch {prefetch}, {checkpointing}, {dtype}, \
-             {micro_batches} × {} tokens{each}{shared}",
+             {micro_batches} × {} tokens{each}{shared}{staged}",
             size.name,
             sequences * POSITIONS
         )
@@ -145,13 +155,17 @@ fn bytes_per_s(rate: &str) -> f64 {
     megabits.expect("a rate in gbit or mbit") * 1e6 / 8. * 1448. / 1538.
 }
 
+/// Two hosts that share the ranks of a setting.
+fn two_hosts(setting: &Setting, rate: &str) -> Hosts {
+    Hosts { hosts: 2, ranks_per_host: setting.ranks / 2, rate: rate.to_string(), delay: "0ms".to_string() }
+}
+
 /// Measures the time of a step, here or on two hosts with a link of this rate.
 pub(crate) fn measure_step(program: &Path, recipe: &Path, setting: &Setting, rate: Option<&str>) -> Result<f64> {
     let report = match rate {
         None => profile(program, recipe, setting.ranks, 4, &[])?,
         Some(rate) => {
-            let (hosts, ranks_per_host) = (2, setting.ranks / 2);
-            let network = Hosts { hosts, ranks_per_host, rate: rate.to_string(), delay: "0ms".to_string() }.start()?;
+            let network = two_hosts(setting, rate).start()?;
             let mut command = launcher(Some(&network), setting.ranks, Duration::from_secs(900));
             command.arg("OMP_NUM_THREADS=1").arg(program).arg("profile").arg(recipe);
             command.args(["--no-tries", "--json", "--steps", "4"]);
@@ -169,18 +183,34 @@ pub(crate) fn predict_step(
     costs: &Path,
     rate: Option<&str>,
 ) -> Result<f64> {
+    let hosts = rate.map(|rate| two_hosts(setting, rate));
+    predict_on_hosts(program, recipe, setting.ranks, costs, hosts.as_ref(), &[])
+}
+
+/// Predicts the time of a step from a file of costs, here or on simulated hosts. `keys` change the recipe.
+pub(crate) fn predict_on_hosts(
+    program: &Path,
+    recipe: &Path,
+    ranks: usize,
+    costs: &Path,
+    hosts: Option<&Hosts>,
+    keys: &[String],
+) -> Result<f64> {
     let mut edited: Value = serde_json::from_str(&std::fs::read_to_string(costs)?)?;
-    if let Some(rate) = rate {
-        edited["ranks_per_host"] = (setting.ranks / 2).into();
-        edited["cores_per_host"] = 1.into();
-        edited["between_hosts"]["bytes_per_s"] = bytes_per_s(rate).into();
+    if let Some(hosts) = hosts {
+        // The hosts share the cores of this machine. If there are fewer cores than hosts, a rank's thread gets only a part of one.
+        let cores = edited["cores_per_host"].as_u64().unwrap_or(1) as usize;
+        edited["ranks_per_host"] = hosts.ranks_per_host.into();
+        edited["cores_per_host"] = (cores / hosts.hosts).max(1).into();
+        edited["threads_per_rank"] = hosts.hosts.div_ceil(cores).into();
+        edited["between_hosts"]["bytes_per_s"] = bytes_per_s(&hosts.rate).into();
         edited["between_hosts"]["latency_s"] = 1e-4.into();
     }
     let costs = costs.with_extension("edited.json");
     std::fs::write(&costs, edited.to_string())?;
     let mut command = Command::new(program);
-    command.arg("train").arg(recipe).args(["-n", &setting.ranks.to_string(), "--dry-run", "--costs"]).arg(costs);
-    let printed = output_of(&mut command)?;
+    command.arg("train").arg(recipe).args(["-n", &ranks.to_string(), "--dry-run", "--costs"]).arg(costs);
+    let printed = output_of(command.args(keys.iter().map(|key| format!("--set={key}"))))?;
     let words: Vec<&str> = printed.split_whitespace().collect();
     let place = words.windows(2).position(|pair| pair == ["take", "about"]).context("the time of a step")?;
     Ok(words[place + 2].parse()?)

@@ -233,7 +233,7 @@ pub enum Framework {
     Tensor,
     /// FSDP2 and PyTorch's tensor and sequence parallelism, on a mesh of two axes.
     Fsdp2Tensor,
-    /// Shardwise at stage 0, with the stages of a pipeline.
+    /// Shardwise with the stages of a pipeline, at ZeRO stage 1: the ranks of a stage, if it has several, shard the optimizer state.
     ShardwisePipeline(Schedule),
     /// PyTorch's pipeline parallelism (`torch.distributed.pipelining`).
     PyTorchPipeline(Schedule),
@@ -318,8 +318,8 @@ impl Framework {
     pub fn stage(self) -> u8 {
         match self {
             Framework::Bare | Framework::PyTorch | Framework::Ddp | Framework::DdpCompiled => 0,
-            Framework::Tensor | Framework::ShardwisePipeline(_) | Framework::PyTorchPipeline(_) => 0,
-            Framework::Zero1 => 1,
+            Framework::Tensor => 0,
+            Framework::Zero1 | Framework::ShardwisePipeline(_) | Framework::PyTorchPipeline(_) => 1,
             Framework::Fsdp2Keep | Framework::Fsdp2KeepCompiled => 2,
             Framework::Fsdp2 | Framework::Fsdp2Compiled => 3,
             Framework::Fsdp2Tensor => 3,
@@ -342,7 +342,7 @@ impl Framework {
             Framework::DeepSpeed(stage) => format!("deepspeed-{stage}"),
             Framework::Tensor => "tensor".to_string(),
             Framework::Fsdp2Tensor => "fsdp2-tensor".to_string(),
-            Framework::ShardwisePipeline(_) => "stage-0".to_string(),
+            Framework::ShardwisePipeline(_) => "stage-1".to_string(),
             Framework::PyTorchPipeline(_) => "pipeline".to_string(),
         }
     }
@@ -463,7 +463,8 @@ impl Bench {
         Ok(std::fs::write(self.recipe(), workload.recipe())?)
     }
 
-    fn recipe(&self) -> PathBuf {
+    /// The recipe of the current workload.
+    pub fn recipe(&self) -> PathBuf {
         self.folder.path().join("recipe.toml")
     }
 
@@ -485,7 +486,13 @@ impl Bench {
                 std::iter::once(environment.join("bin"))
                     .chain(std::env::split_paths(&std::env::var_os("PATH").unwrap_or_default())),
             )?;
-            command.args(["DS_ACCELERATOR=cpu", "GLOO_SOCKET_IFNAME=lo", "PYTHONDONTWRITEBYTECODE=1"]);
+            // Hosts are connected by their data links. The first one, which has rank 0, has the first address.
+            let (interface, address) = if hosts.is_some() { ("data", "10.89.0.1") } else { ("lo", "127.0.0.1") };
+            command.args([
+                "DS_ACCELERATOR=cpu",
+                &format!("GLOO_SOCKET_IFNAME={interface}"),
+                "PYTHONDONTWRITEBYTECODE=1",
+            ]);
             command.arg(format!("TORCH_EXTENSIONS_DIR={}", environment.join("extensions").display()));
             command.arg(format!("PATH={}", path.display()));
             command
@@ -494,7 +501,8 @@ impl Bench {
                 .arg(framework.argument())
                 .arg(self.recipe());
             // This port is free now, and stays free because nothing else is started.
-            command.arg(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port().to_string());
+            let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
+            command.arg(format!("{address}:{port}"));
         } else {
             command.arg(&self.program).arg(framework.argument()).arg(self.recipe());
         }

@@ -49,11 +49,21 @@ pub enum PipelineSchedule {
         /// The number of chunks on each stage.
         chunks_per_stage: usize,
     },
-    /// An order of one's own, such as one read from a file. [`check`](crate::program::check) judges what is built from it.
+    /// A schedule of your own, such as one read from a file. [`check`](crate::program::check) judges what is built from it.
     Custom(Actions),
 }
 
 impl PipelineSchedule {
+    /// Every built-in schedule; those with several chunks per stage have two.
+    pub const BUILT_IN: [PipelineSchedule; 6] = [
+        PipelineSchedule::GPipe,
+        PipelineSchedule::OneFOneB,
+        PipelineSchedule::Interleaved1F1B { chunks_per_stage: 2 },
+        PipelineSchedule::ZeroBubbleH1,
+        PipelineSchedule::ZeroBubbleV,
+        PipelineSchedule::LoopedBreadthFirst { chunks_per_stage: 2 },
+    ];
+
     /// The name, without the number of chunks.
     pub fn name(&self) -> &'static str {
         match self {

@@ -12,7 +12,7 @@ use shardwise_plan::program::{
     simulate,
 };
 use shardwise_plan::{Axis, Mesh};
-use support::pipeline::{assert_close, blocks, costs, pipeline, schedules, tie, topology};
+use support::pipeline::{assert_close, blocks, costs, pipeline, tie, topology};
 use support::{
     Mutation, Random, drops_a_wait_that_the_next_one_includes, issues, mutate, random_mutation, share_a_group,
     touch_different_state, without_positions,
@@ -30,7 +30,7 @@ fn mesh(data_parallel: Axis) -> Mesh {
 fn pipelines_are_accepted_and_simulate_to_the_end() {
     let checkpointing =
         [ActivationCheckpointing::None, ActivationCheckpointing::Selective, ActivationCheckpointing::Full];
-    for schedule in schedules() {
+    for schedule in PipelineSchedule::BUILT_IN {
         for (stage, activation_checkpointing) in (0..4).flat_map(|stage| checkpointing.map(|kind| (stage, kind))) {
             for (frozen, is_tied) in [(0, false), (0, true), (1, true), (3, false)] {
                 let mut units = blocks(8);
@@ -78,7 +78,7 @@ fn random_case(random: &mut Random) -> Case {
     }
     let policy = Policy::stage(random.below(4) as u8, MICRO_BATCHES);
     let mesh = mesh([Axis::Shard, Axis::Replicate][random.below(2)]);
-    let schedules = schedules();
+    let schedules = PipelineSchedule::BUILT_IN;
     let schedule = schedules[random.below(schedules.len())].clone();
     let pipeline = Pipeline::even(units.len(), STAGES, schedule).unwrap();
     let programs = build::pipeline_step(&units, &policy, &pipeline).unwrap();

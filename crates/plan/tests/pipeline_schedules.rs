@@ -11,7 +11,7 @@ use shardwise_plan::program::{
 };
 use shardwise_plan::{Axis, Mesh};
 use support::Random;
-use support::pipeline::{assert_close, blocks, costs, pipeline, schedules, tie, topology};
+use support::pipeline::{assert_close, blocks, costs, pipeline, tie, topology};
 
 fn mesh(stages: usize) -> Mesh {
     Mesh::new(&[(Axis::Pipeline, stages), (Axis::Shard, 2)]).unwrap()
@@ -28,7 +28,7 @@ fn every_schedule_works_for_any_number_of_stages_and_micro_batches() {
     let checkpointing =
         [ActivationCheckpointing::None, ActivationCheckpointing::Selective, ActivationCheckpointing::Full];
     let mut random = Random(3);
-    for schedule in schedules() {
+    for schedule in PipelineSchedule::BUILT_IN {
         for stages in [1, 2, 3, 4, 8, 16] {
             for micro_batches in [1, 2, 3, 5, 8, 16, 33] {
                 let mut units = blocks(schedule.chunks(stages) + random.below(3));
@@ -59,7 +59,7 @@ fn every_schedule_works_for_any_number_of_stages_and_micro_batches() {
 
 #[test]
 fn the_largest_pipelines_do_not_hang() {
-    for schedule in schedules() {
+    for schedule in PipelineSchedule::BUILT_IN {
         let (stages, micro_batches) = (64, 512);
         let units = blocks(schedule.chunks(stages));
         let policy = Policy::stage(1, micro_batches);
@@ -164,7 +164,7 @@ fn one_stage_does_the_work_of_a_step_without_a_pipeline() {
 
 #[test]
 fn gradients_are_reduced_once_per_step_or_after_each_micro_batch() {
-    for schedule in schedules() {
+    for schedule in PipelineSchedule::BUILT_IN {
         for is_tied in [false, true] {
             let mut units = blocks(9);
             units[3] = UnitSpec { trainable: 0, frozen: 64, ..units[3].clone() };
@@ -202,7 +202,7 @@ fn message_bytes(programs: &Programs, units: &[UnitSpec], policy: &Policy) -> u6
 #[test]
 fn messages_have_the_bytes_of_all_boundaries_there_and_back() {
     let micro_batches = 8;
-    for schedule in schedules() {
+    for schedule in PipelineSchedule::BUILT_IN {
         for frozen in [0, 1, 2, 5] {
             let mut units = blocks(8);
             units[..frozen].iter_mut().for_each(|unit| (unit.trainable, unit.frozen) = (0, 64));
@@ -280,7 +280,7 @@ fn a_tied_step_reads_like_this() {
 
 #[test]
 fn a_stage_without_trainable_parameters_only_passes_on() {
-    for schedule in schedules() {
+    for schedule in PipelineSchedule::BUILT_IN {
         let mut units = blocks(8);
         units[..4].iter_mut().for_each(|unit| (unit.trainable, unit.frozen) = (0, 64));
         units[6] = UnitSpec { trainable: 0, frozen: 64, ..units[6].clone() };
@@ -300,7 +300,7 @@ fn a_stage_without_trainable_parameters_only_passes_on() {
 
 #[test]
 fn schedules_are_read_as_they_were_printed() {
-    for schedule in schedules() {
+    for schedule in PipelineSchedule::BUILT_IN {
         assert_eq!(schedule.to_string().parse(), Ok(schedule.clone()));
         for (stages, micro_batches) in [(2, 3), (4, 8), (5, 2)] {
             let pipeline = Pipeline::even(20, stages, schedule.clone()).unwrap();

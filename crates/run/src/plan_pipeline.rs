@@ -5,6 +5,7 @@
 
 use std::fmt::Write;
 
+use shardwise_plan::pipeline::PipelineSchedule;
 use shardwise_plan::pipeline_partition::{
     Constraints, GradientReduction, PartitionError, Replication, StagePlan, StateBytes, UnitProfile, Workers,
     partition_stages,
@@ -30,9 +31,6 @@ pub struct PlanRequest {
     /// The number of columns of the drawing.
     pub width: usize,
 }
-
-/// The schedules that are simulated with the stages that were found. Those with several chunks per stage are cut by their FLOPs.
-const SCHEDULES: [&str; 5] = ["gpipe", "1f1b", "zb-h1", "interleaved-1f1b", "zb-v"];
 
 /// Finds the stages of a recipe's model, simulates a step of each schedule, and describes all that as text.
 pub fn plan_pipeline(recipe: &Recipe, costs: &StepCosts, request: &PlanRequest) -> Result<String> {
@@ -70,7 +68,7 @@ pub fn plan_pipeline(recipe: &Recipe, costs: &StepCosts, request: &PlanRequest) 
     text += &format!("\n\n[parallel]\nreplicate = 1\npipeline = {}\n", plan.stages.len());
     if let Some(best) = found.first() {
         let points: Vec<String> = best.split_points.iter().map(|unit| format!("\"{unit}\"")).collect();
-        let (schedule, points) = (best.schedule, points.join(", "));
+        let (schedule, points) = (&best.schedule, points.join(", "));
         text += &format!("pipeline_schedule = \"{schedule}\"\npipeline_split_points = [{points}]\n");
     }
     Ok(text)
@@ -78,14 +76,15 @@ pub fn plan_pipeline(recipe: &Recipe, costs: &StepCosts, request: &PlanRequest) 
 
 /// A schedule and its simulated step.
 struct SimulatedSchedule {
-    schedule: &'static str,
+    schedule: PipelineSchedule,
     /// The first unit of each chunk but the first.
     split_points: Vec<String>,
     step: SimulatedStep,
     programs: Programs,
 }
 
-/// Simulates a step of each schedule that the model has enough units for, the fastest first.
+/// Simulates a step of each schedule that the model has enough units for, the fastest first. Schedules with several chunks per stage
+/// are cut by their FLOPs.
 fn simulate_schedules(
     recipe: &Recipe,
     costs: &StepCosts,
@@ -93,12 +92,13 @@ fn simulate_schedules(
     plan: &StagePlan,
     units: &[UnitProfile],
 ) -> Result<Vec<SimulatedSchedule>> {
+    let stages = plan.stages.len();
     let mut found = Vec::new();
     let mut refused = None;
-    for schedule in SCHEDULES {
+    for schedule in PipelineSchedule::BUILT_IN {
         let mut staged = recipe.clone();
-        let has_planned_stages = matches!(schedule, "gpipe" | "1f1b" | "zb-h1");
-        staged.parallel.pipeline = plan.stages.len();
+        let has_planned_stages = schedule.chunks(stages) == stages;
+        staged.parallel.pipeline = stages;
         staged.parallel.pipeline_schedule = schedule.to_string();
         staged.parallel.pipeline_split_points = has_planned_stages.then(|| first_units(plan, units));
         match simulate_schedule(&staged, costs, request.ranks, units) {
@@ -125,8 +125,8 @@ fn describe_schedules(found: &[SimulatedSchedule], stages: usize, width: usize) 
         let most_idle = step.simulation.programs.iter().map(idle).fold(0., f64::max);
         let peak = |stage: &shardwise_plan::program::Simulation| stage.memory.peak().total_bytes();
         let peak_bytes = step.simulation.programs.iter().map(peak).max().unwrap_or(0);
-        let (step_s, idle, mib) = (step.step_s, 100. * most_idle, peak_bytes >> 20);
-        let _ = write!(text, "\n  {schedule:17}{step_s:8.3} s, stages idle up to {idle:2.0}%, {mib:6} MiB of tensors");
+        let (schedule, step_s, idle, mib) = (schedule.to_string(), step.step_s, 100. * most_idle, peak_bytes >> 20);
+        let _ = write!(text, "\n  {schedule:20}{step_s:8.3} s, stages idle up to {idle:2.0}%, {mib:6} MiB of tensors");
     }
     if let Some(best) = found.first() {
         let _ = write!(text, "\n\n{}\n{}", best.schedule, draw(&best.programs, &best.step.simulation, width));

@@ -78,7 +78,8 @@ impl Trainer {
                     Instruction::StartGather { unit, .. } => trainer.shards[unit].start_gather()?,
                     Instruction::WaitGather(unit) => trainer.shards[unit].gather()?,
                     Instruction::StartReceive(message) => {
-                        trainer.start_receive(&message, batch, parallel, &mut receiving)?;
+                        let shape = trainer.message_shape(&message, batch, parallel)?;
+                        trainer.start_receive(&message, shape, &mut receiving)?;
                     }
                     Instruction::WaitReceive(message) => {
                         let received = trainer.wait_receive(&message, &mut receiving)?;
@@ -89,8 +90,7 @@ impl Trainer {
                     }
                     Instruction::Forward { unit, .. } => x = Some(no_grad(|| compute(trainer, unit, x.as_ref()))?),
                     Instruction::Send(message) if message.payload == Payload::TiedParameters => {
-                        let tied = trainer.tied_of(&message);
-                        trainer.send_message(&message, &trainer.shards[tied.unit].parameters()[tied.parameter])?;
+                        trainer.send_tied_parameter(&message)?;
                     }
                     Instruction::Send(message) => {
                         let output = x.take().expect("a pass comes before its message");

@@ -48,6 +48,7 @@ mod probe;
 mod progress;
 mod report;
 mod shard_model;
+mod share_output;
 mod skip_update;
 mod source;
 mod stage_messages;

@@ -16,15 +16,6 @@ use crate::error::{Error, Result};
 use crate::step::Trainer;
 use crate::step_values::{Receiving, StepValues, is_finite};
 
-/// The most dimensions that logits may have.
-const DIMENSIONS_MAX: usize = 7;
-
-/// The types that logits may have.
-const SHARED_DTYPES: [Dtype; 4] = [Dtype::F32, Dtype::F64, Dtype::Bf16, Dtype::F16];
-
-/// Stands for a token that could not be sampled.
-const NO_TOKEN: i64 = -1;
-
 impl Trainer {
     /// The stage that holds a unit.
     fn stage_of(&self, unit: Option<usize>) -> usize {
@@ -48,32 +39,40 @@ impl Trainer {
         Ok(())
     }
 
-    /// Starts to receive a message about a micro-batch.
-    pub(crate) fn start_receive(
-        &mut self,
+    /// The shape and type of a message about a micro-batch.
+    pub(crate) fn message_shape(
+        &self,
         message: &Message,
         batch: &Batch,
         parallel: &TensorParallel,
+    ) -> Result<(Vec<i64>, Dtype)> {
+        let Precision { param_dtype, reduce_dtype } = self.options.precision;
+        match message.payload {
+            Payload::Activations => {
+                let before = message.sending_unit(&self.unit_specs).expect("the first unit receives no activations");
+                Ok((self.output_shape(before, batch, parallel)?, param_dtype))
+            }
+            // The gradient of an output has the shape of the output.
+            Payload::Gradients => Ok((self.output_shape(message.unit, batch, parallel)?, param_dtype)),
+            Payload::TiedParameters => Ok((self.tied_shape(message), param_dtype)),
+            Payload::TiedGradients => Ok((self.tied_shape(message), reduce_dtype)),
+        }
+    }
+
+    /// Starts to receive a message of this shape and type.
+    pub(crate) fn start_receive(
+        &mut self,
+        message: &Message,
+        (shape, dtype): (Vec<i64>, Dtype),
         receiving: &mut Receiving,
     ) -> Result<()> {
         if message.payload == Payload::TiedParameters {
             self.tied_copy = None;
         }
-        let Precision { param_dtype, reduce_dtype } = self.options.precision;
-        let sending_unit = message.sending_unit(&self.unit_specs);
-        let (shape, dtype) = match message.payload {
-            Payload::Activations => {
-                let before = sending_unit.expect("the first unit receives no activations");
-                (self.output_shape(before, batch, parallel)?, param_dtype)
-            }
-            // The gradient of an output has the shape of the output.
-            Payload::Gradients => (self.output_shape(message.unit, batch, parallel)?, param_dtype),
-            Payload::TiedParameters => (self.tied_shape(message), param_dtype),
-            Payload::TiedGradients => (self.tied_shape(message), reduce_dtype),
-        };
         let elements = shape.iter().product::<i64>() as usize;
         let memory = Block::new(dtype, elements, self.options.device);
         let memory = memory.map_err(|error| self.message_error(message, error))?;
+        let sending_unit = message.sending_unit(&self.unit_specs);
         let (label, from) = (self.message_label(message, sending_unit), self.stage_of(sending_unit));
         let group = self.ranks.messages.between(from, self.ranks.pipeline.rank());
         receiving.insert(message, (group.receive(&label, from, memory), shape));
@@ -88,7 +87,7 @@ impl Trainer {
     }
 
     /// The parameter that a unit shares with one on another stage: its owner and its index there.
-    pub(crate) fn tied_of(&self, message: &Message) -> Tied {
+    fn tied_of(&self, message: &Message) -> Tied {
         let units = self.model.units();
         let tied_to = |unit: &Unit| unit.tied().filter(|tied| tied.unit == message.unit);
         units[message.unit].tied().or_else(|| units.iter().find_map(tied_to)).expect("the unit shares a parameter")
@@ -98,6 +97,12 @@ impl Trainer {
     fn tied_shape(&self, message: &Message) -> Vec<i64> {
         let Tied { unit, parameter } = self.tied_of(message);
         self.model.units()[unit].parameters()[parameter].kept_shape(self.tensor_place())
+    }
+
+    /// Sends the parameter that a unit of another stage is tied to.
+    pub(crate) fn send_tied_parameter(&self, message: &Message) -> Result<()> {
+        let tied = self.tied_of(message);
+        self.send_message(message, &self.shards[tied.unit].parameters()[tied.parameter])
     }
 
     /// Keeps a parameter that another stage owns, for this step.
@@ -118,14 +123,13 @@ impl Trainer {
     }
 
     /// Sends what an instruction of a step says.
-    pub(crate) fn send(&mut self, message: &Message, step: &mut StepValues<'_>) -> Result<()> {
+    pub(crate) fn send(&self, message: &Message, step: &mut StepValues<'_>) -> Result<()> {
         let Message { payload, unit, micro_batch, .. } = *message;
         match payload {
             Payload::Activations => {
-                let parallel = self.parallel.clone();
                 let pass = step.passes[micro_batch][unit].as_ref().expect("a pass comes before its message");
                 let output = pass.output.shallow_clone();
-                self.check_output(unit, &output, step.batch(micro_batch, self.options.device), &parallel)?;
+                self.check_output(unit, &output, step.batch(micro_batch, self.options.device), &self.parallel)?;
                 self.send_message(message, &output)?;
                 // The last stage only knows the units that it has.
                 if !is_finite(&output) {
@@ -142,10 +146,7 @@ impl Trainer {
                 let grad = step.output_grads[micro_batch].take().expect("a pass comes before its message");
                 self.send_message(message, &grad)
             }
-            Payload::TiedParameters => {
-                let tied = self.tied_of(message);
-                self.send_message(message, &self.shards[tied.unit].parameters()[tied.parameter])
-            }
+            Payload::TiedParameters => self.send_tied_parameter(message),
             Payload::TiedGradients => {
                 let tied = self.tied_of(message);
                 // If only other parameters of its owner are trained, there is none.
@@ -161,11 +162,9 @@ impl Trainer {
 
     /// Starts to receive what an instruction of a step says.
     pub(crate) fn start_receive_in_step(&mut self, message: &Message, step: &mut StepValues<'_>) -> Result<()> {
-        let (parallel, device) = (self.parallel.clone(), self.options.device);
-        let mut receiving = std::mem::take(&mut step.receiving);
-        let started = self.start_receive(message, step.batch(message.micro_batch, device), &parallel, &mut receiving);
-        step.receiving = receiving;
-        started
+        let batch = step.batch(message.micro_batch, self.options.device);
+        let shape = self.message_shape(message, batch, &self.parallel)?;
+        self.start_receive(message, shape, &mut step.receiving)
     }
 
     /// Waits for what an instruction of a step says, and puts it where the next pass looks for it.
@@ -189,66 +188,6 @@ impl Trainer {
     /// The name of a unit.
     pub(crate) fn unit_name(&self, unit: usize) -> &str {
         self.model.units()[unit].name()
-    }
-
-    /// The stage that has the last unit, which is not always the last one.
-    fn last_stage(&self) -> usize {
-        self.stage_of_unit[self.stage_of_unit.len() - 1]
-    }
-
-    /// The tensor of the stage that has the last unit, on all stages. The others have none. All ranks call it together.
-    pub(crate) fn share_from_last_stage(&self, label: &str, tensor: Option<Tensor>) -> Result<Tensor> {
-        let (world, pipeline) = (&self.ranks.world, &self.ranks.pipeline);
-        if pipeline.size() == 1 {
-            return Ok(tensor.expect("the only stage has all units"));
-        }
-        let fail = |error: shardwise_torch::Error| Error::of_model(label, shardwise_model::Error::Torch(error));
-        let last = self.last_stage();
-        let mut own = vec![0i64; 2 + DIMENSIONS_MAX];
-        if let Some(tensor) = &tensor {
-            let shape = tensor.size();
-            assert!(shape.len() <= DIMENSIONS_MAX, "{label} has {} dimensions", shape.len());
-            let dtype = dtype_of(tensor.kind()).map_err(fail)?;
-            own[0] = SHARED_DTYPES.iter().position(|known| *known == dtype).unwrap_or(0) as i64;
-            own[1] = shape.len() as i64;
-            own[2..2 + shape.len()].copy_from_slice(&shape);
-        }
-        let (own, all) = world.all_gather(label, own, vec![0i64; (2 + DIMENSIONS_MAX) * world.size()]).wait()?;
-        let theirs = all.chunks_exact(own.len()).nth(pipeline.ranks().rank_at(last)).expect("every rank has a part");
-        let (dtype, shape) = (SHARED_DTYPES[theirs[0] as usize], &theirs[2..2 + theirs[1] as usize]);
-        let (kind, elements) = (kind_of(dtype), shape.iter().product::<i64>() as usize);
-        let memory = match tensor {
-            Some(tensor) => {
-                let mut copy = Tensor::empty(shape, (kind, tensor.device()));
-                no_grad(|| copy.copy_(&tensor));
-                storage::take(&copy, "it is being sent to all stages").map_err(fail)?
-            }
-            None => Block::new(dtype, elements, self.options.device).map_err(fail)?,
-        };
-        let shared = pipeline.broadcast(label, last, memory).wait()?.into_tensor().map_err(fail)?;
-        Ok(shared.view(shape))
-    }
-
-    /// The token that the stage with the last unit has sampled. All ranks call it together.
-    pub(crate) fn share_token(&self, sampled: Option<Result<i64>>, position: usize) -> Result<i64> {
-        let pipeline = &self.ranks.pipeline;
-        if pipeline.size() == 1 {
-            return sampled.expect("the only stage has all units");
-        }
-        // All pipelines compute the same, so one rank can tell all others.
-        let own = match &sampled {
-            Some(Ok(token)) => *token,
-            _ => NO_TOKEN,
-        };
-        let first_of_last = self.last_stage() * self.ranks.stage.size();
-        let token = self.ranks.world.broadcast("token", first_of_last, vec![own]).wait()?[0];
-        match (sampled, token) {
-            (Some(Err(error)), _) => Err(error),
-            (_, NO_TOKEN) => {
-                Err(Error::Options(format!("position {position}: the last stage could not sample a token")))
-            }
-            (_, token) => Ok(token),
-        }
     }
 
     /// The shape of a unit's output, which must be declared if it is sent.

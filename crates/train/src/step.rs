@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use shardwise_comm::ReduceOp;
 use shardwise_model::{Activations, Batch, DeferredGradients, Model, Pass, TensorParallel, Unit};
-use shardwise_plan::program::{Codec, Instruction, Keep, Message, Place, Policy, Program, UnitSpec};
+use shardwise_plan::program::{Instruction, Keep, Place, Policy, Program, UnitSpec};
 use shardwise_torch::autograd::{self, Graph};
 use shardwise_torch::kind_of;
 use shardwise_torch::tch::{Tensor, no_grad};
@@ -23,7 +23,9 @@ use crate::probe::{Probe, StepPhase};
 use crate::progress::SkippedBatch;
 use crate::report::{Gradients, Report};
 use crate::shard_model::shard_model;
-use crate::step_programs::{checked_programs, replay_programs, stages_of_units};
+use crate::step_programs::{
+    check_executable, check_ties, checked_programs, replay_programs, splits_backward, stages_of_units,
+};
 use crate::step_values::{BeforeUpdate, HalfBackward, ParameterGradient, StepValues, UnitPass};
 use crate::tensor_group::TensorRanks;
 use crate::unit_specs::{StepShape, tensor_place, unit_specs};
@@ -66,45 +68,6 @@ pub struct Trainer {
     broken_by: Option<String>,
 }
 
-/// Fails if a pipeline has several tied units: a rank keeps one copy of a parameter of another stage.
-fn check_ties(model: &Model, ranks: &Ranks) -> Result<()> {
-    let tied: Vec<&str> = model.units().iter().filter(|unit| unit.tied().is_some()).map(Unit::name).collect();
-    match ranks.pipeline.size() > 1 && tied.len() > 1 {
-        true => Err(Error::Options(format!(
-            "the pipeline: {} are tied; a pipeline supports one tied unit",
-            tied.join(", ")
-        ))),
-        false => Ok(()),
-    }
-}
-
-/// Whether a program has backward passes in two halves.
-fn splits_backward(program: &Program) -> bool {
-    program.instructions.iter().any(|instruction| matches!(instruction, Instruction::BackwardInput { .. }))
-}
-
-/// Fails if a program has instructions that training cannot execute yet: offload and codecs.
-fn check_executable(program: &Program) -> Result<()> {
-    let is_unsupported = |instruction: &&Instruction| match instruction {
-        Instruction::StartFetch(_)
-        | Instruction::WaitFetch(_)
-        | Instruction::StartStore(_)
-        | Instruction::WaitStore(_) => true,
-        Instruction::StartGather { codec, .. }
-        | Instruction::StartReduce { codec, .. }
-        | Instruction::Send(Message { codec, .. })
-        | Instruction::StartReceive(Message { codec, .. }) => *codec != Codec::None,
-        _ => false,
-    };
-    match program.instructions.iter().find(is_unsupported) {
-        Some(instruction) => {
-            let text = program.describe(instruction);
-            Err(Error::Options(format!("training cannot execute the instruction '{text}' yet")))
-        }
-        None => Ok(()),
-    }
-}
-
 impl Trainer {
     /// Shards a model. `init` is called only for the elements that this rank keeps.
     pub fn new(model: Model, ranks: Ranks, options: Options, init: &mut ParameterInit<'_>) -> Result<Self> {
@@ -114,7 +77,7 @@ impl Trainer {
         let is_trained = |unit: &Unit| unit.parameters().iter().any(|parameter| parameter.trainable);
         let first_trainable = model.units().iter().position(is_trained).ok_or(Error::AllFrozen)?;
         let stage_of_unit = stages_of_units(model.units().len(), &options, &ranks.mesh())?;
-        check_ties(&model, &ranks)?;
+        check_ties(&model, &ranks.mesh())?;
         let shards = shard_model(&model, &ranks, &options, &stage_of_unit, &pool, init)?;
         let loss_scaler = LossScaler::new(options.loss_scale);
         let place = tensor_place(&ranks.mesh(), ranks.world.rank());

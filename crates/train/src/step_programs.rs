@@ -1,7 +1,8 @@
 //! The programs of a step on all ranks of a mesh: one for all of them, or one for each stage of a pipeline.
 
+use shardwise_model::{Model, Unit};
 use shardwise_plan::pipeline::{Pipeline, ScheduleError};
-use shardwise_plan::program::{Programs, UnitSpec, build, check};
+use shardwise_plan::program::{Codec, Instruction, Message, Policy, Program, Programs, UnitSpec, build, check};
 use shardwise_plan::{Axis, Mesh};
 
 use crate::error::{Error, Result};
@@ -9,18 +10,10 @@ use crate::options::Options;
 
 /// The programs of a training step with this many micro-batches, checked for all ranks.
 pub fn checked_programs(units: &[UnitSpec], options: &Options, mesh: &Mesh, micro_batches: usize) -> Result<Programs> {
-    let programs = step_programs(units, options, mesh, micro_batches)?;
+    let programs = build_programs(units, options, mesh, micro_batches, build::train_step, build::pipeline_step)?;
     let checked = check(&programs, units, &options.policy(micro_batches), mesh);
     checked.map_err(|violation| Error::Options(format!("the step's program is invalid: {violation}")))?;
     Ok(programs)
-}
-
-fn step_programs(units: &[UnitSpec], options: &Options, mesh: &Mesh, micro_batches: usize) -> Result<Programs> {
-    let policy = options.policy(micro_batches);
-    match pipeline_of(units.len(), options, mesh)? {
-        None => Ok(Programs::uniform(build::train_step(units, &policy))),
-        Some(pipeline) => build::pipeline_step(units, &policy, &pipeline).map_err(refuse),
-    }
 }
 
 /// The programs of the passes of a step, without accumulation and reduction of gradients.
@@ -30,25 +23,72 @@ pub(crate) fn replay_programs(
     mesh: &Mesh,
     micro_batches: usize,
 ) -> Result<Programs> {
-    let policy = options.policy(micro_batches);
-    match pipeline_of(units.len(), options, mesh)? {
-        None => Ok(Programs::uniform(build::replay(units, &policy))),
-        Some(pipeline) => build::pipeline_replay(units, &policy, &pipeline).map_err(refuse),
-    }
+    build_programs(units, options, mesh, micro_batches, build::replay, build::pipeline_replay)
 }
 
 /// The programs of a forward pass that keeps nothing, on one micro-batch.
 pub(crate) fn inference_programs(units: &[UnitSpec], options: &Options, mesh: &Mesh) -> Result<Programs> {
-    let policy = options.policy(1);
-    match pipeline_of(units.len(), options, mesh)? {
-        None => Ok(Programs::uniform(build::inference(units, &policy))),
-        Some(pipeline) => build::pipeline_inference(units, &policy, &pipeline).map_err(refuse),
-    }
+    build_programs(units, options, mesh, 1, build::inference, build::pipeline_inference)
 }
 
 /// The stage of each unit.
 pub fn stages_of_units(units: usize, options: &Options, mesh: &Mesh) -> Result<Vec<usize>> {
     Ok(pipeline_of(units, options, mesh)?.map_or_else(|| vec![0; units], |pipeline| pipeline.stages_of_units()))
+}
+
+/// Fails if a pipeline has several tied units: a rank keeps one copy of a parameter of another stage.
+pub(crate) fn check_ties(model: &Model, mesh: &Mesh) -> Result<()> {
+    let tied: Vec<&str> = model.units().iter().filter(|unit| unit.tied().is_some()).map(Unit::name).collect();
+    match mesh.size(Axis::Pipeline) > 1 && tied.len() > 1 {
+        true => Err(Error::Options(format!(
+            "the pipeline: {} are tied; a pipeline supports one tied unit",
+            tied.join(", ")
+        ))),
+        false => Ok(()),
+    }
+}
+
+/// Whether a program has backward passes in two halves.
+pub(crate) fn splits_backward(program: &Program) -> bool {
+    program.instructions.iter().any(|instruction| matches!(instruction, Instruction::BackwardInput { .. }))
+}
+
+/// Fails if a program has instructions that training cannot execute yet: offload and codecs.
+pub(crate) fn check_executable(program: &Program) -> Result<()> {
+    let is_unsupported = |instruction: &&Instruction| match instruction {
+        Instruction::StartFetch(_)
+        | Instruction::WaitFetch(_)
+        | Instruction::StartStore(_)
+        | Instruction::WaitStore(_) => true,
+        Instruction::StartGather { codec, .. }
+        | Instruction::StartReduce { codec, .. }
+        | Instruction::Send(Message { codec, .. })
+        | Instruction::StartReceive(Message { codec, .. }) => *codec != Codec::None,
+        _ => false,
+    };
+    match program.instructions.iter().find(is_unsupported) {
+        Some(instruction) => {
+            let text = program.describe(instruction);
+            Err(Error::Options(format!("training cannot execute the instruction '{text}' yet")))
+        }
+        None => Ok(()),
+    }
+}
+
+/// Builds one program for all ranks with `whole`, or one for each stage of the pipeline with `staged`.
+fn build_programs(
+    units: &[UnitSpec],
+    options: &Options,
+    mesh: &Mesh,
+    micro_batches: usize,
+    whole: fn(&[UnitSpec], &Policy) -> Program,
+    staged: fn(&[UnitSpec], &Policy, &Pipeline) -> std::result::Result<Programs, ScheduleError>,
+) -> Result<Programs> {
+    let policy = options.policy(micro_batches);
+    match pipeline_of(units.len(), options, mesh)? {
+        None => Ok(Programs::uniform(whole(units, &policy))),
+        Some(pipeline) => staged(units, &policy, &pipeline).map_err(refuse),
+    }
 }
 
 /// The pipeline of a model with this many units, if the mesh has several stages.

@@ -44,17 +44,6 @@ fn batches(ranks: &Ranks, step: i64, micro_batches: i64) -> Vec<Batch> {
     (0..micro_batches).map(|index| batch(step, index * size + rank)).collect()
 }
 
-fn schedules() -> [PipelineSchedule; 6] {
-    [
-        PipelineSchedule::GPipe,
-        PipelineSchedule::OneFOneB,
-        PipelineSchedule::Interleaved1F1B { chunks_per_stage: 2 },
-        PipelineSchedule::ZeroBubbleH1,
-        PipelineSchedule::ZeroBubbleV,
-        PipelineSchedule::LoopedBreadthFirst { chunks_per_stage: 2 },
-    ]
-}
-
 fn world() -> Arc<Group> {
     Arc::new(mpi::world(mpi::Options { timeout: Duration::from_secs(60), ..mpi::Options::default() }).unwrap())
 }
@@ -141,7 +130,7 @@ fn compare_stages(ranks: &Ranks, micro_batches: i64) {
         let config = [llama().into(), tied.into(), gpt2(), llama().into()][index].clone();
         let options = Options { activation_checkpointing: CHECKPOINTING[index % 3], ..options(stage, precision) };
         let setting = Setting { config, frozen: &[], options, micro_batches, steps: 3 };
-        assert_same_bits(&setting, ranks, &schedules(), &format!("stage {stage}, {}", ranks.mesh()));
+        assert_same_bits(&setting, ranks, &PipelineSchedule::BUILT_IN, &format!("stage {stage}, {}", ranks.mesh()));
     }
 }
 
@@ -184,15 +173,15 @@ fn unusual_pipelines_train_like_one_stage() {
             micro_batches,
             steps: 2,
         };
-        let plain = options(2, Precision::F32);
+        let (plain, every) = (options(2, Precision::F32), PipelineSchedule::BUILT_IN);
         let each = Options { reduce_each_micro_batch: true, ..plain.clone() };
-        assert_same_bits(&setting(each, &[], 3), &replicated, &schedules(), "each micro-batch is reduced");
-        assert_same_bits(&setting(plain.clone(), &[], 1), &four, &schedules(), "one micro-batch on four stages");
+        assert_same_bits(&setting(each, &[], 3), &replicated, &every, "each micro-batch is reduced");
+        assert_same_bits(&setting(plain.clone(), &[], 1), &four, &every, "one micro-batch on four stages");
         // The first stage has the embedding and a block, or more.
         let frozen = &["model.embed_tokens", "model.layers.0.", "model.layers.1.", "model.layers.2."];
         for stage in [0, 3] {
             let setting = setting(options(stage, Precision::F32), frozen, 4);
-            assert_same_bits(&setting, &four, &schedules(), &format!("frozen units, stage {stage}"));
+            assert_same_bits(&setting, &four, &every, &format!("frozen units, stage {stage}"));
         }
         let cut = Options { pipeline_chunks: Some(vec![0..1, 1..6, 6..7, 7..8]), ..plain };
         let of_cut = [PipelineSchedule::GPipe, PipelineSchedule::OneFOneB, PipelineSchedule::ZeroBubbleH1];
@@ -208,7 +197,7 @@ fn looped_schedules_run_between_hosts() {
         let ranks = Ranks::on_mesh(world(), mesh(2, 1, 1, 1)).unwrap();
         let options = options(3, Precision::F32);
         let setting = Setting { config: llama().into(), frozen: &[], options, micro_batches: 5, steps: 2 };
-        assert_same_bits(&setting, &ranks, &schedules(), "two hosts");
+        assert_same_bits(&setting, &ranks, &PipelineSchedule::BUILT_IN, "two hosts");
     });
 }
 
@@ -248,7 +237,7 @@ fn stages_generate_and_evaluate_together() {
             let (logits, tokens) = (alone.logits(&inputs).unwrap(), generate(&mut alone));
             assert_eq!(tokens.len(), 4);
             // In ZB-V, the head is on the first stage.
-            for schedule in schedules() {
+            for schedule in PipelineSchedule::BUILT_IN {
                 let mut staged = trainer(&ranks, schedule.clone());
                 let found = staged.logits(&inputs).unwrap();
                 assert!(found.kind() == logits.kind() && found.equal(&logits), "{schedule}");
@@ -328,7 +317,7 @@ fn compare_everything(stages: usize, tensor: usize) {
             let options = options(stage, precision);
             let setting = Setting { config, frozen: &[], options, micro_batches: 4, steps: 10 };
             let what = format!("stage {stage}, {precision:?}, tied {is_tied}, {}", ranks.mesh());
-            assert_same_bits(&setting, &ranks, &schedules(), &what);
+            assert_same_bits(&setting, &ranks, &PipelineSchedule::BUILT_IN, &what);
         }
     }
 }
@@ -352,7 +341,7 @@ fn six_settings_train_like_one_stage_for_100_steps() {
         let world = world();
         let meshes = [mesh(4, 1, 1, 1), mesh(2, 1, 2, 1), mesh(2, 1, 1, 2)]
             .map(|mesh| Ranks::on_mesh(world.clone(), mesh).unwrap());
-        for (index, schedule) in schedules().into_iter().enumerate() {
+        for (index, schedule) in PipelineSchedule::BUILT_IN.into_iter().enumerate() {
             let precision = [Precision::F32, Precision::BF16][index % 2];
             let options = options(index as u8 % 4, precision);
             let config = llama().into();
@@ -437,7 +426,7 @@ fn measured_bubbles_are_those_of_the_formulas() {
         let ranks = Ranks::on_mesh(world(), mesh(STAGES, 1, 1, 1)).unwrap();
         let (p, m) = (STAGES as f64, MICRO_BATCHES as f64);
         let formulas = [(p - 1.) / m, (p - 1.) / m, (p - 1.) / (2. * m), (p - 1.) / (3. * m), 0., (p - 1.) / (2. * m)];
-        for (schedule, expected) in schedules().into_iter().zip(formulas) {
+        for (schedule, expected) in PipelineSchedule::BUILT_IN.into_iter().zip(formulas) {
             let chunks = schedule.chunks(STAGES);
             let busy = Busy::default();
             let unit = |index: usize| {

@@ -12,7 +12,8 @@ use shardwise_plan::program::{CollectiveKind, GroupKind, Sent, traffic};
 use shardwise_plan::{Dtype, Mesh};
 use shardwise_torch::tch::{Device, Kind, Tensor};
 use shardwise_train::{
-    ActivationCheckpointing, Options, Ranks, Schedule, StepShape, Trainer, init, tensor_place, unit_specs,
+    ActivationCheckpointing, Options, PipelineSchedule, Ranks, Schedule, StepShape, Trainer, init, tensor_place,
+    unit_specs,
 };
 use shardwise_zero::{AdamW, Optimizer, Precision, Sharding};
 
@@ -178,12 +179,11 @@ fn compare_pipelines(stages: usize, tensor: usize) {
     let world = world();
     let ranks = Ranks::on_mesh(world.clone(), Mesh::divide(world.size(), stages, 1, tensor).unwrap()).unwrap();
     let some: &[&str] = &["model.embed_tokens", "model.layers.0.", "model.layers.1.self_attn"];
-    let schedules = ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "looped-bfs"];
-    for (stage, schedule) in (0..4).flat_map(|stage| schedules.map(|schedule| (stage, schedule))) {
+    for (stage, schedule) in (0..4).flat_map(|stage| PipelineSchedule::BUILT_IN.map(|schedule| (stage, schedule))) {
         for (micro_batches, is_tied, frozen) in [(1, false, &[][..]), (3, true, &[]), (4, false, some)] {
             let sharding = Sharding::stage(stage).unwrap();
             let options = Options {
-                pipeline_schedule: schedule.parse().unwrap(),
+                pipeline_schedule: schedule.clone(),
                 ..Options::new(sharding, Optimizer::AdamW(AdamW::default()), Schedule::constant(1e-3))
             };
             let setting =

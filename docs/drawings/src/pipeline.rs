@@ -14,16 +14,6 @@ use crate::canvas::{About, Canvas, Fill, LETTERS};
 const STAGES: usize = 4;
 const MICRO_BATCHES: usize = 8;
 
-/// The drawn schedules, those of several chunks per stage with two.
-const SCHEDULES: [PipelineSchedule; 6] = [
-    PipelineSchedule::GPipe,
-    PipelineSchedule::OneFOneB,
-    PipelineSchedule::Interleaved1F1B { chunks_per_stage: 2 },
-    PipelineSchedule::ZeroBubbleH1,
-    PipelineSchedule::ZeroBubbleV,
-    PipelineSchedule::LoopedBreadthFirst { chunks_per_stage: 2 },
-];
-
 /// Lighter and darker patterns: those of a stage's first and second chunk.
 const PATTERNS: [(&str, &str); 4] = [
     (
@@ -54,7 +44,7 @@ const PATTERNS: [(&str, &str); 4] = [
 
 /// All drawings with their file names.
 pub(crate) fn drawings() -> Vec<(String, String)> {
-    let steps: Vec<PipelineStep> = SCHEDULES.into_iter().map(PipelineStep::new).collect();
+    let steps: Vec<PipelineStep> = PipelineSchedule::BUILT_IN.into_iter().map(PipelineStep::new).collect();
     let longest_s = steps.iter().map(|step| step.step_s).fold(0., f64::max);
     let draw = |step: &PipelineStep, tall: bool| {
         let name = format!("pipeline-{}-{}.svg", step.pipeline.schedule.name(), if tall { "narrow" } else { "wide" });
@@ -341,7 +331,7 @@ mod tests {
 
     #[test]
     fn drawings_show_every_action_of_the_schedule_in_order() {
-        for step in SCHEDULES.into_iter().map(PipelineStep::new) {
+        for step in PipelineSchedule::BUILT_IN.into_iter().map(PipelineStep::new) {
             assert_eq!(step.actions(), step.pipeline.actions(MICRO_BATCHES).unwrap(), "{}", step.pipeline.schedule);
         }
     }
@@ -352,7 +342,7 @@ mod tests {
         let (p, m) = (STAGES as f64, MICRO_BATCHES as f64);
         let one = (p - 1.) / m;
         let expected = [one, one, one / 2., one / 3., 0., one / 2.];
-        for (step, expected) in SCHEDULES.into_iter().map(PipelineStep::new).zip(expected) {
+        for (step, expected) in PipelineSchedule::BUILT_IN.into_iter().map(PipelineStep::new).zip(expected) {
             let bubble = |cells: &Vec<Cell>| {
                 let busy_s: f64 = cells.iter().map(|cell| cell.end_s - cell.start_s).sum();
                 assert_eq!(busy_s, 3. * m);

@@ -47,7 +47,7 @@ pub fn inference(units: &[UnitSpec], policy: &Policy) -> Program {
 
 /// A training step of a pipeline: what its schedule says, then the update.
 ///
-/// A schedule of one's own may be wrong. [`check`](super::check) finds out.
+/// A custom schedule may be wrong: [`check`](super::check) the result.
 pub fn pipeline_step(units: &[UnitSpec], policy: &Policy, pipeline: &Pipeline) -> Result<Programs, ScheduleError> {
     let actions = pipeline.actions(policy.micro_batches)?;
     build_stages(units, policy, pipeline, &actions, Goal::Training)

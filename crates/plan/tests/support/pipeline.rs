@@ -54,12 +54,6 @@ pub(crate) fn assert_close(found: f64, expected: f64) {
     assert!((found - expected).abs() < 1e-9 * expected.abs().max(1.), "{found} is not {expected}");
 }
 
-/// All schedules, those of several chunks per stage with two.
-pub(crate) fn schedules() -> Vec<PipelineSchedule> {
-    let names = ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "looped-bfs"];
-    names.iter().map(|name| name.parse().unwrap()).collect()
-}
-
 /// A step of a pipeline whose chunks have equally many units.
 pub(crate) fn pipeline(units: &[UnitSpec], policy: &Policy, stages: usize, schedule: PipelineSchedule) -> Programs {
     let pipeline = Pipeline::even(units.len(), stages, schedule).unwrap();
