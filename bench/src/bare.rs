@@ -101,7 +101,7 @@ fn add_grad(sum: &mut Option<Tensor>, grad: Option<Tensor>) -> Result<()> {
     match sum {
         Some(sum) => drop(sum.f_add_(&grad)?),
         // The gradient of an embedding that is not tied is sparse.
-        None if grad.is_sparse() => *sum = Some(grad.to_dense(Kind::Float, false)),
+        None if grad.is_sparse() => *sum = Some(grad.f_to_dense(None, false)?.f_to_kind(Kind::Float)?),
         None => *sum = Some(grad.to_kind(Kind::Float)),
     }
     Ok(())

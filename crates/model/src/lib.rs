@@ -58,7 +58,7 @@ pub use cache::Cache;
 pub use linear::DeferredGradients;
 pub use loss::{IGNORED, head_loss};
 pub use pass::{Pass, PassShape};
-pub use tensor_parallel::{TensorGroup, TensorParallel, cut};
+pub use tensor_parallel::{PendingTensor, TensorGroup, TensorParallel, cut};
 pub use unit::{Batch, Footprint, Init, Layer, Model, Parameter, Parameters, Tied, Unit};
 
 pub use shardwise_plan::{ConfigError, Gpt2Config, Llama3Rope, LlamaConfig, ModelConfig};

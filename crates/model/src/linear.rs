@@ -4,8 +4,12 @@
 //! of the weights can fill a bubble (Qi et al., "Zero Bubble Pipeline Parallelism"). A matrix product is the only operation for
 //! which this pays. So a linear layer in such a pass puts aside what its weight gradient needs, and everything else is computed in
 //! the first half. The product that is computed later is the one that autograd would compute, so its bits are the same.
+//!
+//! Layers that ranks share use the same to hide communication: while the gradient of an activation travels, the backward pass
+//! computes gradients of weights (Megatron-LM: `async_tensor_model_parallel_allreduce`).
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use shardwise_torch::autograd::{self, Forward};
 use shardwise_torch::tch::{TchError, Tensor, no_grad};
@@ -14,7 +18,14 @@ use crate::Result;
 
 /// Collects the gradients that a unit's backward pass puts aside. Clones share them.
 #[derive(Clone, Default)]
-pub struct DeferredGradients(Arc<Mutex<Vec<Deferred>>>);
+pub struct DeferredGradients(Arc<Mutex<Shared>>);
+
+#[derive(Default)]
+struct Shared {
+    /// In the order of the backward pass.
+    waiting: VecDeque<Deferred>,
+    computed: Vec<(usize, Tensor)>,
+}
 
 /// The index of a parameter, and what computes its gradient.
 type Deferred = (usize, Box<dyn FnOnce() -> Result<Tensor> + Send>);
@@ -23,14 +34,31 @@ impl DeferredGradients {
     /// Computes the gradient of a parameter, by its index in the unit, in the second half of the backward pass. Call this in a
     /// backward pass, which then returns no gradient for the parameter.
     pub fn defer(&self, parameter: usize, compute: impl FnOnce() -> Result<Tensor> + Send + 'static) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).push((parameter, Box::new(compute)));
+        self.lock().waiting.push_back((parameter, Box::new(compute)));
     }
 
     /// Computes what was put aside since the last call: the indices of parameters, and their gradients, in the order of the backward
     /// pass.
     pub fn compute(&self) -> Result<Vec<(usize, Tensor)>> {
-        let deferred = std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner));
-        no_grad(|| deferred.into_iter().map(|(parameter, compute)| Ok((parameter, compute()?))).collect())
+        self.compute_all_but(0)?;
+        Ok(std::mem::take(&mut self.lock().computed))
+    }
+
+    /// Computes what was put aside, except for the last `left`, and keeps it until [`DeferredGradients::compute`] returns it.
+    pub(crate) fn compute_all_but(&self, left: usize) -> Result<()> {
+        loop {
+            let next = {
+                let mut shared = self.lock();
+                if shared.waiting.len() > left { shared.waiting.pop_front() } else { None }
+            };
+            let Some((parameter, compute)) = next else { return Ok(()) };
+            let gradient = no_grad(compute)?;
+            self.lock().computed.push((parameter, gradient));
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Shared> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

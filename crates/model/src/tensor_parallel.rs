@@ -19,7 +19,10 @@ use shardwise_plan::{Partition, Slice};
 use shardwise_torch::autograd::{self, ClosureError, Forward};
 use shardwise_torch::tch::{TchError, Tensor, no_grad};
 
-use crate::{Error, Result};
+use crate::{DeferredGradients, Error, Result};
+
+/// A collective that has started. Call it to wait for the result.
+pub type PendingTensor = Box<dyn FnOnce() -> std::result::Result<Tensor, ClosureError>>;
 
 /// The ranks that share a layer. Tensors have rows: all dimensions but the last are one.
 pub trait TensorGroup: Send + Sync {
@@ -29,14 +32,35 @@ pub trait TensorGroup: Send + Sync {
     /// The number of ranks.
     fn size(&self) -> usize;
 
-    /// Concatenates the rows of all ranks, `rows` in total, divided as in [`Partition::of_rows`].
-    fn all_gather(&self, label: &str, part: &Tensor, rows: usize) -> std::result::Result<Tensor, ClosureError>;
+    /// Starts to concatenate the rows of all ranks, `rows` in total, divided as in [`Partition::of_rows`]. Until the call returns,
+    /// `part` cannot be read.
+    fn start_all_gather(
+        &self,
+        label: &str,
+        part: &Tensor,
+        rows: usize,
+    ) -> std::result::Result<PendingTensor, ClosureError>;
+
+    /// Starts to sum `whole` over all ranks, for this rank's rows of the sum. Until the call returns, `whole` cannot be read.
+    fn start_reduce_scatter(&self, label: &str, whole: &Tensor) -> std::result::Result<PendingTensor, ClosureError>;
+
+    /// Starts to sum a tensor over all ranks.
+    fn start_all_reduce(&self, label: &str, part: &Tensor) -> std::result::Result<PendingTensor, ClosureError>;
+
+    /// Concatenates the rows of all ranks; see [`TensorGroup::start_all_gather`].
+    fn all_gather(&self, label: &str, part: &Tensor, rows: usize) -> std::result::Result<Tensor, ClosureError> {
+        self.start_all_gather(label, part, rows)?()
+    }
 
     /// Sums `whole` over all ranks, and returns this rank's rows of the sum.
-    fn reduce_scatter(&self, label: &str, whole: &Tensor) -> std::result::Result<Tensor, ClosureError>;
+    fn reduce_scatter(&self, label: &str, whole: &Tensor) -> std::result::Result<Tensor, ClosureError> {
+        self.start_reduce_scatter(label, whole)?()
+    }
 
     /// Sums a tensor over all ranks.
-    fn all_reduce(&self, label: &str, part: &Tensor) -> std::result::Result<Tensor, ClosureError>;
+    fn all_reduce(&self, label: &str, part: &Tensor) -> std::result::Result<Tensor, ClosureError> {
+        self.start_all_reduce(label, part)?()
+    }
 }
 
 /// The verbs of tensor parallelism, which a layer receives in its [`Pass`](crate::Pass).
@@ -46,19 +70,21 @@ pub struct TensorParallel {
     splits_sequence: bool,
     /// The label of collectives.
     label: Arc<str>,
+    /// What the backward pass computes while its collectives are under way.
+    meanwhile: Option<DeferredGradients>,
 }
 
 impl TensorParallel {
     /// A layer that is on one rank.
     pub fn none() -> Self {
-        TensorParallel { group: None, splits_sequence: false, label: "".into() }
+        TensorParallel { group: None, splits_sequence: false, label: "".into(), meanwhile: None }
     }
 
     /// A layer that is split among the ranks of a group, with or without sequence parallelism.
     pub fn new(group: Arc<dyn TensorGroup>, splits_sequence: bool) -> Self {
         match group.size() {
             1 => TensorParallel::none(),
-            _ => TensorParallel { group: Some(group), splits_sequence, label: "".into() },
+            _ => TensorParallel { group: Some(group), splits_sequence, label: "".into(), meanwhile: None },
         }
     }
 
@@ -75,6 +101,12 @@ impl TensorParallel {
     #[must_use]
     pub fn with_whole_sequence(&self) -> Self {
         TensorParallel { splits_sequence: false, ..self.clone() }
+    }
+
+    /// The same with a backward pass that computes these gradients of weights while its collectives are under way.
+    #[must_use]
+    pub fn with_overlap(&self, meanwhile: DeferredGradients) -> Self {
+        TensorParallel { meanwhile: Some(meanwhile), ..self.clone() }
     }
 
     /// The number of ranks that share a layer.
@@ -112,13 +144,17 @@ impl TensorParallel {
     pub fn enter(&self, x: &Tensor, rows: usize) -> Result<Tensor> {
         let Some(group) = &self.group else { return Ok(x.shallow_clone()) };
         let (group, splits_sequence, label) = (group.clone(), self.splits_sequence, self.label.clone());
+        let meanwhile = self.meanwhile.clone();
         let entered = match splits_sequence {
             true => no_grad(|| group.all_gather(&label, x, rows)).map_err(Error::Communication)?,
             false => x.detach(),
         };
-        apply("enter", x, entered, move |grad| match splits_sequence {
-            true => group.reduce_scatter(&label, &grad),
-            false => group.all_reduce(&label, &grad),
+        apply("enter", x, entered, move |grad| {
+            let pending = match splits_sequence {
+                true => group.start_reduce_scatter(&label, &grad)?,
+                false => group.start_all_reduce(&label, &grad)?,
+            };
+            wait_meanwhile(pending, meanwhile.as_ref(), 1)
         })
     }
 
@@ -126,10 +162,13 @@ impl TensorParallel {
     pub fn leave(&self, x: &Tensor) -> Result<Tensor> {
         let Some(group) = &self.group else { return Ok(x.shallow_clone()) };
         let (group, splits_sequence, label) = (group.clone(), self.splits_sequence, self.label.clone());
-        let (shape, rows) = (x.size(), rows_of(x));
+        let (shape, rows, meanwhile) = (x.size(), rows_of(x), self.meanwhile.clone());
         let left = no_grad(|| self.sum(x))?;
         apply("leave", x, left, move |grad| match splits_sequence {
-            true => Ok(group.all_gather(&label, &grad, rows)?.f_view(&shape[..])?),
+            true => {
+                let pending = group.start_all_gather(&label, &grad, rows)?;
+                Ok(wait_meanwhile(pending, meanwhile.as_ref(), 0)?.f_view(&shape[..])?)
+            }
             false => Ok(grad),
         })
     }
@@ -225,6 +264,20 @@ pub fn cut(tensor: &Tensor, slice: &Slice) -> Result<Tensor> {
             Ok(Tensor::f_cat(&parts, dimension)?)
         }
     }
+}
+
+/// Waits for a collective of the backward pass. Meanwhile computes the gradients that were put aside, except for the last `left`,
+/// which are for the next collective.
+fn wait_meanwhile(
+    pending: PendingTensor,
+    meanwhile: Option<&DeferredGradients>,
+    left: usize,
+) -> std::result::Result<Tensor, ClosureError> {
+    // The collective must end even if this fails: its buffers are lent to the network.
+    let computed = meanwhile.map_or(Ok(()), |meanwhile| meanwhile.compute_all_but(left));
+    let result = pending()?;
+    computed?;
+    Ok(result)
 }
 
 /// A result of the forward pass whose gradient is `backward` of the given one.

@@ -114,6 +114,7 @@ pub fn options(recipe: &Recipe, device: Device) -> Result<Options> {
         reduce_each_micro_batch: recipe.zero.reduce_each_micro_batch,
         prefetch: recipe.zero.prefetch,
         sequence_parallel: recipe.parallel.sequence,
+        async_tensor_parallel: recipe.parallel.async_tensor,
         pipeline_schedule: schedule,
         pipeline_chunks,
         sum_tied_shares_apart: false,

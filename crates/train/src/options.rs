@@ -36,6 +36,9 @@ pub struct Options {
     /// Whether the ranks that share a layer each keep their own part of the sequence outside of attention and MLP (sequence
     /// parallelism). No effect without tensor parallelism.
     pub sequence_parallel: bool,
+    /// Whether the backward pass computes gradients of weights while the ranks that share a layer exchange gradients of activations.
+    /// Changes no bit. No effect without tensor parallelism, or if a schedule splits backward passes.
+    pub async_tensor_parallel: bool,
     /// The order in which the stages of a pipeline work on micro-batches. No effect without pipeline parallelism.
     pub pipeline_schedule: PipelineSchedule,
     /// The units of each chunk of the pipeline: of each stage, if a stage has one chunk. By default, chunks have equally many units.
@@ -67,6 +70,7 @@ impl Options {
             reduce_each_micro_batch: false,
             prefetch: 1,
             sequence_parallel: true,
+            async_tensor_parallel: true,
             pipeline_schedule: PipelineSchedule::OneFOneB,
             pipeline_chunks: None,
             sum_tied_shares_apart: false,

@@ -326,10 +326,11 @@ impl Trainer {
     /// A unit's forward pass.
     fn forward(&mut self, unit: usize, micro_batch: usize, keep: Keep, step: &mut StepValues<'_>) -> Result<()> {
         let input = self.input_of(unit, micro_batch, step);
-        let deferred = (step.splits_backward && keep != Keep::Input).then(DeferredGradients::default);
+        let splits_backward = step.splits_backward;
+        let deferred = if keep == Keep::Input { None } else { self.defer_gradients(splits_backward) };
         let batch = step.batch(micro_batch, self.options.device);
         let compute = |activations| {
-            let pass = Pass { deferred: deferred.clone(), ..self.pass(unit, activations) };
+            let pass = self.pass_with(self.pass(unit, activations), deferred.as_ref(), splits_backward);
             self.compute(unit, input.as_ref(), batch, &pass)
         };
         let output = match keep {
@@ -423,9 +424,9 @@ impl Trainer {
     fn recompute(&self, index: usize, micro_batch: usize, step: &mut StepValues<'_>) -> Result<()> {
         let mut pass = step.passes[micro_batch][index].take().expect("the forward pass comes first");
         self.restore_input(index, &mut pass)?;
-        pass.deferred = step.splits_backward.then(DeferredGradients::default);
-        let recompute =
-            Pass { keeps_gathered: true, deferred: pass.deferred.clone(), ..self.pass(index, Activations::All) };
+        pass.deferred = self.defer_gradients(step.splits_backward);
+        let recompute = Pass { keeps_gathered: true, ..self.pass(index, Activations::All) };
+        let recompute = self.pass_with(recompute, pass.deferred.as_ref(), step.splits_backward);
         let batch = step.batch(micro_batch, self.options.device);
         pass.output = self.compute(index, pass.input.as_ref(), batch, &recompute)?;
         step.passes[micro_batch][index] = Some(pass);
@@ -452,6 +453,22 @@ impl Trainer {
     pub(crate) fn pass(&self, index: usize, activations: Activations) -> Pass {
         let parallel = self.parallel.with_label(self.model.units()[index].name());
         Pass { parallel, ..Pass::new(activations) }
+    }
+
+    /// Where a pass puts the gradients of weights aside: if another half of the backward pass computes them, or if they are computed
+    /// while tensor-parallel ranks communicate.
+    fn defer_gradients(&self, splits_backward: bool) -> Option<DeferredGradients> {
+        let overlaps = self.options.async_tensor_parallel && self.parallel.size() > 1;
+        (splits_backward || overlaps).then(DeferredGradients::default)
+    }
+
+    /// A pass that puts the gradients of weights aside. They are computed next to its collectives, unless they are to fill bubbles.
+    fn pass_with(&self, pass: Pass, deferred: Option<&DeferredGradients>, splits_backward: bool) -> Pass {
+        let parallel = match deferred.filter(|_| !splits_backward) {
+            Some(deferred) => pass.parallel.with_overlap(deferred.clone()),
+            None => pass.parallel,
+        };
+        Pass { parallel, deferred: deferred.cloned(), ..pass }
     }
 
     /// The parameter of another unit that this unit is tied to.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use shardwise_comm::{Group, ReduceOp};
-use shardwise_model::TensorGroup;
+use shardwise_model::{PendingTensor, TensorGroup};
 use shardwise_plan::Partition;
 use shardwise_torch::autograd::ClosureError;
 use shardwise_torch::tch::{Tensor, no_grad};
@@ -23,32 +23,40 @@ impl TensorGroup for TensorRanks {
         self.0.size()
     }
 
-    fn all_gather(&self, label: &str, part: &Tensor, rows: usize) -> Result<Tensor> {
+    fn start_all_gather(&self, label: &str, part: &Tensor, rows: usize) -> Result<PendingTensor> {
         let row_len = row_len(part);
         let whole = Block::new(dtype_of(part.f_kind()?)?, rows * row_len, part.device())?;
         let sent = Sent::new(part)?;
-        let (memory, whole) = self.0.all_gather_rows(label, row_len, sent.take()?, whole).wait()?;
-        sent.put_back(memory)?;
-        Ok(whole.into_tensor()?.f_view([rows as i64, row_len as i64])?)
+        let pending = self.0.all_gather_rows(label, row_len, sent.take()?, whole);
+        Ok(Box::new(move || {
+            let (memory, whole) = pending.wait()?;
+            sent.put_back(memory)?;
+            Ok(whole.into_tensor()?.f_view([rows as i64, row_len as i64])?)
+        }))
     }
 
-    fn reduce_scatter(&self, label: &str, whole: &Tensor) -> Result<Tensor> {
+    fn start_reduce_scatter(&self, label: &str, whole: &Tensor) -> Result<PendingTensor> {
         let row_len = row_len(whole);
         let partition = Partition::of_rows(whole.numel() / row_len, row_len, self.size());
         let part = Block::new(dtype_of(whole.f_kind()?)?, partition.part_len(self.rank()), whole.device())?;
         let sent = Sent::new(whole)?;
-        let (memory, part) = self.0.reduce_scatter_rows(label, ReduceOp::Sum, row_len, sent.take()?, part).wait()?;
-        sent.put_back(memory)?;
-        let rows = (part.len() / row_len) as i64;
-        Ok(part.into_tensor()?.f_view([rows, row_len as i64])?)
+        let pending = self.0.reduce_scatter_rows(label, ReduceOp::Sum, row_len, sent.take()?, part);
+        Ok(Box::new(move || {
+            let (memory, part) = pending.wait()?;
+            sent.put_back(memory)?;
+            let rows = (part.len() / row_len) as i64;
+            Ok(part.into_tensor()?.f_view([rows, row_len as i64])?)
+        }))
     }
 
-    fn all_reduce(&self, label: &str, part: &Tensor) -> Result<Tensor> {
+    fn start_all_reduce(&self, label: &str, part: &Tensor) -> Result<PendingTensor> {
         let sum = copy_of(part)?;
         let memory = storage::take(&sum, "it is being summed over tensor-parallel ranks")?;
-        let memory = self.0.all_reduce(label, ReduceOp::Sum, memory).wait()?;
-        storage::put(&sum, memory).map_err(|failure| failure.error)?;
-        Ok(sum)
+        let pending = self.0.all_reduce(label, ReduceOp::Sum, memory);
+        Ok(Box::new(move || {
+            storage::put(&sum, pending.wait()?).map_err(|failure| failure.error)?;
+            Ok(sum)
+        }))
     }
 }
 

@@ -205,6 +205,36 @@ fn sharded_layers_compute_the_same_as_on_one_rank() {
     ranks!(4, || compare(2, 2, &[1, 2, 3], 5));
 }
 
+/// Next to collectives or after them, gradients are the same products.
+#[test]
+fn async_tensor_parallelism_changes_no_bit() {
+    ranks!(4, || {
+        let ranks = Ranks::parallel(world(), 1, 2).unwrap();
+        for ((name, config), precision) in models().into_iter().zip([Precision::F32, Precision::BF16].repeat(9)) {
+            for (stage, sequence_parallel) in [(0, true), (3, true), (2, false)] {
+                for activation_checkpointing in CHECKPOINTING {
+                    let [apart, overlapped] = [false, true].map(|async_tensor_parallel| {
+                        let options = Options {
+                            precision,
+                            sequence_parallel,
+                            activation_checkpointing,
+                            async_tensor_parallel,
+                            ..options(stage, adamw())
+                        };
+                        train(&mut trainer(&config, ranks.clone(), options), 3, 2, false)
+                    });
+                    let what = format!(
+                        "{name}, {precision:?}, stage {stage}, sequence {sequence_parallel}, {activation_checkpointing:?}"
+                    );
+                    assert_eq!(overlapped.numbers, apart.numbers, "{what}");
+                    let pairs = overlapped.parameters.iter().flatten().zip(apart.parameters.iter().flatten());
+                    pairs.for_each(|(one, other)| assert!(one.equal(other), "{what}: other parameters"));
+                }
+            }
+        }
+    });
+}
+
 #[test]
 fn lamb_uses_the_norms_of_whole_parameters() {
     ranks!(4, || {
