@@ -14,11 +14,12 @@ fn main() {
         .std("c++20")
         .warnings(false)
         .includes([libtorch.join("include"), libtorch.join("include/torch/csrc/api/include")])
-        .files(["shim/shim.cpp", "shim/memory.cpp"]);
+        .files(["shim/shim.cpp", "shim/memory.cpp", "shim/package.cpp"]);
     if cuda {
         build.file("shim/cuda.cpp");
     }
     build.compile("shardwise_torch_shim");
+    build_stub();
 
     println!("cargo::rerun-if-changed=shim");
     println!("cargo::rustc-link-search=native={lib}");
@@ -27,4 +28,13 @@ fn main() {
     if cuda {
         println!("cargo::rustc-link-lib=torch_cuda");
     }
+}
+
+/// Builds an empty shared library with the name of libtorch's umbrella library; see the note in `src/package.rs`.
+fn build_stub() {
+    let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
+    let mut command = cc::Build::new().get_compiler().to_command();
+    command.args(["-shared", "-nostdlib", "-s", "-Wl,-soname,libtorch.so", "shim/stub.c", "-o"]);
+    let status = command.arg(out.join("libtorch_stub.so")).status().expect("the C compiler runs");
+    assert!(status.success(), "the C compiler could not link an empty shared library");
 }

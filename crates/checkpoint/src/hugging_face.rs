@@ -308,6 +308,8 @@ fn plan_files(checkpoint: &Checkpoint, prefix: &str, export: &ExportOptions) -> 
                 file_bytes = 0;
             }
             file_bytes = bytes.saturating_add(file_bytes);
+            // A compiled model's parameters have their full names already.
+            let prefix = if tensor.name.starts_with(prefix) { "" } else { prefix };
             let entry =
                 Entry { name: format!("{prefix}{}", tensor.name), dtype: export.dtype, shape: tensor.shape.clone() };
             let exported = ExportedTensor { unit: unit.name.clone(), name: tensor.name.clone(), entry };

@@ -117,6 +117,9 @@ pub struct Start {
     pub param_dtype: String,
     /// The number of parameters of the model.
     pub parameters: u64,
+    /// The hash of the compiled package, if the model is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub package: Option<String>,
     /// The number of tokens that a step reads.
     pub tokens_per_step: u64,
     /// The first step of this attempt.

@@ -1,8 +1,12 @@
 //! Building the model that a configuration describes.
 
-use shardwise_plan::ModelConfig;
+use std::path::PathBuf;
+use std::sync::Arc;
 
-use crate::{Model, Result, gpt2, llama};
+use shardwise_plan::ModelConfig;
+use shardwise_plan::package::Package;
+
+use crate::{Model, Result, gpt2, llama, package};
 
 impl Model {
     /// Builds the model of a configuration (Hugging Face: `AutoModelForCausalLM.from_config`). The model declares its parameters,
@@ -10,15 +14,24 @@ impl Model {
     pub fn from_config(config: impl Into<ModelConfig>) -> Result<Model> {
         let config = config.into();
         config.check()?;
+        if let ModelConfig::Compiled(package) = &config {
+            return Ok(Model::new(package::units(package)?)?.with_package(package.clone()));
+        }
         let parameters = config.parameters();
         let units = parameters.chunk_by(|one, next| one.unit == next.unit).map(|owned| {
             let name = owned[0].unit.as_str();
             match &config {
                 ModelConfig::Llama(config) => llama::unit(config, name, owned),
                 ModelConfig::Gpt2(config) => gpt2::unit(config, name, owned),
+                ModelConfig::Compiled(_) => unreachable!("a package is built above"),
             }
         });
         Model::new(units.collect()).map(Model::built_in)
+    }
+
+    /// Builds the model of a compiled package, in this folder. Reads the package's manifest; its code is loaded by the trainer.
+    pub fn from_package(folder: impl Into<PathBuf>) -> Result<Model> {
+        Model::from_config(Arc::new(Package::open(folder)?))
     }
 }
 

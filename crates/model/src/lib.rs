@@ -1,4 +1,4 @@
-//! Transformer models as chains of units: the Llama family and GPT-2.
+//! Transformer models as chains of units: the Llama family, GPT-2, and any model as a compiled package.
 //!
 //! A [`Model`] is a chain of [`Unit`]s: the embedding, the blocks, the head. A unit declares its parameters (name, shape, initial
 //! values) and computes its output from its input and those parameters. It owns no tensors: the caller passes unsharded parameters
@@ -41,6 +41,8 @@
 mod activation_checkpointing;
 mod attention;
 mod cache;
+mod chunked_head;
+mod compiled;
 mod documents;
 mod from_config;
 mod gpt2;
@@ -49,9 +51,11 @@ pub mod init;
 mod linear;
 mod llama;
 mod loss;
+mod package;
 mod pass;
 mod tensor_parallel;
 mod unit;
+mod unit_functions;
 
 pub use activation_checkpointing::Activations;
 pub use cache::Cache;
@@ -61,6 +65,7 @@ pub use pass::{Pass, PassShape};
 pub use tensor_parallel::{PendingTensor, TensorGroup, TensorParallel, cut};
 pub use unit::{Batch, Footprint, Init, Layer, Model, Parameter, Parameters, Tied, Unit};
 
+pub use shardwise_plan::package::Package;
 pub use shardwise_plan::{ConfigError, Gpt2Config, Llama3Rope, LlamaConfig, ModelConfig};
 use shardwise_torch::tch::TchError;
 

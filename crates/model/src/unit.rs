@@ -5,9 +5,11 @@
 //! last unit read the batch.
 
 use std::collections::HashSet;
+use std::sync::Arc;
 
+use shardwise_plan::package::Package;
 use shardwise_plan::program::{InnerCollectives, Place};
-use shardwise_plan::{Partition, Slice, TensorPlacement, check_frozen_prefixes};
+use shardwise_plan::{ModelConfig, Partition, Slice, TensorPlacement, check_frozen_prefixes};
 use shardwise_torch::tch::{Device, Tensor, no_grad};
 
 use crate::linear::{Orientation, linear};
@@ -20,6 +22,8 @@ pub struct Model {
     units: Vec<Unit>,
     /// Whether it was built from a configuration, by code that tests compare with references.
     is_built_in: bool,
+    /// The compiled package that it was built from.
+    package: Option<Arc<Package>>,
 }
 
 /// Parameters that are all-gathered and reduced in one collective, and the layer that uses them: the embedding, a block, or the
@@ -118,6 +122,12 @@ pub trait Layer: Send {
         batch: &Batch,
         pass: &Pass,
     ) -> Result<Tensor>;
+
+    /// Loads what the passes need besides parameters, such as compiled code. A trainer calls it before it allocates memory, so that
+    /// what is missing is noticed early.
+    fn load(&self) -> Result<()> {
+        Ok(())
+    }
 
     /// Computes the output for new positions, and adds them to `cache`: incremental decoding. `tokens` are the new tokens
     /// (sequences, positions). The head returns the logits of the last position (sequences, vocab size). All ranks that share the
@@ -284,6 +294,11 @@ impl Parameters<'_> {
     pub fn tied(&self) -> Option<&Tensor> {
         self.tied
     }
+
+    /// All of them in the order in which the unit declares them, and then the tied one. For layers that ranks do not share.
+    pub(crate) fn in_order(&self) -> Vec<&Tensor> {
+        self.tensors.iter().chain(self.tied).collect()
+    }
 }
 
 impl Unit {
@@ -310,6 +325,11 @@ impl Unit {
     /// The parameter of an earlier unit that this unit uses.
     pub fn tied(&self) -> Option<Tied> {
         self.tied
+    }
+
+    /// Loads what its passes need besides parameters; see [`Layer::load`].
+    pub fn load(&self) -> Result<()> {
+        self.layer.load()
     }
 
     /// Estimates the memory besides the parameters; see [`Layer::footprint`].
@@ -514,7 +534,7 @@ impl Parameter {
 impl Model {
     /// Chains units into a model. The first one reads the batch, the last one returns the loss.
     pub fn new(units: Vec<Unit>) -> Result<Self> {
-        let model = Model { units, is_built_in: false };
+        let model = Model { units, is_built_in: false, package: None };
         model.check().map_err(|problem| Error::Config { key: "units", problem })?;
         Ok(model)
     }
@@ -529,8 +549,22 @@ impl Model {
         self.is_built_in
     }
 
+    /// Remembers the compiled package that the model was built from.
+    pub(crate) fn with_package(self, package: Arc<Package>) -> Self {
+        Model { package: Some(package), ..self }
+    }
+
+    /// The compiled package that it was built from, if any.
+    pub fn package(&self) -> Option<&Package> {
+        self.package.as_deref()
+    }
+
     /// Checks that the layers can be shared by this many ranks.
     pub fn check_tensor_parallel(&self, ranks: usize) -> Result<()> {
+        if let Some(package) = &self.package {
+            let config = ModelConfig::Compiled(package.clone());
+            config.check_tensor_parallel(ranks)?;
+        }
         for unit in self.units.iter().filter(|_| ranks > 1) {
             for parameter in &unit.parameters {
                 parameter.placement.check(&parameter.sizes(), ranks).map_err(|problem| {

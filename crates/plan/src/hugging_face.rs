@@ -26,7 +26,11 @@ impl ModelConfig {
     /// Returns the Hugging Face `config.json` for sequences of up to `positions` tokens, or `None` if it cannot express this
     /// model, for instance one with both the biases of Qwen 2 and the norms of Qwen 3.
     pub fn to_hugging_face(&self, positions: usize) -> Option<Value> {
-        let config = self.nearest_config(positions);
+        let config = match self {
+            ModelConfig::Llama(llama) => llama_to_hugging_face(llama, positions),
+            ModelConfig::Gpt2(gpt2) => gpt2_to_hugging_face(gpt2),
+            ModelConfig::Compiled(package) => return package.config().cloned(),
+        };
         // Hugging Face's code refuses a hidden size that is not a multiple of the number of heads.
         if matches!(self, ModelConfig::Llama(llama) if !llama.hidden_size.is_multiple_of(llama.num_attention_heads)) {
             return None;
@@ -44,27 +48,24 @@ impl ModelConfig {
         };
         same.then_some(config)
     }
+}
 
-    fn nearest_config(&self, positions: usize) -> Value {
-        match self {
-            ModelConfig::Gpt2(gpt2) => json!({
-                "architectures": ["GPT2LMHeadModel"],
-                "model_type": "gpt2",
-                "vocab_size": gpt2.vocab_size,
-                "n_positions": gpt2.n_positions,
-                "n_embd": gpt2.n_embd,
-                "n_layer": gpt2.n_layer,
-                "n_head": gpt2.n_head,
-                "layer_norm_epsilon": gpt2.layer_norm_epsilon,
-                "initializer_range": gpt2.initializer_range,
-                "activation_function": "gelu_new",
-                "attn_pdrop": 0.0,
-                "embd_pdrop": 0.0,
-                "resid_pdrop": 0.0,
-            }),
-            ModelConfig::Llama(llama) => llama_to_hugging_face(llama, positions),
-        }
-    }
+fn gpt2_to_hugging_face(gpt2: &Gpt2Config) -> Value {
+    json!({
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": gpt2.vocab_size,
+        "n_positions": gpt2.n_positions,
+        "n_embd": gpt2.n_embd,
+        "n_layer": gpt2.n_layer,
+        "n_head": gpt2.n_head,
+        "layer_norm_epsilon": gpt2.layer_norm_epsilon,
+        "initializer_range": gpt2.initializer_range,
+        "activation_function": "gelu_new",
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+    })
 }
 
 fn llama_to_hugging_face(llama: &LlamaConfig, positions: usize) -> Value {

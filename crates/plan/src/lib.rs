@@ -21,12 +21,14 @@
 
 #![forbid(unsafe_code)]
 
+mod config_error;
 mod dtype;
 mod floats;
 mod hugging_face;
 mod loss_scale;
 mod mesh;
 mod model_config;
+pub mod package;
 mod parameters;
 mod partition;
 pub mod pipeline;
@@ -35,11 +37,12 @@ pub mod program;
 pub mod schedule;
 mod tensor_parallel;
 
+pub use config_error::ConfigError;
 pub use dtype::Dtype;
 pub use floats::FloatsMut;
 pub use loss_scale::DynamicScale;
 pub use mesh::{Axis, Coordinates, Mesh, MeshError, RankSet};
-pub use model_config::{ConfigError, Gpt2Config, Llama3Rope, LlamaConfig, ModelConfig};
+pub use model_config::{Gpt2Config, Llama3Rope, LlamaConfig, ModelConfig};
 pub use parameters::{ParameterShape, check_frozen_prefixes};
 pub use partition::Partition;
 pub use tensor_parallel::{Slice, SliceRun, Split, TensorPlacement};

@@ -1,14 +1,22 @@
-//! The configuration of a model, as plain data: the Llama family and GPT-2, with the fields of Hugging Face's `config.json`.
+//! The configuration of a model, as plain data: the Llama family and GPT-2, with the fields of Hugging Face's `config.json`, and any
+//! other model as a compiled package.
 //!
 //! A configuration can be checked without libtorch; `Model::from_config` in `shardwise-model` builds the model.
 
-/// The configuration of a model of one of the supported families.
+use std::sync::Arc;
+
+use crate::config_error::ConfigError;
+use crate::package::Package;
+
+/// The configuration of a model: one of the supported families, or a compiled package.
 #[derive(Clone, Debug, PartialEq)]
 pub enum ModelConfig {
     /// Llama 2 and 3, Mistral, Qwen 2 and 3.
     Llama(LlamaConfig),
     /// GPT-2.
     Gpt2(Gpt2Config),
+    /// Any PyTorch model, compiled ahead of time.
+    Compiled(Arc<Package>),
 }
 
 /// The configuration of a model of the Llama family: Llama 2 and 3, Mistral, Qwen 2 and 3. Fields are named as in Hugging Face's
@@ -83,22 +91,13 @@ pub struct Gpt2Config {
     pub loss_chunk_tokens: usize,
 }
 
-/// An invalid or unsupported configuration of a model.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{key}: {problem}")]
-pub struct ConfigError {
-    /// The key at fault.
-    pub key: &'static str,
-    /// The problem, and how to fix it.
-    pub problem: String,
-}
-
 impl ModelConfig {
     /// The size of the vocabulary. All token ids are below it.
     pub fn vocab_size(&self) -> usize {
         match self {
             ModelConfig::Llama(llama) => llama.vocab_size,
             ModelConfig::Gpt2(gpt2) => gpt2.vocab_size,
+            ModelConfig::Compiled(package) => package.vocab_size().unwrap_or(0),
         }
     }
 
@@ -107,6 +106,8 @@ impl ModelConfig {
         match self {
             ModelConfig::Llama(llama) => llama.check(),
             ModelConfig::Gpt2(gpt2) => gpt2.check(),
+            // Checked when it was opened.
+            ModelConfig::Compiled(_) => Ok(()),
         }
     }
 
@@ -118,6 +119,7 @@ impl ModelConfig {
                 ("num_attention_heads", llama.num_attention_heads, llama.intermediate_size.min(llama.vocab_size))
             }
             ModelConfig::Gpt2(gpt2) => ("n_head", gpt2.n_head, gpt2.vocab_size),
+            ModelConfig::Compiled(_) => return check_not_split(ranks),
         };
         let works = |ranks: &usize| heads.is_multiple_of(*ranks) && *ranks <= inner;
         if works(&ranks) {
@@ -127,6 +129,18 @@ impl ModelConfig {
         let problem =
             format!("{heads} heads cannot be divided among {ranks} tensor-parallel ranks; {nearest} would work");
         Err(ConfigError { key, problem })
+    }
+}
+
+/// The functions of a package compute whole layers.
+fn check_not_split(ranks: usize) -> Result<(), ConfigError> {
+    let problem = "its layers were compiled whole, and cannot be split among ranks; use ZeRO or a pipeline".to_string();
+    if ranks > 1 { Err(ConfigError { key: "package", problem }) } else { Ok(()) }
+}
+
+impl From<Arc<Package>> for ModelConfig {
+    fn from(package: Arc<Package>) -> Self {
+        ModelConfig::Compiled(package)
     }
 }
 

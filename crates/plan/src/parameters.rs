@@ -2,6 +2,7 @@
 //!
 //! They are those of Hugging Face checkpoints. The model that is trained declares its parameters from this list.
 
+use crate::package::{Package, PackageParameter, PackageUnit};
 use crate::{ConfigError, Gpt2Config, LlamaConfig, ModelConfig, Split, TensorPlacement};
 
 /// The name and shape of a parameter.
@@ -30,6 +31,7 @@ impl ModelConfig {
         match self {
             ModelConfig::Llama(llama) => llama.parameters(),
             ModelConfig::Gpt2(gpt2) => gpt2.parameters(),
+            ModelConfig::Compiled(package) => of_package(package),
         }
     }
 
@@ -50,6 +52,19 @@ impl ModelConfig {
             |parameter: &ParameterShape| prefixes.iter().any(|prefix| parameter.name.starts_with(prefix.as_ref()));
         self.parameters().iter().all(is_frozen)
     }
+}
+
+fn of_package(package: &Package) -> Vec<ParameterShape> {
+    let of_unit = |unit: &PackageUnit| {
+        let shape = |parameter: &PackageParameter| ParameterShape {
+            unit: unit.name.clone(),
+            name: parameter.name.clone(),
+            shape: parameter.shape.clone(),
+            placement: TensorPlacement::Replicated,
+        };
+        unit.parameters.iter().map(shape).collect::<Vec<_>>()
+    };
+    package.manifest().units.iter().flat_map(of_unit).collect()
 }
 
 /// Checks that each of `prefixes` is the start of at least one of `names`, the names of a model's parameters.

@@ -73,6 +73,8 @@ impl Recipe {
                 ("model.gpt2.n_layer", gpt2.n_layer, 1 << 12),
                 ("model.gpt2.loss_chunk_tokens", gpt2.loss_chunk_tokens, 1 << 24),
             ]),
+            // Its sizes were checked when it was opened.
+            ModelConfig::Compiled(_) => {}
         }
         if let Some(evaluation) = &self.evaluation {
             counts.push(("evaluation.every_steps", count(evaluation.every_steps.unwrap_or(1)), 1 << 40));

@@ -5,9 +5,11 @@
 use std::collections::BTreeMap;
 use std::io::Read;
 use std::path::Path;
+use std::sync::Arc;
 
 use serde::Deserialize;
 use shardwise_checkpoint::hugging_face::Weights;
+use shardwise_plan::package::Package;
 use toml::de::{DeTable, DeValue};
 use toml::{Spanned, Table, Value};
 
@@ -76,13 +78,13 @@ impl Recipe {
         Ok(recipe)
     }
 
-    /// Resolves paths relative to the recipe's folder, and reads the config.json of a pretrained model.
+    /// Resolves paths relative to the recipe's folder, and reads the config.json of a pretrained model or the manifest of a package.
     fn find_files(&mut self, folder: &Path) -> Result<()> {
         let data = &mut self.data;
         let parts = data.mixture.iter_mut().flatten().map(|part| &mut part.corpus);
         let held_out = self.evaluation.as_mut().map(|evaluation| &mut evaluation.corpus);
         let files = [data.corpus.as_mut(), data.chat.as_mut(), data.tokenizer.as_mut()];
-        let written = [self.schedule.plot.as_mut(), self.run.folder.as_mut()];
+        let written = [self.schedule.plot.as_mut(), self.run.folder.as_mut(), self.model.package.as_mut()];
         for file in files.into_iter().chain(written).flatten().chain(parts).chain(held_out) {
             *file = folder.join(&*file);
         }
@@ -101,6 +103,11 @@ impl Recipe {
             let config = config.map_err(|error| wrong(error.to_string()))?;
             let config = config.ok_or_else(|| wrong(format!("{folder}: there is no config.json")))?;
             self.model.config = Some(config);
+        }
+        if let Some(folder) = &self.model.package {
+            let package = Package::open(folder.clone());
+            let package = package.map_err(|error| self.sources.error_at("model.package", format!("model.{error}")))?;
+            self.model.compiled = Some(Arc::new(package));
         }
         Ok(())
     }

@@ -16,6 +16,7 @@ mod error;
 mod faults;
 mod intent;
 mod layers;
+mod package;
 mod print;
 mod renamed;
 mod resolve;
@@ -23,11 +24,13 @@ mod schema;
 mod source;
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use shardwise_plan::Dtype;
+use shardwise_plan::package::Package;
 
 pub use deepspeed::{KeyTable, deepspeed_keys};
 pub use error::{Error, Result};
@@ -99,6 +102,12 @@ pub struct ModelRecipe {
     /// The contents of that config.json.
     #[serde(skip)]
     pub config: Option<Value>,
+    /// A folder with a compiled package: any PyTorch model, compiled ahead of time. The batch, the precision and activation
+    /// checkpointing must be those that it was compiled for. Packages are code: use only those that you trust.
+    pub package: Option<PathBuf>,
+    /// The manifest of that package.
+    #[serde(skip)]
+    pub compiled: Option<Arc<Package>>,
     /// The name prefixes of parameters that are not trained.
     #[serde(default)]
     pub frozen: Vec<String>,

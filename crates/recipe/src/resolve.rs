@@ -4,9 +4,11 @@
 
 use std::path::{Path, PathBuf};
 use std::result::Result as Either;
+use std::sync::Arc;
 
 use serde::Serialize;
 use serde_json::Value;
+use shardwise_plan::package::Package;
 use shardwise_plan::schedule::{Kind, Schedule};
 use shardwise_plan::{DynamicScale, Gpt2Config, LlamaConfig, ModelConfig};
 
@@ -107,6 +109,7 @@ impl Recipe {
                 return Err(wrong(format!("on {ranks} ranks {what} is {value}, but must be from 1 to {most}")));
             }
         }
+        self.check_package_batch(size)?;
         Ok(Batch { micro_batch_size: size, gradient_accumulation_steps: steps, global_batch_size: global })
     }
 
@@ -116,8 +119,9 @@ impl Recipe {
     }
 
     pub(super) fn read_model_config(&self) -> Either<ModelConfig, Invalid> {
-        match (&self.model.llama, &self.model.gpt2, &self.model.config) {
-            (Some(llama), None, None) => {
+        let model = &self.model;
+        match (&model.llama, &model.gpt2, &model.config, &model.compiled) {
+            (Some(llama), None, None, None) => {
                 let plain = LlamaConfig::new(
                     llama.vocab_size,
                     llama.hidden_size,
@@ -139,24 +143,31 @@ impl Recipe {
                     ..plain
                 }))
             }
-            (None, Some(gpt2), None) => {
+            (None, Some(gpt2), None, None) => {
                 let plain = Gpt2Config::new(gpt2.vocab_size, gpt2.n_positions, gpt2.n_embd, gpt2.n_layer, gpt2.n_head);
                 let loss_chunk_tokens = gpt2.loss_chunk_tokens.unwrap_or(plain.loss_chunk_tokens);
                 Ok(ModelConfig::Gpt2(Gpt2Config { loss_chunk_tokens, ..plain }))
             }
-            (None, None, Some(config)) => ModelConfig::from_hugging_face(config).map_err(|error| {
+            (None, None, Some(config), None) => ModelConfig::from_hugging_face(config).map_err(|error| {
                 Invalid::at("model.from_pretrained", format!("model.from_pretrained: config.json: {error}"))
             }),
-            (None, None, None) => {
-                let problem = "[model] names no model: give model.from_pretrained, [model.llama] or [model.gpt2]";
+            (None, None, None, Some(package)) => {
+                self.check_package(package)?;
+                Ok(ModelConfig::Compiled(package.clone()))
+            }
+            (None, None, None, None) => {
+                let problem =
+                    "[model] names no model: give model.from_pretrained, model.package, [model.llama] or [model.gpt2]";
                 Err(Invalid::at("model", problem))
             }
-            (llama, gpt2, config) => {
+            (llama, gpt2, config, package) => {
                 let given = [("model.llama", llama.is_some()), ("model.gpt2", gpt2.is_some())];
                 let mut given: Vec<_> =
                     given.into_iter().filter(|(_, is)| *is).map(|(key, _)| (key, "…".into())).collect();
                 let folder = || self.model.from_pretrained.clone().unwrap_or_default();
                 given.extend(config.as_ref().map(|_| ("model.from_pretrained", folder())));
+                let folder = |package: &Arc<Package>| package.folder().display().to_string();
+                given.extend(package.as_ref().map(|package| ("model.package", folder(package))));
                 Err(Invalid::between(&given, "[model] names more than one model: keep one of them"))
             }
         }
@@ -180,6 +191,11 @@ impl Recipe {
     /// The model's Hugging Face `config.json`, if there is one for this model.
     pub fn config(&self) -> Option<Value> {
         self.model.config.clone().or_else(|| self.model_config().ok()?.to_hugging_face(self.batch.seq_len))
+    }
+
+    /// The hash of the compiled package, if the model is one.
+    pub fn package_hash(&self) -> Option<&str> {
+        self.model.compiled.as_deref().map(Package::hash)
     }
 
     /// The address of the weights to initialize parameters from; `None` if they are initialized from a seed.

@@ -30,8 +30,23 @@ pub(crate) fn resume_newest(
         resumed.map_err(|error| Rejection::from_error(error.into()))
     })?;
     let Some((checkpoint, trainer)) = found else { return Ok(None) };
+    // Parameters with other names or shapes are refused above. The same parameters in other code may compute other numbers.
+    let theirs = checkpoint.manifest().training["package"].as_str();
+    if let (Some(theirs), Some(ours)) = (theirs, recipe.package_hash())
+        && theirs != ours
+    {
+        let (theirs, ours) = (short(theirs), short(ours));
+        log(&format!(
+            "the package was compiled again since this run's checkpoint: its hash was {theirs}, and is {ours} now"
+        ));
+    }
     log(&format!("resuming after step {}, from {}", checkpoint.manifest().step, checkpoint.name()));
     Ok(Some(trainer))
+}
+
+/// The start of a hash, enough to tell two apart.
+fn short(hash: &str) -> &str {
+    hash.get(..12).unwrap_or(hash)
 }
 
 /// Opens the newest checkpoint that all ranks can read, if there is any checkpoint, and returns it with the result of `read`.

@@ -181,7 +181,8 @@ impl<'a> Session<'a> {
         let evaluation = recipe.evaluation.as_ref();
         let evaluation_set = evaluation.map(|evaluation| EvaluationSet::of(recipe, evaluation)).transpose()?;
         let order = data.order(ranks.data_size());
-        check_same_on_all_ranks(world, &format!("{order}{:?}", evaluation_set.as_ref().map(EvaluationSet::identity)))?;
+        let held_out = evaluation_set.as_ref().map(EvaluationSet::identity);
+        check_same_on_all_ranks(world, &format!("{order}{held_out:?}{:?}", recipe.package_hash()))?;
         let workload = measure_workload(recipe, &model, &options, world)?;
         let store =
             recipe.checkpoints.as_ref().map(|checkpoints| open_store(&checkpoints.folder, world)).transpose()?;
@@ -475,6 +476,7 @@ fn journal_start(recipe: &Recipe, trainer: &Trainer, workload: &Workload, resume
         tensor: trainer.ranks().tensor.size(),
         param_dtype: trainer.options().precision.param_dtype.to_string(),
         parameters: trainer.model().elements() as u64,
+        package: recipe.package_hash().map(str::to_string),
         tokens_per_step: workload.tokens_per_step,
         first_step: trainer.steps() + 1,
         steps: recipe.run.steps,

@@ -590,6 +590,8 @@ pub(crate) fn run_info(recipe: &Recipe, data: Value) -> Value {
         "recipe": recipe.text,
         // The Hugging Face config, for export.
         "model": recipe.config(),
+        // The hash of the compiled package, if the model is one.
+        "package": recipe.package_hash(),
         "began_with": recipe.weights(),
         "versions": {
             "shardwise": env!("CARGO_PKG_VERSION"),

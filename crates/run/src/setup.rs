@@ -20,7 +20,9 @@ use crate::error::{Error, Result};
 pub(crate) fn check_same_on_all_ranks(world: &Group, about: &str) -> Result<()> {
     let own = about.bytes().fold(0u64, |hash, byte| splitmix64(hash ^ u64::from(byte))) as i64;
     let first = world.broadcast("data", 0, vec![own]).wait()?[0];
-    let differs = "its corpora or checkpoints differ from those of rank 0; all hosts need the same files".to_string();
+    let differs =
+        "its corpora, checkpoints or compiled package differ from those of rank 0; all hosts need the same files"
+            .to_string();
     agree(world, if own == first { Ok(()) } else { Err(differs) })?.map_err(Error::Options)
 }
 

@@ -1,3 +1,4 @@
+#include "guarded.h"
 #include "shim.h"
 
 #include <cstdlib>
@@ -22,21 +23,6 @@ struct Block {
 };
 
 namespace {
-
-Message message(const std::string &text) { return sw_message_new(text.data(), text.size()); }
-
-template <typename Body> Message guarded(Body body) {
-  try {
-    body();
-    return nullptr;
-  } catch (const c10::Error &error) {
-    return message(error.what_without_backtrace());
-  } catch (const std::exception &error) {
-    return message(error.what());
-  } catch (...) {
-    return message("an exception that is not a std::exception");
-  }
-}
 
 std::vector<at::Tensor> list(at::Tensor *const *tensors, size_t count) {
   std::vector<at::Tensor> result;

@@ -8,6 +8,7 @@ namespace at {
 class Tensor;
 }
 struct Block;
+struct CompiledFunction;
 
 extern "C" {
 typedef char *Message;
@@ -61,6 +62,18 @@ Message sw_function(at::Tensor **inputs, size_t input_count, at::Tensor **output
 // `grad_outputs` entries and `results` entries may be null.
 Message sw_grad(at::Tensor **outputs, at::Tensor **grad_outputs, size_t output_count, at::Tensor **inputs,
                 size_t input_count, bool retain_graph, at::Tensor **results);
+
+// ---- compiled functions -----------------------------------------------------------------------------------------
+// Loads the shared library in a file, unless one named libtorch.so is loaded. It stays loaded.
+Message sw_compiled_provide_libtorch(const char *stub);
+// Unpacks a package of AOTInductor into a temporary folder, loads its code, and removes the folder. The package must have code:
+// libtorch would start a compiler for one that has only sources.
+Message sw_compiled_load(const char *path, CompiledFunction **out);
+void sw_compiled_free(CompiledFunction *function);
+// Runs without autograd, on any thread. The code does not look at the arguments' shapes, so the caller has checked them. Moves the
+// arguments out of their tensors, so that each is freed after its last use, and fills `results` with owned tensors.
+Message sw_compiled_run(CompiledFunction *function, at::Tensor **arguments, size_t argument_count, at::Tensor **results,
+                        size_t result_count);
 
 // ---- optimizer --------------------------------------------------------------------------------------------------
 Message sw_fused_adamw(at::Tensor **parameters, at::Tensor **grads, at::Tensor **first_moments,

@@ -65,6 +65,14 @@ pub enum Error {
     /// A tensor kind that Shardwise does not store or communicate.
     #[error("tensors of kind {0:?} are not supported; use Float, BFloat16, Half, Int64 or Uint8")]
     UnsupportedKind(Kind),
+    /// A compiled function cannot be loaded, or was called with other tensors than it was compiled for.
+    #[error("{name}: {problem}")]
+    Package {
+        /// The package's file.
+        name: String,
+        /// The problem.
+        problem: String,
+    },
     /// A list or a tensor has the wrong number of elements.
     #[error("{what}: expected {expected}, got {found}")]
     Count {
@@ -107,7 +115,7 @@ impl Error {
     /// Returns the failed allocation, if this is an out-of-memory error.
     pub fn out_of_memory(&self) -> Option<OutOfMemory> {
         match self {
-            Error::Libtorch(_) | Error::Tch(_) => OutOfMemory::from_message(&self.to_string()),
+            Error::Libtorch(_) | Error::Tch(_) | Error::Package { .. } => OutOfMemory::from_message(&self.to_string()),
             _ => None,
         }
     }

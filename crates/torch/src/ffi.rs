@@ -13,6 +13,11 @@ pub(crate) struct Block {
 }
 
 #[repr(C)]
+pub(crate) struct CompiledFunction {
+    _opaque: [u8; 0],
+}
+
+#[repr(C)]
 pub(crate) struct Access {
     pub(crate) data: *mut c_void,
     pub(crate) tensor_owners: usize,
@@ -74,6 +79,17 @@ unsafe extern "C" {
         input_count: usize,
         retain_graph: bool,
         results: *mut *mut Tensor,
+    ) -> Message;
+
+    pub(crate) fn sw_compiled_provide_libtorch(stub: *const c_char) -> Message;
+    pub(crate) fn sw_compiled_load(path: *const c_char, out: *mut *mut CompiledFunction) -> Message;
+    pub(crate) fn sw_compiled_free(function: *mut CompiledFunction);
+    pub(crate) fn sw_compiled_run(
+        function: *mut CompiledFunction,
+        arguments: *mut *mut Tensor,
+        argument_count: usize,
+        results: *mut *mut Tensor,
+        result_count: usize,
     ) -> Message;
 
     pub(crate) fn sw_fused_adamw(

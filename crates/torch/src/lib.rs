@@ -4,6 +4,7 @@
 //! - [`storage`] and [`Block`]: taking the memory out of a storage in place, and putting memory back. This is how parameters
 //!   are unsharded only while they are needed, while the autograd graph keeps its views of them.
 //! - [`optim`]: fused AdamW.
+//! - [`CompiledFunction`]: functions that PyTorch has compiled ahead of time, without Python.
 //! - [`enable_caching_allocator`], [`allocated_bytes`] and [`take_peak_bytes`]: a caching allocator for CPU tensors, and its
 //!   statistics.
 //! - [`exclusive`]: a tensor's elements as a Rust slice, if no other handle can access them.
@@ -21,12 +22,14 @@ mod error;
 mod ffi;
 mod memory;
 pub mod optim;
+mod package;
 pub mod storage;
 
 pub use block::Block;
 pub use element::{Element, dtype_of, kind_of};
 pub use error::{Error, OutOfMemory, Result};
 pub use memory::{allocated_bytes, enable_caching_allocator, exclusive, take_peak_bytes};
+pub use package::{CompiledFunction, Signature, TensorType};
 pub use tch;
 
 /// The version of libtorch that this program was compiled against.

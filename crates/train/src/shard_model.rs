@@ -7,7 +7,7 @@ use shardwise_plan::FloatsMut;
 use shardwise_plan::program::Place;
 use shardwise_zero::{Groups, Layout, ParameterSpec, Pool, ShardedUnit};
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::init::{ParameterInit, for_each_run};
 use crate::options::{Options, Ranks};
 use crate::own_units::OwnUnits;
@@ -27,6 +27,7 @@ pub(crate) fn shard_model(
     pool: &Arc<Pool>,
     init: &mut ParameterInit<'_>,
 ) -> Result<OwnUnits> {
+    load_units(model, stage_of_unit, ranks.pipeline.rank())?;
     let layouts = layouts(ranks, options, pool);
     let place = tensor_place(&ranks.mesh(), ranks.world.rank());
     let mut shard = |unit: &Unit| -> Result<ShardedUnit> {
@@ -45,6 +46,12 @@ pub(crate) fn shard_model(
     let is_own = |(unit, stage): (_, &usize)| (*stage == own_stage).then_some(unit);
     let units = model.units().iter().zip(stage_of_unit).map(is_own);
     Ok(OwnUnits::new(units.map(|unit| unit.map(&mut shard).transpose()).collect::<Result<_>>()?))
+}
+
+/// Loads what the passes of this stage's units need besides parameters, before anything is allocated.
+fn load_units(model: &Model, stage_of_unit: &[usize], stage: usize) -> Result<()> {
+    let mut own = model.units().iter().zip(stage_of_unit).filter(|(_, of_unit)| **of_unit == stage);
+    own.try_for_each(|(unit, _)| unit.load().map_err(|error| Error::of_model(unit.name(), error)))
 }
 
 /// The layouts of every unit, [`SPLIT`] and [`REPLICATED`].

@@ -1,0 +1,146 @@
+//! A recipe with a compiled package: planning, training, resuming on other ranks, evaluation and export; what cannot be done is
+//! refused by name.
+//!
+//! The packages are those of `SHARDWISE_PACKAGES`; see `crates/model/tests/compiled.rs`.
+
+#![allow(clippy::unwrap_used, reason = "a test may fail")]
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use serde_json::Value;
+use shardwise_plan::package::Package;
+
+fn packages() -> Vec<PathBuf> {
+    let Some(folder) = std::env::var_os("SHARDWISE_PACKAGES") else {
+        println!("skipped: set SHARDWISE_PACKAGES to a folder of compiled packages");
+        return Vec::new();
+    };
+    let entries = std::fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path());
+    let mut found: Vec<PathBuf> = entries.filter(|path| path.join("package.json").exists()).collect();
+    // A recipe's data are tokens.
+    found.retain(|path| json(&path.join("package.json"))["inputs"]["dtype"] == "i64");
+    found.sort();
+    found
+}
+
+fn json(path: &Path) -> Value {
+    serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
+}
+
+/// A folder with a recipe that trains a package on tokens that repeat.
+fn recipe(package: &Path) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    let manifest = json(&package.join("package.json"));
+    let (shape, dtype) = (&manifest["inputs"]["shape"], &manifest["dtype"]);
+    let micro_batch_size = shape[0].as_u64().unwrap();
+    let tokens: Vec<u8> = (0..4000u32).flat_map(|place| ((place * place % 61) as u16).to_le_bytes()).collect();
+    std::fs::write(folder.path().join("tokens.bin"), tokens).unwrap();
+    let text = format!(
+        "[model]\npackage = \"{}\"\n[data]\ncorpus = \"tokens.bin\"\ntoken_bytes = 2\n\
+         [evaluation]\ncorpus = \"tokens.bin\"\nmax_sequences = 7\n\
+         [batch]\nmicro_batch_size = {micro_batch_size}\nglobal_batch_size = {}\nseq_len = {}\n\
+         [precision]\nparam_dtype = {dtype}\n[optimizer]\nlr = 1e-2\n[run]\nsteps = 6\nlog_every = 1\n\
+         [checkpoints]\nfolder = \"checkpoints\"\nevery_steps = 4\n",
+        package.display(),
+        2 * micro_batch_size,
+        shape[1],
+    );
+    std::fs::write(folder.path().join("recipe.toml"), text).unwrap();
+    folder
+}
+
+fn shardwise(folder: &tempfile::TempDir, verb: &str, arguments: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_shardwise"));
+    command.env("OMP_NUM_THREADS", "1").env("RUST_BACKTRACE", "0").current_dir(folder.path());
+    command.arg(verb).args(if verb == "checkpoint" { &[][..] } else { &["recipe.toml"] });
+    command.args(arguments).output().unwrap()
+}
+
+fn said(output: &Output) -> String {
+    format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
+}
+
+fn good(output: &Output) -> String {
+    assert!(output.status.success(), "{}", said(output));
+    said(output)
+}
+
+/// The loss of a step, as it was printed.
+fn loss(text: &str, step: u64) -> String {
+    let words = text.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
+    let number = step.to_string();
+    let mut lines = words.filter(|words| {
+        words.first() == Some(&"step")
+            && words.get(1).is_some_and(|word| word.trim_end_matches([':', ',']).split('/').next() == Some(&number))
+    });
+    let line = lines.next().unwrap_or_else(|| panic!("no step {step} in {text}"));
+    let place = line.iter().position(|word| *word == "loss").unwrap();
+    line[place + 1].to_string()
+}
+
+#[test]
+fn a_package_is_planned_trained_resumed_evaluated_and_exported() {
+    for package in packages() {
+        let folder = recipe(&package);
+        let run = |verb: &str, arguments: &[&str]| shardwise(&folder, verb, arguments);
+        good(&run("train", &["-n", "2", "--dry-run"]));
+        let whole =
+            good(&run("train", &["-n", "2", "--plain", "--set", "checkpoints.folder=whole", "--set", "run.folder=w"]));
+        good(&run("train", &["-n", "2", "--plain", "--set", "run.steps=4"]));
+        let resumed = good(&run("train", &["-n", "1", "--plain"]));
+        assert!(resumed.contains("resuming after step 4"), "{resumed}");
+        assert_eq!(loss(&resumed, 6).get(..5), loss(&whole, 6).get(..5), "{whole}\n{resumed}");
+
+        let expected = format!("\"package\":\"{}\"", Package::open(&package).unwrap().hash());
+        for file in ["checkpoints/step-00000004/manifest.json", "checkpoints/metrics.jsonl"] {
+            let text = std::fs::read_to_string(folder.path().join(file)).unwrap();
+            assert!(text.replace("\": ", "\":").contains(&expected), "{file} has the package's hash");
+        }
+
+        let evaluated = good(&run("eval", &["-n", "2"]));
+        assert!(evaluated.contains("perplexity"), "{evaluated}");
+        good(&run("checkpoint", &["export", "checkpoints", "exported", "--dtype", "f32"]));
+        let exported = std::fs::read(folder.path().join("exported/model.safetensors")).unwrap();
+        let header_len = u64::from_le_bytes(exported[..8].try_into().unwrap()) as usize;
+        let header: Value = serde_json::from_slice(&exported[8..8 + header_len]).unwrap();
+        for unit in json(&package.join("package.json"))["units"].as_array().unwrap() {
+            for parameter in unit["parameters"].as_array().unwrap() {
+                assert_eq!(header[parameter["name"].as_str().unwrap()]["shape"], parameter["shape"], "{parameter}");
+            }
+        }
+        let config = json(&folder.path().join("exported/config.json"));
+        assert_eq!(config["vocab_size"], json(&package.join("config.json"))["vocab_size"]);
+        // A run that starts from what was exported.
+        let weights =
+            ["--set", "init.weights=exported", "--set", "checkpoints.folder=again", "--set", "run.folder=again"];
+        let continued = good(&run("train", &[&["-n", "2", "--plain"][..], &weights].concat()));
+        let (first, last): (f64, f64) = (loss(&continued, 1).parse().unwrap(), loss(&whole, 1).parse().unwrap());
+        assert!(first < last, "{continued}");
+    }
+}
+
+#[test]
+fn what_a_package_cannot_do_is_refused_by_key() {
+    for package in packages() {
+        let folder = recipe(&package);
+        for (setting, message) in [
+            ("batch.micro_batch_size=77", "`batch.micro_batch_size` is 77, but the package was compiled for"),
+            ("batch.seq_len=77", "`batch.seq_len` is 77, but the package was compiled for"),
+            ("precision.param_dtype=f16", "`precision.param_dtype` is \"f16\", but the package was compiled for"),
+            (
+                "activation_checkpointing=selective",
+                "`activation_checkpointing` is \"selective\", but the package was compiled for",
+            ),
+            ("parallel.tensor=2", "parallel.tensor: package: its layers were compiled whole"),
+            ("model.frozen=[\"nothing\"]", "no parameter name starts with 'nothing'"),
+        ] {
+            let text = said(&shardwise(&folder, "train", &["-n", "2", "--dry-run", "--set", setting]));
+            assert!(text.contains(message), "{setting}: {text}");
+        }
+        let text = said(&shardwise(&folder, "generate", &["--set", "data.tokenizer=none"]));
+        assert!(text.contains("model.package: a compiled model computes losses"), "{text}");
+        let text = said(&shardwise(&folder, "train", &["-n", "2", "--dry-run", "--set", "model.package=nowhere"]));
+        assert!(text.contains("model.package: ") && text.contains("nowhere/package.json"), "{text}");
+    }
+}

@@ -1,0 +1,1 @@
+// Empty: libtorch_stub.so has a name, and nothing in it.
