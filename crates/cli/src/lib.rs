@@ -7,6 +7,7 @@
 #![forbid(unsafe_code)]
 
 mod checkpoint;
+mod compile;
 mod config;
 mod dashboard;
 mod doctor;
@@ -79,6 +80,15 @@ enum Command {
         after_help = "Examples:\n  shardwise profile recipes/small.toml -n 2 --costs costs.json\n  shardwise plan recipes/small.toml -n 8 --costs costs.json\n  shardwise plan recipes/small.toml -n 8 --costs costs.json --pipeline 4 --memory 4096"
     )]
     Plan(plan::Options),
+    /// Compile a PyTorch model ahead of time, to train it without Python
+    ///
+    /// Exports the model, cuts it into units, and compiles their forward and backward passes to native code with PyTorch's AOTInductor.
+    /// A recipe with `model.package = "FOLDER"` trains it. Shape and type of a micro-batch are fixed. Needs Python, torch and a C++
+    /// compiler here, but not where the model is trained. A package is code: train only packages that you trust.
+    #[command(
+        after_help = "Examples:\n  export SHARDWISE_PYTHON=$(python/setup)\n  shardwise compile models/qwen3 --out packages/qwen3 --micro-batch-size 4 --seq-len 256 --dtype bf16\n  shardwise compile vision_transformer.py --out packages/vit --weights"
+    )]
+    Compile(compile::Options),
     /// Tokenize text into a corpus
     ///
     /// Reads plain text, JSON lines and Parquet, compressed or not, on all cores and with little memory, and writes Megatron's indexed
@@ -159,6 +169,7 @@ fn run_command(command: Command) -> Result<ExitCode> {
         Command::Watch(options) => dashboard::run(&options),
         Command::Profile(options) => profile::run(&options),
         Command::Plan(options) => plan::run(&options),
+        Command::Compile(options) => compile::run(&options),
         Command::Report(options) => report::run(&options),
         Command::Config(options) => config::run(&options),
         Command::Checkpoint(command) => checkpoint::run(&command),

@@ -206,6 +206,29 @@ fn two_stages_form_a_pipeline() {
 }
 
 #[test]
+fn a_compiled_model_is_trained_resumed_and_exported() {
+    let Some(packages) = std::env::var_os("SHARDWISE_PACKAGES") else {
+        println!("skipped: set SHARDWISE_PACKAGES to a folder of compiled packages");
+        return;
+    };
+    let is_f32 = |folder: &PathBuf| {
+        let manifest = std::fs::read_to_string(folder.join("package.json")).unwrap_or_default();
+        let manifest: serde_json::Value = serde_json::from_str(&manifest).unwrap_or_default();
+        manifest["dtype"] == "f32" && manifest["inputs"]["dtype"] == "i64"
+    };
+    let mut found = std::fs::read_dir(&packages).unwrap().map(|entry| entry.unwrap().path());
+    let package = found.find(is_f32).expect("a language model in f32");
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::create_dir(folder.path().join("packages")).unwrap();
+    std::os::unix::fs::symlink(package, folder.path().join("packages/qwen3")).unwrap();
+    let recipe = blocks(&chapter("compiled-models.md")).into_iter().find(|block| block.kind == "toml").unwrap();
+    std::fs::write(folder.path().join("qwen3.toml"), recipe.text).unwrap();
+    let (said, left_out) = follow("compiled-models.md", folder.path());
+    assert_eq!(left_out, 1);
+    assert!(said.contains("resuming after step 20") && said.contains(" to exported: "), "{said}");
+}
+
+#[test]
 fn every_command_is_run_or_says_why_not() {
     let followed = [
         "quick-start",
@@ -218,6 +241,7 @@ fn every_command_is_run_or_says_why_not() {
         "watching",
         "profiling",
         "report",
+        "compiled-models",
     ];
     for page in pages() {
         let name = page.file_stem().unwrap().to_str().unwrap();

@@ -394,6 +394,7 @@ mod tests {
                 tensor: 1,
                 param_dtype: "bf16".to_string(),
                 parameters: 42,
+                package: None,
                 tokens_per_step: 64,
                 first_step: 5,
                 steps: 9,

@@ -60,7 +60,7 @@ fn weights(model: &Model, values: &Tensors, kind: Kind) -> Weights {
     Weights { flat, views: all }
 }
 
-fn tied<'a>(weights: &'a Weights, tied: Option<Tied>) -> Option<&'a Tensor> {
+fn tied(weights: &Weights, tied: Option<Tied>) -> Option<&Tensor> {
     tied.map(|tied| &weights.views[tied.unit][tied.parameter])
 }
 

@@ -106,6 +106,7 @@ impl SimulatedRun {
             tensor: 1,
             param_dtype: "bf16".to_string(),
             parameters: self.plan.parameters as u64,
+            package: None,
             tokens_per_step: 16_384,
             first_step,
             steps: self.plan.steps,

@@ -92,7 +92,7 @@ fn what_is_wrong_with_a_manifest_is_named() {
         ("/functions/0/saved", json!(["input"]), "saved has Input, which does not exist"),
         ("/functions/1/backward", Value::Null, "has a backward pass, unless it has chunk_rows"),
         ("/functions/1/output_shape", json!([2, 4, 9]), "unit \"head\": it takes rows of Some(8)"),
-        ("/functions/1/parameters", json!([[8, 1 << 50]]), "has no elements or too many"),
+        ("/functions/1/parameters", json!([[8, 1u64 << 50]]), "has no elements or too many"),
         ("/functions/2/input_shape", json!([5, 8]), "its input must have as many rows"),
         ("/functions/2/input_shape", json!([4, 9]), "the unit before it returns 8 rows of 8"),
         ("/targets/shape", json!([2, 5]), "and there are 10 i64 targets"),

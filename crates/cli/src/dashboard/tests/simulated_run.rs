@@ -57,6 +57,7 @@ impl Simulation {
             tensor: 1,
             param_dtype: "bf16".to_string(),
             parameters: 42_100_000,
+            package: None,
             tokens_per_step: 8192,
             first_step,
             steps,

@@ -1,0 +1,83 @@
+"""Compiles graphs with AOTInductor, and finds out what the compiled code costs and needs."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from .errors import quiet
+
+aten = torch.ops.aten
+
+# One thread is the trainer's default (ranks share a machine). Loops are still written as OpenMP loops, so that
+# OMP_NUM_THREADS decides when the code runs.
+OPTIONS = {
+    "cpp.threads": 1,
+    "cpp.dynamic_threads": True,
+    "compile_threads": 1,
+    # Parameters change at every step, so nothing may be computed from them ahead of time.
+    "freezing": False,
+    # Debugging information makes the files five times as large.
+    "aot_inductor.enable_line_tables": False,
+    "aot_inductor.enable_frame_pointer": False,
+}
+
+
+def compile_graph(module, examples, path: Path):
+    """Compiles one graph for arguments like the examples into `path`, and returns a function that calls it."""
+    with torch.no_grad(), quiet():
+        exported = torch.export.export(module, tuple(examples), strict=False)
+        file = torch._inductor.aoti_compile_and_package(exported, package_path=str(path), inductor_configs=OPTIONS)
+        return torch._inductor.aoti_load_package(file)
+
+
+def examples_of(module):
+    """Fake tensors for the placeholders of a graph."""
+    values = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return [torch.empty(value.shape, dtype=value.dtype) for value in values]
+
+
+def count_flops(module):
+    """Floating-point operations of one call. Attention on CPUs is missing from PyTorch's own table."""
+
+    def attention(query, key, value, *_, **__):
+        return sdpa_flop_count(query, key, value)
+
+    def attention_backward(gradient, query, key, value, *_, **__):
+        return sdpa_backward_flop_count(gradient, query, key, value)
+
+    formulas = {
+        aten._scaled_dot_product_flash_attention_for_cpu: attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward,
+    }
+    examples = examples_of(module)
+    with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=formulas) as counter, examples[0].fake_mode:
+        module(*examples)
+    return float(counter.get_total_flops())
+
+
+def run_and_measure(function, arguments):
+    """Calls the function. Returns its results and the peak of its memory beyond arguments and results, in bytes."""
+    with quiet(), torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        results = function(*arguments)
+    now = peak = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    return list(results), max(0, peak - now)
+
+
+def cpu_features():
+    """The features that the compiler may use for this machine, by their names in /proc/cpuinfo."""
+    command = [os.environ.get("CXX", "g++"), "-march=native", "-dM", "-E", "-x", "c++", "/dev/null"]
+    macros = subprocess.run(command, capture_output=True, text=True, check=True).stdout.lower()
+    # The compiler writes avx512bf16 where Linux writes avx512_bf16.
+    used = {line.split()[1].strip("_").replace("_", "") for line in macros.splitlines() if line.startswith("#define __")}
+    line = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags"))
+    vector_extensions = ("avx", "fma", "f16c", "bmi", "amx", "sse4")
+    return [flag for flag in line.split(":")[1].split() if flag.startswith(vector_extensions) and flag.replace("_", "") in used]
