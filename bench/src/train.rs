@@ -3,7 +3,7 @@
 //! SIDE is stage-0 to stage-3, or bare: the same model in bare libtorch, without communication. Steps run back to back, as in
 //! training: a step waits for communication that the previous one left running. Prints a line of JSON for each step, and one at
 //! the end; `bench/peers/train.py` prints the same. `bench-train weights RECIPE` writes the weights file that the recipe names,
-//! so that all sides start from the same weights.
+//! so that all sides start from the same weights; `bench-train config RECIPE` prints the model's Hugging Face config.
 //!
 //! With `--tensor T`, T consecutive ranks share each layer, with sequence parallelism, and read the same batch. The side 'bare'
 //! shares nothing, but reads that batch too.
@@ -36,7 +36,7 @@ use bare::{Bare, cpu};
 mod process;
 use process::kernel_bytes;
 
-const USAGE: &str = "usage: mpirun -n RANKS bench-train bare|stage-0|stage-1|stage-2|stage-3|weights|split-points RECIPE [each] \
+const USAGE: &str = "usage: mpirun -n RANKS bench-train bare|stage-0|stage-1|stage-2|stage-3|weights|config|split-points RECIPE [each] \
                      [--tensor T] [--pipeline P] [--schedule SCHEDULE]";
 
 /// The arguments of the command line.
@@ -126,6 +126,10 @@ fn main() -> Result<()> {
     match side.as_str() {
         "weights" => return write_weights(&recipe),
         "split-points" => return print_split_points(&recipe),
+        "config" => {
+            println!("{}", recipe.config().context("the model has no Hugging Face config")?);
+            return Ok(());
+        }
         _ => (),
     }
     shardwise_torch::enable_caching_allocator();

@@ -1,4 +1,4 @@
-"""A small residual convolutional network for 32x32 images. Compile it with: shardwise compile convolutional.py --out FOLDER"""
+"""A small residual convolutional network for 32x32 images. Compile it with: shardwise compile convolutional.py --out FOLDER --weights"""
 
 import torch
 import torch.nn.functional as F
@@ -43,4 +43,4 @@ targets = torch.randint(10, (4,))
 
 
 def loss(outputs, targets):
-    return F.cross_entropy(outputs, targets, ignore_index=-100, reduction="sum")
+    return F.cross_entropy(outputs.float(), targets, ignore_index=-100, reduction="sum")

@@ -1,4 +1,4 @@
-"""A small vision transformer that classifies 32x32 images. Compile it with: shardwise compile vision_transformer.py --out FOLDER"""
+"""A small vision transformer that classifies 32x32 images. Compile it with: shardwise compile vision_transformer.py --out FOLDER --weights"""
 
 import torch
 import torch.nn.functional as F
@@ -45,4 +45,4 @@ targets = torch.randint(10, (4,))
 
 
 def loss(outputs, targets):
-    return F.cross_entropy(outputs, targets, ignore_index=-100, reduction="sum")
+    return F.cross_entropy(outputs.float(), targets, ignore_index=-100, reduction="sum")

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import shutil
 import sys
 import tempfile
 import time
@@ -16,6 +15,10 @@ from .check import check, check_loss
 from .errors import CompileError
 from .package import compile_units, write_manifest
 from .source import DTYPES, load_file, prepare
+
+
+# What --weights and --expected write.
+EXTRAS = ["weights.safetensors", "batch.safetensors", "gradients.safetensors", "expected.json"]
 
 
 def parse(arguments):
@@ -34,6 +37,8 @@ def parse(arguments):
 
 def load(options):
     if options.model.suffix == ".py":
+        if options.micro_batch_size is not None or options.seq_len is not None:
+            raise CompileError(f"the shape of a micro-batch is that of `inputs` in {options.model}; leave out --micro-batch-size and --seq-len")
         return load_file(options.model)
     if options.micro_batch_size is None or options.seq_len is None:
         raise CompileError("a Hugging Face model needs --micro-batch-size and --seq-len")
@@ -50,9 +55,8 @@ def main(options):
     torch.manual_seed(0)
     started = time.perf_counter()
     say = lambda line: print(f"{time.perf_counter() - started:6.1f} s  {line}", flush=True)  # noqa: E731
-    # Only a package is ever replaced, never some other folder that was named by mistake.
-    if options.out.exists() and not (options.out / "package.json").exists():
-        raise CompileError(f"{options.out} exists and is not a package; name a new folder, or remove it")
+    options.out = options.out.resolve()
+    check_replaceable(options.out)
     if not options.model.exists():
         raise CompileError(f"{options.model} does not exist")
     source, dtype = load(options), DTYPES[options.dtype]
@@ -73,9 +77,29 @@ def main(options):
         elif weights is not None:
             save_file(weights, folder / "weights.safetensors")
         if options.out.exists():
-            shutil.rmtree(options.out)
+            options.out.rename(folder.with_name("replaced"))
         folder.rename(options.out)
     say(f"wrote {options.out}")
+    needs_weights = "weights" in source.initializations.values()
+    if options.weights or options.expected:
+        say(f'to begin with the model\'s own values: init.weights = "{options.out}/weights.safetensors"')
+    elif needs_weights:
+        say("its initial values are not a plain distribution: compile with --weights, or set init.weights in the recipe")
+
+
+def check_replaceable(folder):
+    """Only a package is ever replaced, and nothing else that a folder with that name may hold."""
+    if not folder.exists():
+        return
+    try:
+        manifest = json.loads((folder / "package.json").read_text())
+        files = {"package.json", "config.json", *EXTRAS}
+        files |= {part["file"] for each in manifest["functions"] for part in (each["forward"], each["backward"]) if part}
+    except (OSError, ValueError, KeyError, TypeError):
+        raise CompileError(f"{folder} exists and is not a package; name a new folder, or remove it") from None
+    others = sorted(file.name for file in folder.iterdir() if file.name not in files)
+    if others:
+        raise CompileError(f"{folder} also holds {others[0]}, which would be lost; name a new folder, or move it away")
 
 
 def save_expected(source, loss, gradients, folder):

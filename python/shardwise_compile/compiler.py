@@ -5,12 +5,46 @@ import subprocess
 from pathlib import Path
 
 import torch
+from torch._inductor.decomposition import decompositions, select_decomp_table
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from .errors import quiet
 
 aten = torch.ops.aten
+
+
+def embedding_dense_backward(gradient, indices, rows, padding_idx, scale_grad_by_freq):
+    """PyTorch's own kernel, in f32. Inductor's would add atomically, so that bits would depend on the order of threads."""
+    if gradient.dtype == torch.float32:
+        return NotImplemented
+    whole = aten.embedding_dense_backward(gradient.float(), indices, rows, padding_idx, scale_grad_by_freq)
+    return whole.to(gradient.dtype)
+
+
+# Inductor accepts either its own code for an operation or a call of PyTorch's.
+decompositions.pop(aten.embedding_dense_backward.default, None)
+
+
+def trace_decompositions():
+    """How operations are taken apart when a graph is traced."""
+    return {**select_decomp_table(), aten.embedding_dense_backward.default: embedding_dense_backward}
+
+
+# Sums into places that indices name: Inductor's loops add atomically, so with several threads their bits vary.
+ATOMIC = {
+    aten.index_put.default,
+    aten._unsafe_index_put.default,
+    aten.scatter_add.default,
+    aten.scatter_reduce.two,
+    aten.index_add.default,
+}
+
+
+def adds_atomically(module):
+    """Whether a graph adds values into places that indices name."""
+    nodes = [node for node in module.graph.nodes if node.target in ATOMIC]
+    return any("index_put" not in str(node.target) or (len(node.args) > 3 and node.args[3]) for node in nodes)
 
 # One thread is the trainer's default (ranks share a machine). Loops are still written as OpenMP loops, so that
 # OMP_NUM_THREADS decides when the code runs.

@@ -90,7 +90,7 @@ def derive(head):
             with joint.inserting_before(node):
                 node.replace_all_uses_with(joint.get_attr(f"constant_{index}"))
             joint.erase_node(node)
-    results, places = [], []
+    results, places, seen = [], [], set()
     with joint.inserting_before(joint.output_node()):
         for node, kind in zip(gradients, head.arguments, strict=True):
             if kind != "input" and kind[0] != "parameter":
@@ -99,6 +99,10 @@ def derive(head):
                 places.append(None)
                 continue
             value = node.meta["val"]
+            # Two parameters with the same gradient get one each, since the trainer changes them in place.
+            if node in seen:
+                node = joint.call_function(aten.clone.default, (node,))
+            seen.add(node)
             if kind != "input" and value.dtype != torch.float32:
                 node = joint.call_function(torch.ops.prims.convert_element_type.default, (node, torch.float32))
             elif not value.is_contiguous():

@@ -36,7 +36,10 @@ def load(path: Path, micro_batch_size, seq_len):
         except ValueError:
             model = auto.from_config(config, attn_implementation="eager")
     inputs, targets = random_batch(config.vocab_size, micro_batch_size, seq_len, auto is transformers.AutoModelForMaskedLM)
-    has_weights = path.is_dir() and any(path.glob("*.safetensors"))
+    folder = path if path.is_dir() else path.parent
+    has_weights = any(folder.glob("*.safetensors"))
+    if not has_weights and any(folder.glob("pytorch_model*.bin")):
+        raise CompileError(f"{folder} has weights in PyTorch's old format; save them as safetensors")
     return Source(
         model=model.float(),
         run=run,
@@ -48,7 +51,7 @@ def load(path: Path, micro_batch_size, seq_len):
         description={"architecture": type(model).__name__, "transformers": transformers.__version__},
         initializer_range=getattr(config, "initializer_range", None),
         config=json.loads((path / "config.json" if path.is_dir() else path).read_text()),
-        weights=(lambda: auto.from_pretrained(path, dtype=torch.float32).state_dict()) if has_weights else None,
+        weights=(lambda: auto.from_pretrained(folder, dtype=torch.float32).state_dict()) if has_weights else None,
     )
 
 

@@ -44,6 +44,7 @@ def compile_units(source, folder: Path, activation_checkpointing, chunk_rows, dt
     say(f"{len(units)} units: {', '.join(unit.name for unit in units)}")
     chunk_rows = min(chunk_rows, source.targets.numel())
     chunked = chunk(source, units[-1], chunk_rows, dtype) if chunk_rows else None
+    say(f"the head computes {chunk_rows} targets at a time" if chunked else "the head computes all targets at once")
     functions, function_of, known = [], [], {}
     for unit in units:
         signature = signature_of(unit)
@@ -57,6 +58,9 @@ def compile_units(source, folder: Path, activation_checkpointing, chunk_rows, dt
             else:
                 functions.append(compile_function(name, unit, split(unit, activation_checkpointing), None, folder))
             say(f"compiled {name}")
+            parts = functions[-1].split
+            if any(module is not None and compiler.adds_atomically(module) for module in (parts.forward, parts.backward)):
+                say(f"note: {name} adds at places that indices name; with several threads per rank, bits vary from run to run")
         function_of.append(known[signature])
     return Package(units, functions, function_of)
 
@@ -91,6 +95,7 @@ def write_manifest(source, package, folder, options):
         "inputs": describe(source.inputs),
         "targets": describe(source.targets),
         "source": source.description,
+        "needs_weights": any(init == "weights" for init in source.initializations.values()),
         "functions": [describe_function(function, folder) for function in package.functions],
         "units": [
             {
@@ -100,7 +105,7 @@ def write_manifest(source, package, folder, options):
                     {
                         "name": name,
                         "shape": list(parameters[name].shape),
-                        "init": source.initializations[name],
+                        "init": "zeros" if source.initializations[name] == "weights" else source.initializations[name],
                         "decays": parameters[name].dim() >= 2,
                     }
                     for name in unit.parameters

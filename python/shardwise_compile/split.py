@@ -13,9 +13,9 @@ from torch import fx
 from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._functorch.partitioners import min_cut_rematerialization_partition, reordering_to_mimic_autograd_engine
-from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses import FakeTensorMode
 
+from .compiler import trace_decompositions
 from .errors import CompileError, quiet
 from .graphs import CASTS, VIEWS, aten, bytes_of, contiguous_order, is_pointwise, make_contiguous, module_of_graph
 
@@ -49,7 +49,7 @@ def trace_joint(unit, function=None, examples=None):
     try:
         with quiet():
             return aot_export_joint_simple(
-                function or unit.graph, tuple(examples), trace_joint=True, decompositions=select_decomp_table()
+                function or unit.graph, tuple(examples), trace_joint=True, decompositions=trace_decompositions()
             )
     except Exception as error:
         raise CompileError(f"{unit.name}: PyTorch cannot derive the backward pass: {str(error).splitlines()[0]}") from error
@@ -144,12 +144,17 @@ class Splitter:
 
     def is_cheap(self, node, available):
         """Whether pointwise operations alone make the node from available values: an activation function, a scaled norm."""
-        if not is_pointwise(node):
-            return False
-        return all(
-            operand in available or operand in self.kinds or self.is_recomputed(operand) or self.is_cheap(operand, available)
-            for operand in node.all_input_nodes
-        )
+        found, stack = set(), [node]
+        while stack:
+            node = stack.pop()
+            if not is_pointwise(node):
+                return False
+            for operand in node.all_input_nodes:
+                is_given = operand in available or operand in self.kinds or self.is_recomputed(operand)
+                if not is_given and operand not in found:
+                    found.add(operand)
+                    stack.append(operand)
+        return True
 
     def is_recomputed(self, node):
         depends = self.depends[node] - {"constant"}

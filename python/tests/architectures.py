@@ -70,6 +70,7 @@ CASES = {
     "llama-selective": ("llama", SELECTIVE),
     "qwen3-selective": ("qwen3", SELECTIVE),
     "llama-bf16-selective": ("llama", BF16 + SELECTIVE),
+    "llama-selective-whole": ("llama", SELECTIVE + ["--chunk-rows", "0"]),
     "vision_transformer": ("vision_transformer.py", []),
     "convolutional": ("convolutional.py", []),
 }
@@ -86,7 +87,7 @@ def compile_case(case, out):
             made.architectures = [ARCHITECTURES[model]]
             made.save_pretrained(path)
         # 48 rows do not divide 64 tokens: the last chunk is padded.
-        options = [*options, "--micro-batch-size", "2", "--seq-len", "32", "--chunk-rows", "48"]
+        options = ["--micro-batch-size", "2", "--seq-len", "32", "--chunk-rows", "48", *options]
     command = [sys.executable, "-m", "shardwise_compile", str(path), "--out", str(out / case), "--expected", *options]
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
     return subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

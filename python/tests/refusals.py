@@ -52,6 +52,11 @@ CASES = {
     "units that do not exist": (dict(units='units = ["layers.0", "layers.1"]'), ["layers.0"]),
     "control flow that depends on data": (dict(statement="x = x if x.sum() > 0 else -x"), ["Model", "x.sum()"]),
     "a mean": (dict(reduction="mean"), ["sum", "mean"]),
+    "a mean of one sequence": (
+        dict(reduction="mean", units="one = True"),
+        ["sum", "mean"],
+    ),
+    "a frozen parameter": (dict(buffer="self.out.weight.requires_grad_(False)"), ["out.weight", "model.frozen"]),
     "no loss": (dict(units="del_loss = True"), ["loss"]),
 }
 
@@ -71,6 +76,8 @@ def main():
         text = COMMON.format(**FINE | changes)
         if case == "no loss":
             text = text.split("def loss")[0]
+        if case == "a mean of one sequence":
+            text = text.replace("(16, (2, 4))", "(16, (1, 4))")
         run = refuse(text)
         message = run.stderr.strip()
         is_good = run.returncode == 1 and message.count("\n") == 0 and all(word in message for word in words)

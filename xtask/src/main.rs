@@ -8,6 +8,7 @@
 mod checkpoints;
 mod claim;
 mod claims;
+mod compiled;
 mod foundation;
 mod fuzz;
 mod hosts;

@@ -3,9 +3,9 @@
 
 use std::fmt;
 use std::net::TcpListener;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, bail, ensure};
 use serde::{Deserialize, Serialize};
@@ -211,6 +211,8 @@ pub enum Framework {
     Bare,
     /// Shardwise at a ZeRO stage.
     Shardwise(u8),
+    /// Shardwise at a ZeRO stage, with a model that `shardwise compile` has compiled.
+    ShardwiseCompiled(u8),
     /// Bare PyTorch: the same in Python.
     PyTorch,
     /// PyTorch's DDP.
@@ -283,7 +285,13 @@ const PIPELINE_PARALLEL: [Framework; 8] = [
 impl Framework {
     /// Whether it is not part of this project.
     pub fn is_peer(self) -> bool {
-        !matches!(self, Framework::Bare | Framework::Shardwise(_) | Framework::ShardwisePipeline(_))
+        !matches!(
+            self,
+            Framework::Bare
+                | Framework::Shardwise(_)
+                | Framework::ShardwiseCompiled(_)
+                | Framework::ShardwisePipeline(_)
+        )
     }
 
     /// Whether Inductor compiles its blocks.
@@ -323,7 +331,7 @@ impl Framework {
             Framework::Fsdp2Keep | Framework::Fsdp2KeepCompiled => 2,
             Framework::Fsdp2 | Framework::Fsdp2Compiled => 3,
             Framework::Fsdp2Tensor => 3,
-            Framework::Shardwise(stage) | Framework::DeepSpeed(stage) => stage,
+            Framework::Shardwise(stage) | Framework::ShardwiseCompiled(stage) | Framework::DeepSpeed(stage) => stage,
         }
     }
 
@@ -331,7 +339,7 @@ impl Framework {
     fn argument(self) -> String {
         match self {
             Framework::Bare | Framework::PyTorch => "bare".to_string(),
-            Framework::Shardwise(stage) => format!("stage-{stage}"),
+            Framework::Shardwise(stage) | Framework::ShardwiseCompiled(stage) => format!("stage-{stage}"),
             Framework::Ddp => "ddp".to_string(),
             Framework::Zero1 => "zero1".to_string(),
             Framework::Fsdp2Keep => "fsdp2-keep".to_string(),
@@ -354,6 +362,7 @@ impl fmt::Display for Framework {
             Framework::Bare => f.write_str("bare libtorch"),
             Framework::PyTorch => f.write_str("bare PyTorch"),
             Framework::Shardwise(stage) => write!(f, "Shardwise {stage}"),
+            Framework::ShardwiseCompiled(stage) => write!(f, "Shardwise {stage}, compiled"),
             Framework::Ddp => f.write_str("DDP"),
             Framework::Zero1 => f.write_str("DDP + ZeRO optimizer"),
             Framework::Fsdp2Keep => f.write_str("FSDP2, no reshard"),
@@ -468,6 +477,35 @@ impl Bench {
         self.folder.path().join("recipe.toml")
     }
 
+    /// The program that runs Shardwise's side.
+    pub fn program(&self) -> &Path {
+        &self.program
+    }
+
+    /// The recipe of [`Framework::ShardwiseCompiled`].
+    pub fn compiled_recipe(&self) -> PathBuf {
+        self.folder.path().join("compiled.toml")
+    }
+
+    /// Compiles the model of a workload, for [`Framework::ShardwiseCompiled`]. Returns how long it took, in seconds.
+    pub fn compile(&self, workload: &Workload) -> Result<f64> {
+        let started = Instant::now();
+        let folder = self.folder.path();
+        let config = output_of(Command::new(&self.program).arg("config").arg(self.recipe()))?;
+        std::fs::write(folder.join("config.json"), config)?;
+        let python = output_of(&mut Command::new(root().join("python/setup")))?;
+        let mut command = Command::new(python.trim());
+        command.env("PYTHONPATH", root().join("python")).args(["-m", "shardwise_compile"]);
+        command.arg(folder.join("config.json")).arg("--out").arg(folder.join("package"));
+        command.args(["--micro-batch-size", &workload.micro_batch_size.to_string()]);
+        command.args(["--seq-len", &workload.seq_len.to_string(), "--dtype", &workload.precision.to_string()]);
+        output_of(&mut command)?;
+        let recipe = workload.recipe();
+        let (_, rest) = recipe.split_once("[init]").context("the recipe's model comes first")?;
+        std::fs::write(self.compiled_recipe(), format!("[model]\npackage = \"package\"\n[init]{rest}"))?;
+        Ok(started.elapsed().as_secs_f64())
+    }
+
     /// Runs a framework with one thread per rank, on simulated hosts if `hosts` is given.
     pub fn run(&self, framework: Framework, layout: Layout, hosts: Option<&Hosts>) -> Result<Run> {
         let pipeline_arguments = self.pipeline_arguments(framework, layout)?;
@@ -504,7 +542,9 @@ impl Bench {
             let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
             command.arg(format!("{address}:{port}"));
         } else {
-            command.arg(&self.program).arg(framework.argument()).arg(self.recipe());
+            let is_compiled = matches!(framework, Framework::ShardwiseCompiled(_));
+            let recipe = if is_compiled { self.compiled_recipe() } else { self.recipe() };
+            command.arg(&self.program).arg(framework.argument()).arg(recipe);
         }
         command.args(["--tensor", &layout.tensor.to_string()]).args(pipeline_arguments);
         let printed = output_of(&mut command).with_context(|| format!("{framework} on {layout}"))?;

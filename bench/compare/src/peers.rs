@@ -244,7 +244,7 @@ fn markdown(table: &Table) -> String {
 
 fn panels(workload: &Workload, table: &Table) -> [Bars; 2] {
     let colour = |framework: Framework| match framework {
-        Framework::Shardwise(_) | Framework::ShardwisePipeline(_) => plot::OURS,
+        Framework::Shardwise(_) | Framework::ShardwiseCompiled(_) | Framework::ShardwisePipeline(_) => plot::OURS,
         Framework::Bare | Framework::PyTorch => plot::BARE,
         _ => plot::THEIRS,
     };

@@ -291,6 +291,8 @@ fn tensor_bytes(shape: &[u64], dtype: Dtype) -> u64 {
 fn plan_files(checkpoint: &Checkpoint, prefix: &str, export: &ExportOptions) -> Result<Vec<Vec<ExportedTensor>>> {
     let mut files: Vec<Vec<ExportedTensor>> = vec![Vec::new()];
     let (mut file_bytes, mut names) = (0u64, BTreeSet::new());
+    // A compiled model's parameters have their full names already.
+    let prefix = if checkpoint.manifest().training["package"].is_string() { "" } else { prefix };
     for unit in &checkpoint.manifest().units {
         let reader = checkpoint.unit(&unit.name)?;
         // Skip optimizer state.
@@ -308,8 +310,6 @@ fn plan_files(checkpoint: &Checkpoint, prefix: &str, export: &ExportOptions) -> 
                 file_bytes = 0;
             }
             file_bytes = bytes.saturating_add(file_bytes);
-            // A compiled model's parameters have their full names already.
-            let prefix = if tensor.name.starts_with(prefix) { "" } else { prefix };
             let entry =
                 Entry { name: format!("{prefix}{}", tensor.name), dtype: export.dtype, shape: tensor.shape.clone() };
             let exported = ExportedTensor { unit: unit.name.clone(), name: tensor.name.clone(), entry };

@@ -24,7 +24,7 @@ pub(crate) struct Options {
     #[arg(long)]
     seq_len: Option<u32>,
     /// Type of parameters and activations
-    #[arg(long, default_value = "f32", value_parser = ["f32", "bf16", "f16"])]
+    #[arg(long, default_value = "f32", value_parser = ["f32", "bf16"])]
     dtype: String,
     /// Activations to keep for the backward pass: all, or those that are expensive to recompute
     #[arg(long, default_value = "none", value_parser = ["none", "selective"])]

@@ -1,7 +1,7 @@
 //! A recipe with a compiled package: planning, training, resuming on other ranks, evaluation and export; what cannot be done is
 //! refused by name.
 //!
-//! The packages are those of `SHARDWISE_PACKAGES`; see `crates/model/tests/compiled.rs`.
+//! The packages are those of `python/tests/packages`.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
@@ -12,11 +12,7 @@ use serde_json::Value;
 use shardwise_plan::package::Package;
 
 fn packages() -> Vec<PathBuf> {
-    let Some(folder) = std::env::var_os("SHARDWISE_PACKAGES") else {
-        println!("skipped: set SHARDWISE_PACKAGES to a folder of compiled packages");
-        return Vec::new();
-    };
-    let entries = std::fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path());
+    let entries = std::fs::read_dir(shardwise_harness::packages().unwrap()).unwrap().map(|entry| entry.unwrap().path());
     let mut found: Vec<PathBuf> = entries.filter(|path| path.join("package.json").exists()).collect();
     // A recipe's data are tokens.
     found.retain(|path| json(&path.join("package.json"))["inputs"]["dtype"] == "i64");
@@ -36,8 +32,9 @@ fn recipe(package: &Path) -> tempfile::TempDir {
     let micro_batch_size = shape[0].as_u64().unwrap();
     let tokens: Vec<u8> = (0..4000u32).flat_map(|place| ((place * place % 61) as u16).to_le_bytes()).collect();
     std::fs::write(folder.path().join("tokens.bin"), tokens).unwrap();
+    let checkpointing = &manifest["activation_checkpointing"];
     let text = format!(
-        "[model]\npackage = \"{}\"\n[data]\ncorpus = \"tokens.bin\"\ntoken_bytes = 2\n\
+        "activation_checkpointing = {checkpointing}\n[model]\npackage = \"{}\"\n[data]\ncorpus = \"tokens.bin\"\ntoken_bytes = 2\n\
          [evaluation]\ncorpus = \"tokens.bin\"\nmax_sequences = 7\n\
          [batch]\nmicro_batch_size = {micro_batch_size}\nglobal_batch_size = {}\nseq_len = {}\n\
          [precision]\nparam_dtype = {dtype}\n[optimizer]\nlr = 1e-2\n[run]\nsteps = 6\nlog_every = 1\n\
@@ -124,13 +121,15 @@ fn a_package_is_planned_trained_resumed_evaluated_and_exported() {
 fn what_a_package_cannot_do_is_refused_by_key() {
     for package in packages() {
         let folder = recipe(&package);
+        let is_selective = json(&package.join("package.json"))["activation_checkpointing"] == "selective";
+        let other = if is_selective { "full" } else { "selective" };
         for (setting, message) in [
             ("batch.micro_batch_size=77", "`batch.micro_batch_size` is 77, but the package was compiled for"),
             ("batch.seq_len=77", "`batch.seq_len` is 77, but the package was compiled for"),
             ("precision.param_dtype=f16", "`precision.param_dtype` is \"f16\", but the package was compiled for"),
             (
-                "activation_checkpointing=selective",
-                "`activation_checkpointing` is \"selective\", but the package was compiled for",
+                &format!("activation_checkpointing={other}"),
+                &format!("`activation_checkpointing` is \"{other}\", but the package was compiled for"),
             ),
             ("parallel.tensor=2", "parallel.tensor: package: its layers were compiled whole"),
             ("model.frozen=[\"nothing\"]", "no parameter name starts with 'nothing'"),

@@ -41,7 +41,6 @@ impl Layer for ChunkedHead {
                 let kept = kept.lock().unwrap_or_else(PoisonError::into_inner).take();
                 let gradients = kept.ok_or("the head's gradients have been used; its graph can be walked only once")?;
                 let Some(factor) = &back.grads[0] else { return Ok(kinds.iter().map(|_| None).collect()) };
-                // Scale before rounding: unscaled values could underflow in f16.
                 let scale = |(gradient, kind): (Option<Tensor>, &Kind)| {
                     gradient.map(|mut gradient| gradient.f_mul_(factor)?.f_to_kind(*kind)).transpose()
                 };

@@ -38,7 +38,8 @@ impl Layer for CompiledLayer {
             differentiable.iter().copied().chain(read).map(Tensor::f_contiguous).collect::<std::result::Result<_, _>>()
         })?;
         let mut values = self.functions.forward.get()?.run(arguments)?;
-        let output = values.remove(0);
+        // A value that is also saved would be one tensor, which would own the graph that owns it.
+        let output = values.remove(0).f_detach()?;
 
         let saved = function.saved.iter().filter_map(|saved| match saved {
             SavedValue::Parameter(index) => Some(parameters[*index].shallow_clone()),

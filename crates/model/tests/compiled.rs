@@ -1,6 +1,6 @@
 //! Compiled packages compute what PyTorch computes, and refuse what they were not compiled for.
 //!
-//! Every folder in `SHARDWISE_PACKAGES` that has a `package.json` is a package. Next to it are the weights, a micro-batch, and the loss
+//! The packages are those of `python/tests/packages`. Next to each are the weights, a micro-batch, and the loss
 //! and the gradients that eager PyTorch computes with them.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
@@ -16,11 +16,7 @@ type Tensors = BTreeMap<String, Tensor>;
 
 /// The packages to test with, by name.
 fn packages() -> Vec<PathBuf> {
-    let Some(folder) = std::env::var_os("SHARDWISE_PACKAGES") else {
-        println!("skipped: set SHARDWISE_PACKAGES to a folder of compiled packages");
-        return Vec::new();
-    };
-    let entries = std::fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path());
+    let entries = std::fs::read_dir(shardwise_harness::packages().unwrap()).unwrap().map(|entry| entry.unwrap().path());
     let mut found: Vec<PathBuf> = entries.filter(|path| path.join("package.json").exists()).collect();
     found.sort();
     found
@@ -120,6 +116,28 @@ fn losses_and_gradients_are_those_of_pytorch() {
         let weights = weights(&model, &read(&path.join("weights.safetensors")), kind);
         let found = loss_and_gradients(&model, &weights, &batch(&path));
         assert_close(&path.display().to_string(), &found, &(loss, gradients), tolerance);
+    }
+}
+
+/// All tokens are the same, so that their gradients are added to one row of the embedding.
+#[test]
+fn several_threads_give_the_same_bits() {
+    shardwise_torch::tch::set_num_threads(2);
+    for path in packages() {
+        let model = Model::from_package(&path).unwrap();
+        let (kind, _) = kind(model.package().unwrap());
+        let values = read(&path.join("weights.safetensors"));
+        let Batch { inputs, targets, .. } = batch(&path);
+        let batch = Batch::new(inputs.zeros_like(), targets);
+        let run = || loss_and_gradients(&model, &weights(&model, &values, kind), &batch);
+        let (loss, gradients) = run();
+        for _ in 0..200 {
+            let (again, repeated) = run();
+            assert_eq!(again.to_bits(), loss.to_bits(), "{}", path.display());
+            for (name, gradient) in &repeated {
+                assert!(gradient.equal(&gradients[name]), "{}: {name} has other bits", path.display());
+            }
+        }
     }
 }
 

@@ -36,6 +36,17 @@ impl Recipe {
             return Err(mismatch(key, &word(&dtype), &format!("\"{}\"", manifest.dtype)));
         }
         self.check_package_checkpointing(manifest.activation_checkpointing)?;
+        if manifest.needs_weights && self.init.weights.is_none() {
+            let problem = "`init.weights`: the model's initial values cannot be drawn from a seed: compile it with --weights, and set \
+                           `init.weights` to the weights.safetensors in the package";
+            return Err(Invalid::at("init.weights", problem));
+        }
+        let is_masked = manifest.source.get("architecture").is_some_and(|name| name.to_string().contains("MaskedLM"));
+        if is_masked && (self.data.corpus.is_some() || self.data.mixture.is_some()) {
+            let problem = "model.package: a masked language model sees the tokens that a recipe's data would ask it to predict; train it \
+                           with the library, on batches with masks";
+            return Err(Invalid::at("model.package", problem));
+        }
         if self.data.chat.is_some() {
             let problem = "`data.chat` packs several conversations into a sequence, which a compiled model cannot tell apart: use a \
                            corpus, or a model of `model.llama` or `model.gpt2`";

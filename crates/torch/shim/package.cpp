@@ -25,13 +25,21 @@ struct CompiledFunction {
 
 namespace {
 
-// The folders into which the loader has unpacked what this process has mapped. It names them aotinductor_XXXXXX.
+// Whether the loader has made this folder: it names them aotinductor_XXXXXX, in the folder for temporary files.
+bool is_unpacked(const std::filesystem::path &folder) {
+  const std::string prefix = "aotinductor_", name = folder.filename().string();
+  std::error_code error;
+  return name.size() == prefix.size() + 6 && name.rfind(prefix, 0) == 0 &&
+         std::filesystem::equivalent(folder.parent_path(), std::filesystem::temp_directory_path(error), error);
+}
+
+// The folders into which the loader has unpacked what this process has mapped.
 std::set<std::filesystem::path> unpacked_folders() {
   std::set<std::filesystem::path> folders;
   dl_iterate_phdr(
       [](dl_phdr_info *info, size_t, void *found) {
         std::filesystem::path folder(info->dlpi_name ? info->dlpi_name : "");
-        while (folder.has_relative_path() && folder.filename().string().rfind("aotinductor_", 0) != 0)
+        while (folder.has_relative_path() && !is_unpacked(folder))
           folder = folder.parent_path();
         if (folder.has_relative_path())
           static_cast<std::set<std::filesystem::path> *>(found)->insert(folder);

@@ -1,6 +1,6 @@
 //! Compiled units train like any others: the same bits at every stage, with recomputation, accumulation and a pipeline.
 //!
-//! The packages are those of `SHARDWISE_PACKAGES`; see `crates/model/tests/compiled.rs`.
+//! The packages are those of `python/tests/packages`.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
@@ -20,11 +20,7 @@ use shardwise_zero::{AdamW, Optimizer, Precision, Sharding};
 const STEPS: i64 = 5;
 
 fn packages() -> Vec<PathBuf> {
-    let Some(folder) = std::env::var_os("SHARDWISE_PACKAGES") else {
-        println!("skipped: set SHARDWISE_PACKAGES to a folder of compiled packages");
-        return Vec::new();
-    };
-    let entries = std::fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path());
+    let entries = std::fs::read_dir(shardwise_harness::packages().unwrap()).unwrap().map(|entry| entry.unwrap().path());
     let mut found: Vec<PathBuf> = entries.filter(|path| path.join("package.json").exists()).collect();
     // The batches below are tokens.
     found.retain(|path| Package::open(path).unwrap().vocab_size().is_some());

@@ -30,7 +30,7 @@ mod stopwatch;
 pub use hosts::{Hosts, Network};
 pub use launch::{Exit, Failure, Launch, Rank, Report, launcher, run};
 pub use processes::rank_pids;
-pub use python::{python, run_with_tensorboard, run_with_transformers};
+pub use python::{packages, python, run_with_tensorboard, run_with_transformers};
 pub use readme::readme_commands;
 pub use slurm::Slurm;
 pub use stopwatch::{Stopwatch, check_speed, scale_timeout, slowdown};

@@ -22,16 +22,27 @@ pub fn run_with_tensorboard(script: &str, arguments: &[&Path]) -> Result<String,
     reference("tensorboard", script, arguments)
 }
 
+/// The folder with the packages of small compiled models (`shardwise compile`), which are compiled if necessary.
+pub fn packages() -> Result<PathBuf, String> {
+    if let Some(folder) = std::env::var_os("SHARDWISE_PACKAGES") {
+        return Ok(folder.into());
+    }
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).ok_or("the harness is in the checkout")?;
+    Ok(print_of(&mut Command::new(root.join("python/tests/packages")))?.trim().into())
+}
+
 fn reference(package: &str, script: &str, arguments: &[&Path]) -> Result<String, String> {
     let reference = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).map(|root| root.join("reference"));
     let reference = reference.ok_or("the harness is in the checkout")?;
-    let printed = |command: &mut Command| {
-        let output = command.output().map_err(|error| format!("{command:?}: {error}"))?;
-        match output.status.success() {
-            true => Ok(String::from_utf8_lossy(&output.stdout).into_owned()),
-            false => Err(format!("{command:?}: {}", String::from_utf8_lossy(&output.stderr))),
-        }
-    };
-    let python = printed(Command::new(reference.join("setup")).arg(python()?).arg(package))?;
-    printed(Command::new(python.trim()).arg(reference.join(script)).args(arguments))
+    let python = print_of(Command::new(reference.join("setup")).arg(python()?).arg(package))?;
+    print_of(Command::new(python.trim()).arg(reference.join(script)).args(arguments))
+}
+
+/// What a command prints.
+fn print_of(command: &mut Command) -> Result<String, String> {
+    let output = command.output().map_err(|error| format!("{command:?}: {error}"))?;
+    match output.status.success() {
+        true => Ok(String::from_utf8_lossy(&output.stdout).into_owned()),
+        false => Err(format!("{command:?}: {}", String::from_utf8_lossy(&output.stderr))),
+    }
 }

@@ -30,6 +30,9 @@ pub struct PackageManifest {
     pub targets: TensorSpec,
     /// Where the model comes from: its class, and the version of `transformers` or the file. For people, so it may say anything.
     pub source: BTreeMap<String, Value>,
+    /// Whether the initial values of some parameters follow no plain distribution, so that they must be read from a file.
+    #[serde(default)]
+    pub needs_weights: bool,
     /// The compiled functions. Identical units share one.
     pub functions: Vec<PackageFunction>,
     /// The units, in the order of the model.
