@@ -82,7 +82,7 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode> {
         let said = String::from_utf8_lossy(&found.stderr);
         let reason = said.lines().last().unwrap_or("it said nothing");
         bail!(
-            "{python} has not what compiling needs: {reason}\nrun python/setup, which installs it, and set SHARDWISE_PYTHON to the path \
+            "{python} lacks what compiling needs: {reason}\nrun python/setup, which installs it, and set SHARDWISE_PYTHON to the path \
              that it prints"
         );
     }
