@@ -13,6 +13,7 @@ from torch import fx, nn
 from .errors import CompileError, place_of
 from .export import export
 
+
 @dataclass
 class Unit:
     """One unit: a graph whose placeholders are own parameters, tied parameter, input, inputs, targets, constants."""

@@ -95,7 +95,6 @@ def write_manifest(source, package, folder, options):
         "inputs": describe(source.inputs),
         "targets": describe(source.targets),
         "source": source.description,
-        "needs_weights": any(init == "weights" for init in source.initializations.values()),
         "functions": [describe_function(function, folder) for function in package.functions],
         "units": [
             {
@@ -105,7 +104,7 @@ def write_manifest(source, package, folder, options):
                     {
                         "name": name,
                         "shape": list(parameters[name].shape),
-                        "init": "zeros" if source.initializations[name] == "weights" else source.initializations[name],
+                        "init": source.initializations[name],
                         "decays": parameters[name].dim() >= 2,
                     }
                     for name in unit.parameters

@@ -1,6 +1,7 @@
 //! The training benchmark: the frameworks that are compared (Shardwise at each stage, bare libtorch, and the peers), the workload that
 //! all of them train, and a run of one framework.
 
+use std::cell::Cell;
 use std::fmt;
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
@@ -450,7 +451,8 @@ pub struct Bench {
     program: PathBuf,
     peers: PathBuf,
     folder: Scratch,
-    steps: usize,
+    /// The number of steps of the current workload.
+    steps: Cell<usize>,
 }
 
 impl Bench {
@@ -461,14 +463,15 @@ impl Bench {
         let mut setup = Command::new(root().join("bench/peers/setup"));
         let peers = output_of(setup.arg(torch).stderr(std::process::Stdio::inherit()))?.trim().into();
         let folder = Scratch::new("frameworks")?;
-        let bench = Bench { program, peers, folder, steps: workload.steps };
+        let bench = Bench { program, peers, folder, steps: Cell::new(0) };
         bench.set(workload)?;
         output_of(Command::new(&bench.program).arg("weights").arg(bench.recipe()))?;
         Ok(bench)
     }
 
-    /// Changes the workload, except for the model and the number of steps.
+    /// Changes the workload, except for the model.
     pub fn set(&self, workload: &Workload) -> Result<()> {
+        self.steps.set(workload.steps);
         Ok(std::fs::write(self.recipe(), workload.recipe())?)
     }
 
@@ -548,7 +551,7 @@ impl Bench {
         }
         command.args(["--tensor", &layout.tensor.to_string()]).args(pipeline_arguments);
         let printed = output_of(&mut command).with_context(|| format!("{framework} on {layout}"))?;
-        parse_run(&printed, self.steps).with_context(|| format!("{framework} printed {printed}"))
+        parse_run(&printed, self.steps.get()).with_context(|| format!("{framework} printed {printed}"))
     }
 
     /// The arguments about the pipeline. PyTorch's stages begin with the same units as Shardwise's chunks.

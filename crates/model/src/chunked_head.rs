@@ -8,9 +8,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use shardwise_torch::autograd;
 use shardwise_torch::tch::{Kind, Tensor, no_grad};
 
-use crate::compiled::{SUM_KIND, Sizes, no_logits};
 use crate::unit_functions::UnitFunctions;
-use crate::{Batch, Cache, Footprint, IGNORED, Layer, Parameters, Pass, PassShape, Result, TensorParallel};
+use crate::{Batch, Footprint, IGNORED, Layer, Parameters, Pass, PassShape, Result, TensorParallel};
+
+/// The kind in which the gradients of parameters are summed over chunks.
+const SUM_KIND: Kind = Kind::Float;
 
 /// A compiled head with its loss.
 pub(crate) struct ChunkedHead {
@@ -52,21 +54,6 @@ impl Layer for ChunkedHead {
 
     fn load(&self) -> Result<()> {
         self.functions.load()
-    }
-
-    fn extend(
-        &self,
-        _: &Parameters<'_>,
-        _: Option<&Tensor>,
-        _: &Tensor,
-        _: &mut Cache,
-        _: &TensorParallel,
-    ) -> Result<Tensor> {
-        Err(no_logits())
-    }
-
-    fn logits(&self, _: &Parameters<'_>, _: &Tensor, _: &TensorParallel) -> Result<Option<Tensor>> {
-        Err(no_logits())
     }
 
     fn output_shape(&self, _: &Batch, _: &TensorParallel) -> Option<Vec<i64>> {

@@ -8,12 +8,12 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use shardwise_plan::package::{PackageFunction, SavedValue, TensorSpec};
-use shardwise_torch::tch::{Kind, Tensor, no_grad};
+use shardwise_plan::package::{SavedValue, TensorSpec};
+use shardwise_torch::tch::{Tensor, no_grad};
 use shardwise_torch::{autograd, kind_of};
 
 use crate::unit_functions::{UnitFunctions, package_error, sizes};
-use crate::{Batch, Cache, Error, Footprint, Layer, Parameters, Pass, PassShape, Result, TensorParallel};
+use crate::{Batch, Footprint, Layer, Parameters, Pass, PassShape, Result, TensorParallel};
 
 /// A unit with a compiled forward and backward pass.
 pub(crate) struct CompiledLayer {
@@ -68,28 +68,13 @@ impl Layer for CompiledLayer {
         self.functions.load()
     }
 
-    fn extend(
-        &self,
-        _: &Parameters<'_>,
-        _: Option<&Tensor>,
-        _: &Tensor,
-        _: &mut Cache,
-        _: &TensorParallel,
-    ) -> Result<Tensor> {
-        Err(no_logits())
-    }
-
-    fn logits(&self, _: &Parameters<'_>, _: &Tensor, _: &TensorParallel) -> Result<Option<Tensor>> {
-        Err(no_logits())
-    }
-
     fn output_shape(&self, _: &Batch, _: &TensorParallel) -> Option<Vec<i64>> {
         Some(sizes(&self.functions.function.output_shape))
     }
 
     fn footprint(&self, shape: &PassShape) -> Footprint {
         let function = &self.functions.function;
-        let output_bytes = function.output_bytes(shape.element_bytes);
+        let output_bytes = function.output_elements() * shape.element_bytes;
         let saved = function.saved_bytes();
         Footprint {
             kept_bytes: output_bytes + saved,
@@ -178,43 +163,3 @@ fn check_tensor(name: &str, tensor: &Tensor, spec: &TensorSpec) -> Result<()> {
         ))),
     }
 }
-
-/// Why a compiled model cannot generate.
-pub(crate) fn no_logits() -> Error {
-    let problem = "it was compiled to compute losses, and has no logits to generate from; export the checkpoint, and generate with \
-                   Hugging Face";
-    package_error(problem.to_string())
-}
-
-/// The sizes from which costs follow.
-pub(crate) trait Sizes {
-    /// The size of the output; 0 for the loss.
-    fn output_bytes(&self, element_bytes: usize) -> usize;
-    /// The number of elements of all gradients that the function returns.
-    fn gradient_elements(&self) -> usize;
-    /// The number of elements of those that belong to parameters.
-    fn parameter_gradient_elements(&self) -> usize;
-}
-
-impl Sizes for PackageFunction {
-    fn output_bytes(&self, element_bytes: usize) -> usize {
-        match self.output_shape.is_empty() {
-            true => 0,
-            false => self.output_shape.iter().product::<usize>() * element_bytes,
-        }
-    }
-
-    fn gradient_elements(&self) -> usize {
-        let all = self.parameters.iter().chain(&self.input_shape);
-        let returned = all.zip(&self.gradients).filter(|(_, place)| place.is_some());
-        returned.map(|(shape, _)| shape.iter().product::<usize>()).sum()
-    }
-
-    fn parameter_gradient_elements(&self) -> usize {
-        let returned = self.parameters.iter().zip(&self.gradients).filter(|(_, place)| place.is_some());
-        returned.map(|(shape, _)| shape.iter().product::<usize>()).sum()
-    }
-}
-
-/// The kind in which the gradients of parameters are summed over chunks.
-pub(crate) const SUM_KIND: Kind = Kind::Float;

@@ -5,13 +5,15 @@ use std::ops::Range;
 
 use shardwise_plan::FloatsMut;
 
-use crate::{Init, Parameter};
+use crate::{Error, Init, Parameter, Result};
 
 /// Writes the initial values of the elements `range` of a parameter.
 ///
 /// A value depends only on the seed, the parameter's name and the element's index. So every rank can compute just the elements
 /// that it keeps, and any number of ranks starts from the same model.
-pub fn fill(seed: u64, parameter: &Parameter, range: Range<usize>, elements: FloatsMut<'_>) {
+///
+/// Fails if they must be read from a file ([`Init::Weights`]).
+pub fn fill(seed: u64, parameter: &Parameter, range: Range<usize>, elements: FloatsMut<'_>) -> Result<()> {
     assert_eq!(range.len(), elements.len(), "{}: the range has as many elements as the slice", parameter.name);
     match parameter.init {
         Init::Zeros => elements.fill(0.),
@@ -20,7 +22,13 @@ pub fn fill(seed: u64, parameter: &Parameter, range: Range<usize>, elements: Flo
             let key = parameter.name.bytes().fold(splitmix64(seed), |key, byte| splitmix64(key ^ u64::from(byte)));
             elements.write(range.map(|index| std * normal(key, index)));
         }
+        Init::Weights => {
+            let problem =
+                "its initial values cannot be drawn from a seed; read them from the model's weights".to_string();
+            return Err(Error::Config { key: "init", problem });
+        }
     }
+    Ok(())
 }
 
 /// A normally distributed number for each index, by the Box-Muller transform: two indices share a pair of uniform numbers.
@@ -47,7 +55,7 @@ mod tests {
     fn elements(seed: u64, name: &str, range: Range<usize>) -> Vec<f32> {
         let parameter = Parameter::matrix(name.to_string(), [1000, 100], 0.02);
         let mut elements = vec![0.; range.len()];
-        fill(seed, &parameter, range, FloatsMut::F32(&mut elements));
+        fill(seed, &parameter, range, FloatsMut::F32(&mut elements)).expect("a matrix is drawn from a seed");
         elements
     }
 
@@ -67,5 +75,12 @@ mod tests {
         assert!(mean.abs() < 3e-4 && (variance.sqrt() - 0.02).abs() < 3e-4, "{mean} {}", variance.sqrt());
         let within = whole.iter().filter(|x| x.abs() < 0.02).count() as f64 / 1e5;
         assert!((within - 0.6827).abs() < 0.01, "{within} within one deviation");
+    }
+
+    #[test]
+    fn values_that_must_be_read_are_not_drawn() {
+        let parameter = Parameter { init: Init::Weights, ..Parameter::matrix("scale", [2, 2], 0.) };
+        let refused = fill(1, &parameter, 0..4, FloatsMut::F32(&mut [0.; 4])).err().map(|error| error.to_string());
+        assert!(refused.is_some_and(|error| error.contains("cannot be drawn from a seed")));
     }
 }

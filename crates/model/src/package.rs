@@ -29,6 +29,7 @@ fn build_unit(unit: &PackageUnit, functions: &Arc<UnitFunctions>) -> Unit {
                 PackageInit::Ones => Init::Ones,
                 PackageInit::Zeros => Init::Zeros,
                 PackageInit::Normal(std) => Init::Normal { std },
+                PackageInit::Weights => Init::Weights,
             },
         )
     };

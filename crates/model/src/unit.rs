@@ -73,6 +73,8 @@ pub enum Init {
         /// The standard deviation.
         std: f64,
     },
+    /// Values that follow no plain distribution, and must be read from a file.
+    Weights,
 }
 
 /// A micro-batch.
@@ -557,6 +559,16 @@ impl Model {
     /// The compiled package that it was built from, if any.
     pub fn package(&self) -> Option<&Package> {
         self.package.as_deref()
+    }
+
+    /// Fails if the model has no logits, and so cannot generate.
+    pub fn check_logits(&self) -> Result<()> {
+        let problem = "a compiled model computes losses, and has no logits to generate from: export the checkpoint (shardwise \
+                       checkpoint export), and generate with Hugging Face";
+        match self.package {
+            Some(_) => Err(Error::Config { key: "package", problem: problem.to_string() }),
+            None => Ok(()),
+        }
     }
 
     /// Checks that the layers can be shared by this many ranks.

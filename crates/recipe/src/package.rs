@@ -36,7 +36,7 @@ impl Recipe {
             return Err(mismatch(key, &word(&dtype), &format!("\"{}\"", manifest.dtype)));
         }
         self.check_package_checkpointing(manifest.activation_checkpointing)?;
-        if manifest.needs_weights && self.init.weights.is_none() {
+        if manifest.needs_weights() && self.init.weights.is_none() {
             let problem = "`init.weights`: the model's initial values cannot be drawn from a seed: compile it with --weights, and set \
                            `init.weights` to the weights.safetensors in the package";
             return Err(Invalid::at("init.weights", problem));

@@ -66,11 +66,8 @@ pub fn generate_text(
     out: &mut dyn Write,
     notes: &mut dyn Write,
 ) -> Result<()> {
-    if recipe.package_hash().is_some() {
-        let problem = "model.package: a compiled model computes losses, and has no logits to generate from: export the checkpoint \
-                       (shardwise checkpoint export), and generate with Hugging Face";
-        return Err(recipe.sources.error_at("model.package", problem).into());
-    }
+    let checked = build::model(recipe)?.check_logits();
+    checked.map_err(|error| recipe.sources.error_at("model.package", format!("model.{error}")))?;
     let tokenizer = open_tokenizer(recipe)?;
     let end = tokenizer.end_of_text().map(i64::from);
     let mut prompt: Vec<i64> = tokenizer.encode(&request.prompt)?.into_iter().map(i64::from).collect();

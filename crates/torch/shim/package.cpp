@@ -25,7 +25,7 @@ struct CompiledFunction {
 
 namespace {
 
-// Whether the loader has made this folder: it names them aotinductor_XXXXXX, in the folder for temporary files.
+// Whether the loader has made this folder: aotinductor_ and six characters, in the folder for temporary files.
 bool is_unpacked(const std::filesystem::path &folder) {
   const std::string prefix = "aotinductor_", name = folder.filename().string();
   std::error_code error;

@@ -5,11 +5,10 @@
 //! against it.
 //!
 //! # Note: what loading does
-//! The loader unpacks to the folder for temporary files (`TMPDIR`), and the shim removes what was unpacked as soon as the library is mapped. The library is compiled code that
-//! runs with this process's rights: load only what you trust. A package with sources instead of code would make libtorch start a
-//! compiler, so it is refused. Calls may come from any thread; those of several threads wait for each other. Loops run on the OpenMP
-//! threads of the calling thread, like libtorch's own.
-
+//! The loader unpacks to the folder for temporary files (`TMPDIR`), and the shim removes what was unpacked as soon as the library is
+//! mapped. The library is compiled code that runs with this process's rights: load only what you trust. A package with sources instead
+//! of code would make libtorch start a compiler, so it is refused. Calls may come from any thread; those of several threads wait for
+//! each other. Loops run on the OpenMP threads of the calling thread, like libtorch's own.
 //!
 //! # Note: libtorch.so
 //! The compiled code names `libtorch.so` among the libraries that it needs. That is an umbrella without code of its own, which loads

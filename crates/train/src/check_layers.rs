@@ -188,7 +188,7 @@ fn own_rows(whole: &Tensor, parallel: &TensorParallel) -> shardwise_model::Resul
 fn initial_values(parameter: &Parameter) -> Tensor {
     let random = Parameter { init: shardwise_model::Init::Normal { std: 0.3 }, ..parameter.clone() };
     let mut elements = vec![0f64; parameter.elements()];
-    init::fill(1, &random, 0..parameter.elements(), FloatsMut::F64(&mut elements));
+    init::fill(1, &random, 0..parameter.elements(), FloatsMut::F64(&mut elements)).expect("a distribution has a seed");
     Tensor::from_slice(&elements).view(&parameter.shape[..])
 }
 

@@ -25,6 +25,7 @@ impl Trainer {
     /// The logits for these inputs: sequences by positions by vocabulary, or whatever a custom head's `logits` returns. All
     /// ranks call it together, each with its own inputs; the stages of a pipeline with the same.
     pub fn logits(&mut self, inputs: &Tensor) -> Result<Tensor> {
+        self.check_logits()?;
         let inputs = inputs.to_device(self.options.device);
         let targets = inputs.full_like(IGNORED);
         let batch = Batch::new(inputs, targets);
@@ -103,6 +104,11 @@ impl Trainer {
             }
             Ok(x)
         })
+    }
+
+    /// Fails if the model has no logits.
+    pub(crate) fn check_logits(&self) -> Result<()> {
+        self.model.check_logits().map_err(|error| Error::Options(error.to_string()))
     }
 
     /// A pass in which all ranks that share a layer have the whole sequence, as logits and generation need it.

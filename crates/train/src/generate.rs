@@ -96,6 +96,7 @@ pub fn generate(
     each: &mut dyn FnMut(i64) -> ControlFlow<()>,
 ) -> Result<Vec<i64>> {
     sampling.check()?;
+    trainer.check_logits()?;
     let most = room(prompt.len(), trainer.model.max_positions())?.map_or(most, |room| most.min(room));
     let mut caches: Vec<Cache> = (0..trainer.shards.model_len()).map(|_| Cache::new()).collect();
     let mut generated = Vec::new();

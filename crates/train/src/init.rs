@@ -13,10 +13,7 @@ pub type ParameterInit<'a> = dyn FnMut(&Parameter, Range<usize>, FloatsMut<'_>) 
 
 /// Random initialization. It depends on the seed alone, not on the number of ranks.
 pub fn from_seed(seed: u64) -> impl FnMut(&Parameter, Range<usize>, FloatsMut<'_>) -> Result<(), InitError> {
-    move |parameter, range, elements| {
-        init::fill(seed, parameter, range, elements);
-        Ok(())
-    }
+    move |parameter, range, elements| Ok(init::fill(seed, parameter, range, elements)?)
 }
 
 /// Initialization from a Hugging Face checkpoint.

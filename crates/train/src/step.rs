@@ -330,7 +330,7 @@ impl Trainer {
         let deferred = if keep == Keep::Input { None } else { self.defer_gradients(splits_backward) };
         let batch = step.batch(micro_batch, self.options.device);
         let compute = |activations| {
-            let pass = self.pass_with(self.pass(unit, activations), deferred.as_ref(), splits_backward);
+            let pass = self.with_deferred(self.pass(unit, activations), deferred.as_ref(), splits_backward);
             self.compute(unit, input.as_ref(), batch, &pass)
         };
         let output = match keep {
@@ -426,7 +426,7 @@ impl Trainer {
         self.restore_input(index, &mut pass)?;
         pass.deferred = self.defer_gradients(step.splits_backward);
         let recompute = Pass { keeps_gathered: true, ..self.pass(index, Activations::All) };
-        let recompute = self.pass_with(recompute, pass.deferred.as_ref(), step.splits_backward);
+        let recompute = self.with_deferred(recompute, pass.deferred.as_ref(), step.splits_backward);
         let batch = step.batch(micro_batch, self.options.device);
         pass.output = self.compute(index, pass.input.as_ref(), batch, &recompute)?;
         step.passes[micro_batch][index] = Some(pass);
@@ -463,7 +463,7 @@ impl Trainer {
     }
 
     /// A pass that puts the gradients of weights aside. They are computed next to its collectives, unless they are to fill bubbles.
-    fn pass_with(&self, pass: Pass, deferred: Option<&DeferredGradients>, splits_backward: bool) -> Pass {
+    fn with_deferred(&self, pass: Pass, deferred: Option<&DeferredGradients>, splits_backward: bool) -> Pass {
         let parallel = match deferred.filter(|_| !splits_backward) {
             Some(deferred) => pass.parallel.with_overlap(deferred.clone()),
             None => pass.parallel,

@@ -135,7 +135,7 @@ impl Run {
                 Kind::Double => FloatsMut::F64(exclusive(&mut tensor).unwrap()),
                 _ => FloatsMut::F32(exclusive(&mut tensor).unwrap()),
             };
-            shardwise_model::init::fill(SEED, parameter, 0..parameter.elements(), elements);
+            shardwise_model::init::fill(SEED, parameter, 0..parameter.elements(), elements).unwrap();
             (parameter.name.clone(), tensor)
         };
         let model = (self.model)();

@@ -9,6 +9,7 @@ pub(crate) fn parameters(model: &Model) -> Vec<Vec<Tensor>> {
         Init::Normal { .. } => Tensor::randn(shape, (Kind::Float, Device::Cpu)) * 0.08,
         Init::Ones => Tensor::randn(shape, (Kind::Float, Device::Cpu)) * 0.1 + 1.,
         Init::Zeros => Tensor::randn(shape, (Kind::Float, Device::Cpu)) * 0.1,
+        Init::Weights => unreachable!("a built-in model draws its values"),
     };
     let units = model.units().iter();
     units.map(|unit| unit.parameters().iter().map(|p| begin(&p.shape, p.init)).collect()).collect()

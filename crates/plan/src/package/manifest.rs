@@ -30,9 +30,6 @@ pub struct PackageManifest {
     pub targets: TensorSpec,
     /// Where the model comes from: its class, and the version of `transformers` or the file. For people, so it may say anything.
     pub source: BTreeMap<String, Value>,
-    /// Whether the initial values of some parameters follow no plain distribution, so that they must be read from a file.
-    #[serde(default)]
-    pub needs_weights: bool,
     /// The compiled functions. Identical units share one.
     pub functions: Vec<PackageFunction>,
     /// The units, in the order of the model.
@@ -189,6 +186,8 @@ pub enum PackageInit {
     Zeros,
     /// Normally distributed around zero, with this standard deviation.
     Normal(f64),
+    /// No plain distribution: they are read from a file.
+    Weights,
 }
 
 /// A parameter that one unit uses and an earlier unit owns.
@@ -221,7 +220,32 @@ impl ValueSpec {
     }
 }
 
+impl PackageManifest {
+    /// Whether the initial values of some parameters must be read from a file.
+    pub fn needs_weights(&self) -> bool {
+        self.units.iter().flat_map(|unit| &unit.parameters).any(|parameter| parameter.init == PackageInit::Weights)
+    }
+}
+
 impl PackageFunction {
+    /// The number of elements of the output; 0 for the loss.
+    pub fn output_elements(&self) -> usize {
+        if self.output_shape.is_empty() { 0 } else { self.output_shape.iter().product() }
+    }
+
+    /// The number of elements of all gradients of parameters that the function returns.
+    pub fn parameter_gradient_elements(&self) -> usize {
+        let returned = self.parameters.iter().zip(&self.gradients).filter(|(_, place)| place.is_some());
+        returned.map(|(shape, _)| shape.iter().product::<usize>()).sum()
+    }
+
+    /// The number of elements of all gradients that it returns: those of parameters, and that of the input.
+    pub fn gradient_elements(&self) -> usize {
+        let of_input = self.input_shape.iter().zip(self.gradients.iter().skip(self.parameters.len()));
+        let of_input = of_input.filter(|(_, place)| place.is_some()).map(|(shape, _)| shape.iter().product::<usize>());
+        self.parameter_gradient_elements() + of_input.sum::<usize>()
+    }
+
     /// The size of the saved values, in bytes: what is kept besides parameters, the input and the batch.
     pub fn saved_bytes(&self) -> usize {
         let bytes = |saved: &SavedValue| match saved {
