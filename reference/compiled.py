@@ -18,21 +18,13 @@ import torch.nn.functional as F  # noqa: E402
 import transformers  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
-MASK = (1 << 64) - 1
-
-
-def mixed(bits):
-    """splitmix64's finalizer, with which shardwise_run::data makes random tokens."""
-    z = (bits + 0x9E3779B97F4A7C15) & MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
-    return z ^ (z >> 31)
+from splitmix import splitmix64  # noqa: E402
 
 
 def batch(recipe, vocab_size, step):
     size, seq_len, seed = recipe["batch"]["global_batch_size"], recipe["batch"]["seq_len"], recipe["data"].get("seed", 0)
-    keys = [mixed(seed ^ mixed(index)) for index in range(step * size, (step + 1) * size)]
-    ids = torch.tensor([[mixed(key ^ place) % vocab_size for place in range(seq_len + 1)] for key in keys])
+    keys = [splitmix64(seed ^ splitmix64(index)) for index in range(step * size, (step + 1) * size)]
+    ids = torch.tensor([[splitmix64(key ^ place) % vocab_size for place in range(seq_len + 1)] for key in keys])
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 

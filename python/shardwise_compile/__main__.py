@@ -28,6 +28,7 @@ def parse(arguments):
     parser.add_argument("--micro-batch-size", type=int, help="sequences per micro-batch (Hugging Face)")
     parser.add_argument("--seq-len", type=int, help="tokens per sequence (Hugging Face)")
     parser.add_argument("--dtype", choices=DTYPES, default="f32", help="of parameters and activations")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="what to compile for; a GPU must be present")
     parser.add_argument("--activation-checkpointing", choices=["none", "selective"], default="none")
     parser.add_argument("--chunk-rows", type=int, default=256, help="tokens per chunk of the head, 0 to compute it whole")
     parser.add_argument("--weights", action="store_true", help="also write weights.safetensors with the initial values")
@@ -59,9 +60,11 @@ def main(options):
     check_replaceable(options.out)
     if not options.model.exists():
         raise CompileError(f"{options.model} does not exist")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise CompileError("--device cuda: this machine has no GPU, and PyTorch's compiler tries kernels out on one")
     source, dtype = load(options), DTYPES[options.dtype]
     weights = named_weights(source) if options.weights else None
-    prepare(source, dtype)
+    prepare(source, dtype, options.device)
     check_loss(source)
     # A package is complete or not there at all.
     options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -104,10 +107,10 @@ def check_replaceable(folder):
 
 def save_expected(source, loss, gradients, folder):
     """What a trainer's test compares with: weights and batch of the self-check, and the model's own loss and gradients."""
-    weights = {name: parameter.detach().float() for name, parameter in source.model.named_parameters()}
+    weights = {name: parameter.detach().float().cpu() for name, parameter in source.model.named_parameters()}
     save_file(weights, folder / "weights.safetensors")
-    save_file({"inputs": source.inputs, "targets": source.targets}, folder / "batch.safetensors")
-    gradients = {name: gradient.contiguous() for name, gradient in gradients.items() if gradient is not None}
+    save_file({"inputs": source.inputs.cpu(), "targets": source.targets.cpu()}, folder / "batch.safetensors")
+    gradients = {name: gradient.contiguous().cpu() for name, gradient in gradients.items() if gradient is not None}
     save_file(gradients, folder / "gradients.safetensors")
     (folder / "expected.json").write_text(json.dumps({"loss": loss.item(), "gradients": "gradients.safetensors"}) + "\n")
 

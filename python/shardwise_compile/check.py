@@ -8,8 +8,8 @@ from .head import pad_chunks
 from .source import Program
 
 # Relative to the largest gradient of the parameter, or to a hundredth of the largest of all: the gradient of a bias of
-# attention's keys is zero but for rounding. In bf16 both sides round at every operation.
-TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
+# attention's keys is zero but for rounding. In bf16 and f16 both sides round at every operation.
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 2e-2}
 
 
 def check_loss(source):
@@ -29,7 +29,7 @@ def check_loss(source):
         if source.loss(outputs, ignored).float().nan_to_num() != 0:
             raise CompileError("`loss` must leave out targets of -100, such as with ignore_index=-100")
         # Every third target, and the rest. A mean of any kind weighs the targets of the smaller part more.
-        chosen = (torch.arange(source.targets.numel()) % 3 == 0).view(source.targets.shape)
+        chosen = (torch.arange(source.targets.numel(), device=source.targets.device) % 3 == 0).view(source.targets.shape)
         parts = [source.loss(outputs, torch.where(part, source.targets, ignored)).float() for part in (chosen, ~chosen)]
         if source.targets.numel() > 1 and not torch.isclose(whole, sum(parts), rtol=1e-2):
             raise CompileError(mean)
@@ -65,7 +65,7 @@ def compiled_step(source, package):
         names = [*unit.parameters, unit.tied] if unit.tied else unit.parameters
         own = [parameters[name] for name in names]
         if function.chunk_rows:
-            loss, parts = torch.zeros(()), []
+            loss, parts = torch.zeros((), device=activation.device), []
             rows, targets = pad_chunks(activation.flatten(0, -2), source.targets.flatten(), function.chunk_rows)
             for hidden, labels in zip(rows, targets):
                 arguments = [*own, hidden.contiguous(), labels.contiguous()]
@@ -118,8 +118,9 @@ def check(source, package, dtype):
     for name, gradient in expected.items():
         if gradient is None and name not in gradients:
             continue
-        ours = gradients.get(name, torch.zeros(()))
-        other = gradient.float() if gradient is not None else torch.zeros(())
+        nothing = torch.zeros((), device=loss.device)
+        ours = gradients.get(name, nothing)
+        other = gradient.float() if gradient is not None else nothing
         difference = (ours - other).abs().max().item() / max(other.abs().max().item(), largest / 100)
         if not difference <= tolerance:
             raise CompileError(f"self-check: the gradient of {name} is off by {difference:.1e} of its largest value")

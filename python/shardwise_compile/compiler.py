@@ -72,7 +72,7 @@ def examples_of(module):
     """Fake tensors for the placeholders of a graph."""
     values = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     with FakeTensorMode(allow_non_fake_inputs=True):
-        return [torch.empty(value.shape, dtype=value.dtype) for value in values]
+        return [torch.empty(value.shape, dtype=value.dtype, device=value.device) for value in values]
 
 
 def count_flops(module):
@@ -96,6 +96,11 @@ def count_flops(module):
 
 def run_and_measure(function, arguments):
     """Calls the function. Returns its results and the peak of its memory beyond arguments and results, in bytes."""
+    if arguments[0].is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+        with quiet():
+            results = function(*arguments)
+        return list(results), torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
     with quiet(), torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         results = function(*arguments)
     now = peak = 0
@@ -104,6 +109,11 @@ def run_and_measure(function, arguments):
             now += event.nbytes()
             peak = max(peak, now)
     return list(results), max(0, peak - now)
+
+
+def gpu_architecture(device):
+    """What the kernels run on, such as sm_90; None on a CPU."""
+    return "sm_{}{}".format(*torch.cuda.get_device_capability()) if device == "cuda" else None
 
 
 def cpu_features():

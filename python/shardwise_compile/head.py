@@ -22,7 +22,8 @@ def chunk(source, whole, chunk_rows, dtype):
     # Sequences that are not longer than the batch's, which every model accepts.
     length = math.gcd(chunk_rows, targets.shape[1])
     shape = (chunk_rows // length, length)
-    head = cut(source, torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64))[-1]
+    tokens = source.inputs.new_zeros(shape)
+    head = cut(source, tokens, tokens.clone())[-1]
     same = (whole.parameters, whole.tied) == (head.parameters, head.tied) and "inputs" not in head.arguments
     if not same or tuple(example_of(head, "input").shape) != (*shape, hidden.shape[-1]):
         return None
@@ -39,7 +40,7 @@ def adds_up(source, whole, head, hidden, targets, chunk_rows, dtype):
     """Whether the chunks' losses add up, on random activations and the source's targets."""
     parameters = dict(source.model.named_parameters())
     names = [*whole.parameters, whole.tied] if whole.tied else whole.parameters
-    hidden = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(2)).to(hidden.dtype)
+    hidden = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(2)).to(hidden)
 
     def run(unit, hidden, targets):
         values = {"input": hidden, "targets": targets}
@@ -79,7 +80,7 @@ def derive(head):
     *primals, tangent = joint.find_nodes(op="placeholder")
     loss, *gradients = joint.output_node().args[0]
     with joint.inserting_before(tangent):
-        one = joint.call_function(aten.full.default, ([], 1.0), {"dtype": torch.float32})
+        one = joint.call_function(aten.full.default, ([], 1.0), {"dtype": torch.float32, "device": tangent.meta["val"].device})
         one.meta["val"] = tangent.meta["val"]
     tangent.replace_all_uses_with(one)
     joint.erase_node(tangent)

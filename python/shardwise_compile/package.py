@@ -88,8 +88,9 @@ def write_manifest(source, package, folder, options):
     manifest = {
         "format": 1,
         "torch": torch_version,
-        "device": "cpu",
+        "device": options.device,
         "cpu_features": compiler.cpu_features(),
+        "gpu_architecture": compiler.gpu_architecture(options.device),
         "dtype": options.dtype,
         "activation_checkpointing": options.activation_checkpointing,
         "inputs": describe(source.inputs),

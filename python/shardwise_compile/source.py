@@ -11,7 +11,7 @@ from torch import nn
 
 from .errors import CompileError
 
-DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
 
 @dataclass
@@ -77,8 +77,8 @@ def run(model, inputs):
     return model(inputs.to(dtype) if inputs.is_floating_point() else inputs)
 
 
-def prepare(source, dtype):
-    """Casts the model, turns dropout off, and refuses what a chain of pure functions cannot do."""
+def prepare(source, dtype, device="cpu"):
+    """Casts the model, turns dropout off, and refuses what a chain of pure functions cannot do. Ends on the device."""
     model = source.model
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     if frozen:
@@ -107,7 +107,8 @@ def prepare(source, dtype):
         model.to(dtype)
     if source.inputs.is_floating_point():
         source.inputs = source.inputs.float()
-    model.train().requires_grad_(True)
+    model.train().requires_grad_(True).to(device)
+    source.inputs, source.targets = source.inputs.to(device), source.targets.to(device)
 
 
 def initialization(parameter, initializer_range):

@@ -37,7 +37,7 @@ class Split:
 def fakes(values):
     """Fake tensors of one mode like `values`, which may belong to different modes. Contiguous: no caller sends others."""
     with FakeTensorMode():
-        return [torch.empty(value.shape, dtype=value.dtype) for value in values]
+        return [torch.empty(value.shape, dtype=value.dtype, device=value.device) for value in values]
 
 
 def trace_joint(unit, function=None, examples=None):

@@ -10,8 +10,8 @@ use shardwise_compare::frameworks::{Bench, Framework, Layout, Precision, Run, Si
 use shardwise_harness::launcher;
 
 use crate::claim::{Claim, Verdict};
-use crate::setting::shardwise;
-use crate::workspace::{Scratch, median, output_of, root};
+use crate::setting::{BASE, M124, Setting, compare_memory, shardwise};
+use crate::workspace::{Scratch, build, median, output_of, root};
 
 pub(crate) const CLAIMS: &[Claim] = &[
     Claim {
@@ -29,6 +29,28 @@ pub(crate) const CLAIMS: &[Claim] = &[
                as FSDP2 with torch.compile, and need no more memory",
         heavy: true,
         measure: speed,
+    },
+    Claim {
+        group: "compiled",
+        name: "families",
+        what: "the built-in families, compiled from a recipe with model.compiled = true and trained for 20 steps, have the losses of their eager layers",
+        heavy: true,
+        measure: families,
+    },
+    Claim {
+        group: "compiled",
+        name: "classifiers",
+        what: "a vision transformer and a convolutional network in PyTorch, compiled and trained from Rust for 20 steps at stage 3 on 2 ranks, have \
+               the losses of torch's AdamW",
+        heavy: true,
+        measure: classifiers,
+    },
+    Claim {
+        group: "compiled",
+        name: "memory",
+        what: "simulated peaks of steps with compiled layers are within 5% of measured ones",
+        heavy: true,
+        measure: memory,
     },
     Claim {
         group: "compiled",
@@ -104,6 +126,119 @@ fn speed() -> Result<Verdict> {
     Ok(Verdict { figure: figures.join("; "), bar: "1.15 in bf16, 1 in f32; 1.2; at most 1".to_string(), holds })
 }
 
+fn memory() -> Result<Verdict> {
+    let compiled = Setting { compiled: true, ..BASE };
+    compare_memory(&[
+        compiled,
+        Setting { stage: 0, ..compiled },
+        Setting { checkpointing: "full", ..compiled },
+        Setting { checkpointing: "selective", ..compiled },
+        Setting { dtype: "bf16", ..compiled },
+        Setting { dtype: "bf16", stage: 1, micro_batches: 2, ..compiled },
+        Setting { dtype: "bf16", checkpointing: "selective", ..compiled },
+        Setting { size: &M124, dtype: "bf16", ..compiled },
+    ])
+}
+
+const SHAPE: &str =
+    "vocab_size = 512\nhidden_size = 64\nnum_hidden_layers = 2\nnum_attention_heads = 4\nintermediate_size = 128\n";
+
+/// The name of a family, its part of a recipe, the type of its parameters, and how far losses may differ.
+fn family_recipes() -> [(&'static str, String, &'static str, f64); 7] {
+    let llama = |more: &str| format!("[model.llama]\n{SHAPE}{more}");
+    let grouped = "num_key_value_heads = 2\n";
+    let gpt2 = "[model.gpt2]\nvocab_size = 512\nn_positions = 64\nn_embd = 64\nn_layer = 2\nn_head = 4\n".to_string();
+    [
+        ("Llama", llama(grouped), "f32", TOLERANCE),
+        ("Llama", llama(grouped), "bf16", 1e-2),
+        ("Llama", llama(grouped), "f16", 1e-2),
+        ("Mistral", llama("num_key_value_heads = 2\nsliding_window = 16\n"), "f32", TOLERANCE),
+        ("Qwen 2", llama("qkv_bias = true\ntie_word_embeddings = true\n"), "f32", TOLERANCE),
+        ("Qwen 3", llama("qk_norm = true\nhead_dim = 16\n"), "f32", TOLERANCE),
+        ("GPT-2", gpt2, "f32", TOLERANCE),
+    ]
+}
+
+fn families() -> Result<Verdict> {
+    let program = shardwise()?;
+    let scratch = Scratch::new("families")?;
+    let python = output_of(&mut Command::new(root().join("python/setup")))?;
+    let mut holds = true;
+    let mut figures = Vec::new();
+    for (name, model, dtype, tolerance) in family_recipes() {
+        let recipe = scratch.path().join("recipe.toml");
+        let text = format!(
+            "{model}[data]\nseed = 3\n[batch]\nmicro_batch_size = 2\nglobal_batch_size = 4\nseq_len = 32\n[zero]\nstage = 3\n\
+             [precision]\nparam_dtype = \"{dtype}\"\n[optimizer]\nlr = 1e-3\n[run]\nsteps = {STEPS}\nlog_every = 1\n"
+        );
+        std::fs::write(&recipe, text)?;
+        output_of(Command::new(&program).env("SHARDWISE_PYTHON", python.trim()).arg("compile").arg(&recipe))?;
+        let losses = |compiled: bool| {
+            let folder = scratch.path().join(format!("{name}-{dtype}-{compiled}"));
+            let mut command = Command::new(&program);
+            command.env("OMP_NUM_THREADS", "1").arg("train").arg(&recipe).args(["-n", "2", "--plain"]);
+            command
+                .arg(format!("--set=model.compiled={compiled}"))
+                .arg(format!("--set=run.folder={}", folder.display()));
+            output_of(&mut command)?;
+            read_losses(&folder)
+        };
+        let (eager, compiled) = (losses(false)?, losses(true)?);
+        ensure!(
+            eager.len() == STEPS && compiled.len() == STEPS,
+            "{name}: {} and {} losses",
+            eager.len(),
+            compiled.len()
+        );
+        let difference = largest_difference(&compiled, &eager);
+        holds &= difference <= tolerance;
+        let figure = format!("{name} {dtype} {difference:.0e}");
+        println!("{figure}");
+        figures.push(figure);
+    }
+    Ok(Verdict { figure: figures.join(", "), bar: format!("{TOLERANCE:.0e} in f32, 1e-2 in bf16 and f16"), holds })
+}
+
+fn classifiers() -> Result<Verdict> {
+    let example = build("compiled", &["build", "--release", "--workspace", "--examples"])?;
+    let scratch = Scratch::new("classifiers")?;
+    let python = output_of(&mut Command::new(root().join("python/setup")))?;
+    let python = python.trim();
+    let (mut figures, mut worst) = (Vec::new(), 0f64);
+    for name in ["vision_transformer", "convolutional"] {
+        let (model, package) = (root().join(format!("python/examples/{name}.py")), scratch.path().join(name));
+        let mut compile = Command::new(shardwise()?);
+        compile.env("SHARDWISE_PYTHON", python).arg("compile").arg(&model).arg("--out").arg(&package);
+        output_of(compile.arg("--weights"))?;
+        let mut ranks = launcher(None, 2, Duration::from_secs(600));
+        let printed = output_of(ranks.arg("OMP_NUM_THREADS=1").arg(&example).arg(&package))?;
+        let losses = printed.lines().filter_map(|line| line.split_once("loss ")?.1.parse().ok());
+        let ours: Vec<f64> = losses.collect();
+        // Two ranks with two micro-batches of four images.
+        let mut reference = Command::new(python);
+        reference.arg(root().join("reference/classifiers.py")).arg(&model).arg(&package).arg("16");
+        let theirs: Vec<f64> = serde_json::from_str(output_of(&mut reference)?.trim())?;
+        ensure!(ours.len() == STEPS && theirs.len() == STEPS, "{name}: {} and {} losses", ours.len(), theirs.len());
+        let difference = largest_difference(&ours, &theirs);
+        worst = worst.max(difference);
+        figures.push(format!("{name} {difference:.0e}, loss {:.2} to {:.2}", ours[0], ours[STEPS - 1]));
+        println!("{}", figures[figures.len() - 1]);
+    }
+    Ok(Verdict { figure: figures.join("; "), bar: format!("{TOLERANCE:.0e}"), holds: worst <= TOLERANCE })
+}
+
+/// The largest relative difference of losses.
+fn largest_difference(ours: &[f64], theirs: &[f64]) -> f64 {
+    ours.iter().zip(theirs).map(|(ours, theirs)| (ours / theirs - 1.).abs()).fold(0., f64::max)
+}
+
+/// The losses in the journal of a run.
+fn read_losses(folder: &Path) -> Result<Vec<f64>> {
+    let journal = std::fs::read_to_string(folder.join("metrics.jsonl"))?;
+    let entries = journal.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    Ok(entries.filter_map(|entry| entry["loss"].as_f64()).collect())
+}
+
 /// Makes Python, compilers and linkers unusable for a command, in a mount namespace of its own.
 const WITHOUT_COMPILERS: &str = r#"
 for folder in ${PATH//:/ } /usr/lib/gcc /usr/libexec/gcc "$SHARDWISE_TORCH"/../../../../bin; do
@@ -160,9 +295,7 @@ fn compare(program: &Path, python: &Path, scratch: &Path, name: &str) -> Result<
     };
     run(&["train", "recipe.toml", "-n", "2", "--plain"])?;
     run(&["checkpoint", "export", "checkpoints", "exported", "--dtype", "f32"])?;
-    let journal = std::fs::read_to_string(folder.join("checkpoints/metrics.jsonl"))?;
-    let entries = journal.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
-    let ours: Vec<f64> = entries.filter_map(|entry| entry["loss"].as_f64()).collect();
+    let ours = read_losses(&folder.join("checkpoints"))?;
 
     let mut reference = Command::new(python);
     reference.arg(root().join("reference/compiled.py")).arg(&package).arg(&recipe).arg(STEPS.to_string());
@@ -177,6 +310,6 @@ fn compare(program: &Path, python: &Path, scratch: &Path, name: &str) -> Result<
         ours.len(),
         losses.len()
     );
-    let pairs = ours.iter().zip(&losses).chain([(&after[0], &after[1])]);
-    Ok(pairs.map(|(ours, theirs)| (ours / theirs - 1.).abs()).fold(0., f64::max))
+    let exported = largest_difference(&after[..1], &after[1..]);
+    Ok(largest_difference(&ours, &losses).max(exported))
 }

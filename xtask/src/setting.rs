@@ -1,4 +1,4 @@
-//! Steps to measure or to simulate, for the claims about programs and about tensor parallelism.
+//! Steps to measure or to simulate, for the claims about programs, parallelism and compiled models.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -9,7 +9,7 @@ use serde_json::Value;
 use shardwise_harness::{Hosts, launcher};
 
 use crate::claim::Verdict;
-use crate::workspace::{Scratch, build, median, output_of};
+use crate::workspace::{Scratch, build, median, output_of, root};
 
 /// A step to run or to simulate.
 #[derive(Clone, Copy)]
@@ -30,6 +30,8 @@ pub(crate) struct Setting {
     pub(crate) sequences: usize,
     pub(crate) micro_batches: usize,
     pub(crate) reduce_each_micro_batch: bool,
+    /// Whether the model's layers are compiled.
+    pub(crate) compiled: bool,
 }
 
 /// The sizes of a model.
@@ -80,6 +82,7 @@ pub(crate) const BASE: Setting = Setting {
     sequences: 4,
     micro_batches: 1,
     reduce_each_micro_batch: false,
+    compiled: false,
 };
 
 impl Setting {
@@ -87,9 +90,9 @@ impl Setting {
         let Setting { stage, replicate, tensor, sequence, pipeline, schedule, .. } = self;
         let Setting { prefetch, checkpointing, dtype, sequences, micro_batches, .. } = self;
         let Size { vocab_size, hidden_size, heads, intermediate_size, tied, .. } = self.size;
-        let each = self.reduce_each_micro_batch;
+        let (each, compiled) = (self.reduce_each_micro_batch, self.compiled);
         format!(
-            "activation_checkpointing = \"{checkpointing}\"\n[model.llama]\nvocab_size = {vocab_size}\nhidden_size = \
+            "activation_checkpointing = \"{checkpointing}\"\n[model]\ncompiled = {compiled}\n[model.llama]\nvocab_size = {vocab_size}\nhidden_size = \
              {hidden_size}\nnum_hidden_layers = {blocks}\nnum_attention_heads = {heads}\nintermediate_size = \
              {intermediate_size}\ntie_word_embeddings = {tied}\n[data]\n[batch]\nmicro_batch_size = {sequences}\nseq_len = \
              {POSITIONS}\ngradient_accumulation_steps = {micro_batches}\n[zero]\nstage = {stage}\nprefetch = {prefetch}\n\
@@ -106,10 +109,18 @@ impl Setting {
         Ok(path)
     }
 
+    /// Compiles the model of a recipe.
+    fn compile(&self, program: &Path, recipe: &Path) -> Result<()> {
+        let python = output_of(&mut Command::new(root().join("python/setup")))?;
+        let mut command = Command::new(program);
+        output_of(command.env("SHARDWISE_PYTHON", python.trim()).arg("compile").arg(recipe)).map(drop)
+    }
+
     pub(crate) fn describe(&self) -> String {
         let Setting { size, ranks, stage, replicate, prefetch, checkpointing, dtype, sequences, micro_batches, .. } =
             self;
         let each = if self.reduce_each_micro_batch { ", reduced each" } else { "" };
+        let compiled = if self.compiled { ", compiled" } else { "" };
         let shared = match (self.tensor, self.sequence) {
             (1, _) => String::new(),
             (tensor, true) => format!(", tensor {tensor}"),
@@ -121,7 +132,7 @@ impl Setting {
         };
         format!(
             "{}, {ranks} ranks, {replicate} replicas, stage {stage}, prefetch {prefetch}, {checkpointing}, {dtype}, \
-             {micro_batches} × {} tokens{each}{shared}{staged}",
+             {micro_batches} × {} tokens{each}{shared}{staged}{compiled}",
             size.name,
             sequences * POSITIONS
         )
@@ -224,6 +235,9 @@ pub(crate) fn compare_memory(settings: &[Setting]) -> Result<Verdict> {
     println!("tensors: measured  simulated   resident: measured  estimated");
     for setting in settings {
         let recipe = setting.write(&scratch, setting.size.blocks)?;
+        if setting.compiled {
+            setting.compile(&program, &recipe)?;
+        }
         let report = profile(&program, &recipe, setting.ranks, 1, &[])?;
         let phases = report["memory"].as_array().context("the memory of phases")?;
         let peak = |key: &str| phases.iter().map(|phase| number(phase, key)).fold(0., f64::max);

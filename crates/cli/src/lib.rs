@@ -83,10 +83,11 @@ enum Command {
     /// Compile a PyTorch model ahead of time, to train it without Python
     ///
     /// Exports the model, cuts it into units, and compiles their forward and backward passes to native code with PyTorch's AOTInductor.
-    /// A recipe with `model.package = "FOLDER"` trains it. Shape and type of a micro-batch are fixed. Needs Python, torch and a C++
+    /// A recipe with `model.package = "FOLDER"` trains it. Given a recipe, compiles the recipe's built-in model, for `model.compiled`.
+    /// Shape and type of a micro-batch are fixed. Needs Python, torch and a C++
     /// compiler here, but not where the model is trained. A package is code: train only packages that you trust.
     #[command(
-        after_help = "Examples:\n  export SHARDWISE_PYTHON=$(python/setup)\n  shardwise compile models/qwen3 --out packages/qwen3 --micro-batch-size 4 --seq-len 256 --dtype bf16\n  shardwise compile vision_transformer.py --out packages/vit --weights"
+        after_help = "Examples:\n  export SHARDWISE_PYTHON=$(python/setup)\n  shardwise compile models/qwen3 --out packages/qwen3 --micro-batch-size 4 --seq-len 256 --dtype bf16\n  shardwise compile llama.toml\n  shardwise compile vision_transformer.py --out packages/vit --weights"
     )]
     Compile(compile::Options),
     /// Tokenize text into a corpus

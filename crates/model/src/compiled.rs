@@ -8,8 +8,8 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use shardwise_plan::package::{SavedValue, TensorSpec};
-use shardwise_torch::tch::{Tensor, no_grad};
+use shardwise_plan::package::{PackageDevice, SavedValue, TensorSpec};
+use shardwise_torch::tch::{Device, Tensor, no_grad};
 use shardwise_torch::{autograd, kind_of};
 
 use crate::unit_functions::{UnitFunctions, package_error, sizes};
@@ -125,9 +125,17 @@ impl UnitFunctions {
             .collect())
     }
 
-    /// Fails if a batch has other shapes than the code was compiled for, or packed documents, which it does not know.
+    /// Fails if a batch is on another device or has other shapes than the code was compiled for, or has packed documents, which it does
+    /// not know.
     pub(crate) fn check_batch(&self, batch: &Batch) -> Result<()> {
         let manifest = self.package.manifest();
+        let device = batch.inputs.device();
+        if (manifest.device == PackageDevice::Cpu) != (device == Device::Cpu) {
+            let theirs = if device == Device::Cpu { "cuda" } else { "cpu" };
+            return Err(package_error(format!(
+                "it was compiled for \"{theirs}\", but the batch is on {device:?}: compile the model again, with --device"
+            )));
+        }
         for (name, tensor, spec) in
             [("inputs", &batch.inputs, &manifest.inputs), ("targets", &batch.targets, &manifest.targets)]
         {

@@ -14,8 +14,8 @@ use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 pub use manifest::{
-    CompiledFile, PackageCheckpointing, PackageFunction, PackageInit, PackageManifest, PackageParameter, PackageTie,
-    PackageUnit, SavedValue, TensorSpec, ValueDtype, ValueSpec,
+    CompiledFile, PackageCheckpointing, PackageDevice, PackageFunction, PackageInit, PackageManifest, PackageParameter,
+    PackageTie, PackageUnit, SavedValue, TensorSpec, ValueDtype, ValueSpec,
 };
 
 use crate::{ConfigError, Dtype};
@@ -57,15 +57,17 @@ impl Package {
         }
         let manifest: PackageManifest = serde_json::from_slice(&bytes).map_err(|error| at(&path, error.to_string()))?;
         manifest.check().map_err(|problem| at(&path, problem))?;
+        let mut hashed = bytes;
         let path = folder.join("config.json");
         let config = match path.exists() {
             true => {
                 let bytes = read(&path).map_err(|problem| at(&path, problem))?;
+                hashed.extend(&bytes);
                 Some(serde_json::from_slice(&bytes).map_err(|error| at(&path, format!("it is not JSON: {error}")))?)
             }
             false => None,
         };
-        Ok(Package { folder, manifest, config, hash: sha256(&bytes) })
+        Ok(Package { folder, manifest, config, hash: sha256(&hashed) })
     }
 
     /// The folder.
@@ -83,8 +85,8 @@ impl Package {
         self.config.as_ref()
     }
 
-    /// The SHA-256 of the manifest, in hexadecimal. The manifest has the hashes of all compiled files, so two packages with the same
-    /// hash are the same.
+    /// The SHA-256 of the manifest and of config.json, in hexadecimal. The manifest has the hashes of all compiled files, so two packages
+    /// with the same hash are the same.
     pub fn hash(&self) -> &str {
         &self.hash
     }

@@ -43,6 +43,21 @@ impl Recipe {
     /// Reads a recipe, and overrides it with a DeepSpeed configuration and then with settings such as `optimizer.lr=1e-3`. Relative
     /// paths, including those of settings, are relative to the recipe's file.
     pub fn read_layered(path: &Path, deepspeed: Option<&Path>, sets: &[String]) -> Result<Self> {
+        let mut recipe = Recipe::merge(path, deepspeed, sets)?;
+        recipe.open_package()?;
+        recipe.check().map_err(|wrong| recipe.sources.error(wrong))?;
+        Ok(recipe)
+    }
+
+    /// Reads a recipe whose model is to be compiled, so that its package may not exist yet.
+    pub fn read_uncompiled(path: &Path, deepspeed: Option<&Path>, sets: &[String]) -> Result<Self> {
+        let recipe = Recipe::merge(path, deepspeed, sets)?;
+        recipe.check().map_err(|wrong| recipe.sources.error(wrong))?;
+        Ok(recipe)
+    }
+
+    /// Merges the layers of a recipe, and resolves its paths.
+    fn merge(path: &Path, deepspeed: Option<&Path>, sets: &[String]) -> Result<Self> {
         let schema = schema();
         let schema = Node(&schema);
         let text = read_text(path)?;
@@ -73,13 +88,15 @@ impl Recipe {
         let mut recipe: Recipe = Value::Table(table).try_into().map_err(|error| at(path, error.message()))?;
         (recipe.sources, recipe.notes) = (sources, notes);
         recipe.find_files(path.parent().unwrap_or(Path::new("")))?;
-        recipe.check().map_err(|wrong| recipe.sources.error(wrong))?;
         recipe.text = text;
         Ok(recipe)
     }
 
-    /// Resolves paths relative to the recipe's folder, and reads the config.json of a pretrained model or the manifest of a package.
+    /// Resolves paths relative to the recipe's folder, and reads the config.json of a pretrained model.
     fn find_files(&mut self, folder: &Path) -> Result<()> {
+        if self.model.compiled && self.model.package.is_none() {
+            self.model.package = Some(Path::new("packages").join(self.name()));
+        }
         let data = &mut self.data;
         let parts = data.mixture.iter_mut().flatten().map(|part| &mut part.corpus);
         let held_out = self.evaluation.as_mut().map(|evaluation| &mut evaluation.corpus);
@@ -104,11 +121,22 @@ impl Recipe {
             let config = config.ok_or_else(|| wrong(format!("{folder}: there is no config.json")))?;
             self.model.config = Some(config);
         }
-        if let Some(folder) = &self.model.package {
-            let package = Package::open(folder.clone());
-            let package = package.map_err(|error| self.sources.error_at("model.package", format!("model.{error}")))?;
-            self.model.compiled = Some(Arc::new(package));
+        Ok(())
+    }
+
+    /// Reads the manifest of the compiled package.
+    fn open_package(&mut self) -> Result<()> {
+        let Some(folder) = &self.model.package else { return Ok(()) };
+        if self.model.compiled && !folder.exists() {
+            let (folder, recipe) = (folder.display(), self.sources.path.display());
+            let problem = format!(
+                "model.compiled: there is no package in {folder}; compile the model: shardwise compile {recipe}"
+            );
+            return Err(self.sources.error_at("model.compiled", problem));
         }
+        let package = Package::open(folder.clone());
+        let package = package.map_err(|error| self.sources.error_at("model.package", format!("model.{error}")))?;
+        self.model.opened_package = Some(Arc::new(package));
         Ok(())
     }
 }

@@ -105,9 +105,13 @@ pub struct ModelRecipe {
     /// A folder with a compiled package: any PyTorch model, compiled ahead of time. The batch, the precision and activation
     /// checkpointing must be those that it was compiled for. Packages are code: use only those that you trust.
     pub package: Option<PathBuf>,
-    /// The manifest of that package.
+    /// Whether to train `model.llama`, `model.gpt2` or `model.from_pretrained` with the compiled layers in `model.package`, by default
+    /// packages/NAME for a recipe NAME.toml. `shardwise compile NAME.toml` makes that package.
+    #[serde(default)]
+    pub compiled: bool,
+    /// The manifest of the package.
     #[serde(skip)]
-    pub compiled: Option<Arc<Package>>,
+    pub opened_package: Option<Arc<Package>>,
     /// The name prefixes of parameters that are not trained.
     #[serde(default)]
     pub frozen: Vec<String>,

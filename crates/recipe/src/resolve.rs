@@ -119,8 +119,18 @@ impl Recipe {
     }
 
     pub(super) fn read_model_config(&self) -> Either<ModelConfig, Invalid> {
+        let config = self.read_named_config()?;
+        if let Some(package) = self.compiled_package() {
+            self.check_compiled(&config, package)?;
+        }
+        Ok(config)
+    }
+
+    /// The configuration of the model that the recipe names, compiled or not.
+    fn read_named_config(&self) -> Either<ModelConfig, Invalid> {
         let model = &self.model;
-        match (&model.llama, &model.gpt2, &model.config, &model.compiled) {
+        let package = model.opened_package.as_ref().filter(|_| !model.compiled);
+        match (&model.llama, &model.gpt2, &model.config, package) {
             (Some(llama), None, None, None) => {
                 let plain = LlamaConfig::new(
                     llama.vocab_size,
@@ -155,6 +165,11 @@ impl Recipe {
                 self.check_package(package)?;
                 Ok(ModelConfig::Compiled(package.clone()))
             }
+            (None, None, None, None) if model.compiled => {
+                let problem = "model.compiled: there is no model to compile: give model.from_pretrained, [model.llama] or [model.gpt2], or \
+                               leave it out to train the model of model.package";
+                Err(Invalid::at("model.compiled", problem))
+            }
             (None, None, None, None) => {
                 let problem =
                     "[model] names no model: give model.from_pretrained, model.package, [model.llama] or [model.gpt2]";
@@ -167,8 +182,9 @@ impl Recipe {
                 let folder = || self.model.from_pretrained.clone().unwrap_or_default();
                 given.extend(config.as_ref().map(|_| ("model.from_pretrained", folder())));
                 let folder = |package: &Arc<Package>| package.folder().display().to_string();
-                given.extend(package.as_ref().map(|package| ("model.package", folder(package))));
-                Err(Invalid::between(&given, "[model] names more than one model: keep one of them"))
+                given.extend(package.map(|package| ("model.package", folder(package))));
+                let hint = if package.is_some() { ", or set model.compiled to use the package's layers" } else { "" };
+                Err(Invalid::between(&given, format!("[model] names more than one model: keep one of them{hint}")))
             }
         }
     }
@@ -193,9 +209,14 @@ impl Recipe {
         self.model.config.clone().or_else(|| self.model_config().ok()?.to_hugging_face(self.batch.seq_len))
     }
 
-    /// The hash of the compiled package, if the model is one.
+    /// The package with the compiled layers of a built-in model, if it is to be trained with them.
+    pub fn compiled_package(&self) -> Option<&Arc<Package>> {
+        self.model.opened_package.as_ref().filter(|_| self.model.compiled)
+    }
+
+    /// The hash of the compiled package, if there is one.
     pub fn package_hash(&self) -> Option<&str> {
-        self.model.compiled.as_deref().map(Package::hash)
+        self.model.opened_package.as_deref().map(Package::hash)
     }
 
     /// The address of the weights to initialize parameters from; `None` if they are initialized from a seed.

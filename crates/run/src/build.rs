@@ -26,8 +26,17 @@ use crate::error::{Error, Result};
 const NO_CUDA: &str =
     "run.device is \"cuda\", and this program was built without it: cargo build --release --features cuda";
 
-/// Builds the model, with the parameters of `model.frozen` frozen.
+/// Builds the model, with the parameters of `model.frozen` frozen, and with the layers that the recipe asks for: libtorch's or compiled
+/// ones.
 pub fn model(recipe: &Recipe) -> Result<Model> {
+    let model = eager_model(recipe)?;
+    let Some(package) = recipe.compiled_package() else { return Ok(model) };
+    let compiled = model.with_compiled_layers(package);
+    Ok(compiled.map_err(|error| recipe.sources.error_at("model.compiled", format!("model.compiled: {error}")))?)
+}
+
+/// Builds the model without the compiled layers of `model.compiled`, which cannot generate.
+pub(crate) fn eager_model(recipe: &Recipe) -> Result<Model> {
     let mut model = Model::from_config(recipe.model_config()?)
         .map_err(|error| recipe.sources.error_at("model", format!("model: {error}")))?;
     model

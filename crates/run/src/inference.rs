@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use shardwise_checkpoint::Store;
 use shardwise_comm::Group;
+use shardwise_model::Model;
 use shardwise_recipe::Recipe;
 use shardwise_train::{Options, Sampling, Trainer, generate};
 use shardwise_zero::{Optimizer, Sgd};
@@ -40,7 +41,7 @@ pub fn evaluate(
             drop(writeln!(out, "{text}"));
         }
     };
-    let (mut trainer, name) = load_newest(recipe, world, &mut print)?;
+    let (mut trainer, name) = load_newest(recipe, world, build::model, &mut print)?;
     if let Some(name) = name {
         print(name.as_str());
     }
@@ -66,7 +67,7 @@ pub fn generate_text(
     out: &mut dyn Write,
     notes: &mut dyn Write,
 ) -> Result<()> {
-    let checked = build::model(recipe)?.check_logits();
+    let checked = build::eager_model(recipe)?.check_logits();
     checked.map_err(|error| recipe.sources.error_at("model.package", format!("model.{error}")))?;
     let tokenizer = open_tokenizer(recipe)?;
     let end = tokenizer.end_of_text().map(i64::from);
@@ -76,7 +77,7 @@ pub fn generate_text(
         prompt.extend(end);
     }
     let is_first = world.rank() == 0;
-    let (mut trainer, _) = load_newest(recipe, world, &mut |note| {
+    let (mut trainer, _) = load_newest(recipe, world, build::eager_model, &mut |note| {
         if is_first {
             drop(writeln!(notes, "{note}"));
         }
@@ -106,7 +107,12 @@ pub fn generate_text(
 
 /// Loads the newest readable checkpoint of a recipe, without optimizer state, and returns its name. If there is no checkpoint,
 /// starts from the recipe's pretrained weights.
-fn load_newest(recipe: &Recipe, world: &Arc<Group>, log: &mut dyn FnMut(&str)) -> Result<(Trainer, Option<String>)> {
+fn load_newest(
+    recipe: &Recipe,
+    world: &Arc<Group>,
+    build: fn(&Recipe) -> Result<Model>,
+    log: &mut dyn FnMut(&str),
+) -> Result<(Trainer, Option<String>)> {
     let (ranks, options) = place_ranks(recipe, world.clone())?;
     let plain = Optimizer::Sgd(Sgd { lr: 0., momentum: 0., weight_decay: 0. });
     let options = Options { optimizer: plain, ..options };
@@ -118,7 +124,7 @@ fn load_newest(recipe: &Recipe, world: &Arc<Group>, log: &mut dyn FnMut(&str)) -
     check_same_on_all_ranks(world, &format!("{}", store.is_some()))?;
     let newest = match &store {
         Some(store) => open_newest(store, world, log, &mut |checkpoint| {
-            let model = build::model(recipe).map_err(Rejection::from_error)?;
+            let model = build(recipe).map_err(Rejection::from_error)?;
             let loaded = Trainer::load_weights(model, ranks.clone(), options.clone(), checkpoint);
             loaded.map_err(|error| Rejection::from_error(error.into()))
         })?,
@@ -130,7 +136,7 @@ fn load_newest(recipe: &Recipe, world: &Arc<Group>, log: &mut dyn FnMut(&str)) -
                 "there is no checkpoint yet; train first, or set model.from_pretrained or init.weights".to_string(),
             ));
         }
-        return Ok((init_trainer(recipe, build::model(recipe)?, ranks, options)?, None));
+        return Ok((init_trainer(recipe, build(recipe)?, ranks, options)?, None));
     };
     Ok((trainer, Some(checkpoint.name())))
 }

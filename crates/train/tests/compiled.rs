@@ -127,6 +127,26 @@ fn stages_and_recomputation_give_the_same_bits() {
 }
 
 #[test]
+fn hybrid_sharding_gives_the_same_bits_at_every_stage() {
+    ranks!(Launch::ranks(4).timeout(Duration::from_secs(500)), || {
+        let mesh = Mesh::new(&[(Axis::Replicate, 2), (Axis::Shard, 2)]).unwrap();
+        let world = world();
+        let (hybrid, sharded) = (Ranks::on_mesh(world.clone(), mesh).unwrap(), Ranks::sharded(world));
+        for path in packages() {
+            let run =
+                |ranks, stage| train(&path, ranks, |model| options(model, stage, ActivationCheckpointing::None), 2);
+            let (expected, alone) = (run(&hybrid, 1), run(&sharded, 3));
+            for stage in [2, 3] {
+                assert_same(&run(&hybrid, stage), &expected, &format!("{}, stage {stage}", path.display()));
+            }
+            // Replicas are summed in another order.
+            let [found, expected] = [&expected, &alone].map(|(numbers, _)| f64::from_bits(numbers[0][0]));
+            assert!((found / expected - 1.).abs() < 1e-5, "{}: {found} and {expected}", path.display());
+        }
+    });
+}
+
+#[test]
 fn a_pipeline_gives_the_same_bits() {
     ranks!(Launch::ranks(2).timeout(Duration::from_secs(500)), || {
         let ranks = Ranks::on_mesh(world(), Mesh::new(&[(Axis::Pipeline, 2), (Axis::Shard, 1)]).unwrap()).unwrap();

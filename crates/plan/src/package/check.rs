@@ -14,9 +14,6 @@ const ITEMS_MAX: usize = 1 << 16;
 impl PackageManifest {
     /// Checks that functions and units fit together. The message names what is wrong.
     pub(super) fn check(&self) -> Checked {
-        if self.device != "cpu" {
-            return Err(format!("it was compiled for the device \"{}\"; only \"cpu\" can be trained yet", self.device));
-        }
         if ![Dtype::F32, Dtype::Bf16, Dtype::F16].contains(&self.dtype) {
             return Err(format!("its dtype is {}, but must be f32, bf16 or f16", self.dtype));
         }

@@ -16,9 +16,12 @@ pub struct PackageManifest {
     /// The version of PyTorch that compiled it, without a suffix such as `+cpu`.
     pub torch: String,
     /// The device that it was compiled for.
-    pub device: String,
+    pub device: PackageDevice,
     /// The CPU features that the code needs, named as in `/proc/cpuinfo`.
     pub cpu_features: Vec<String>,
+    /// The architecture that the kernels run on, such as `sm_90`, if the device is a GPU.
+    #[serde(default)]
+    pub gpu_architecture: Option<String>,
     /// The dtype of parameters and activations.
     #[serde(deserialize_with = "dtype")]
     pub dtype: Dtype,
@@ -34,6 +37,16 @@ pub struct PackageManifest {
     pub functions: Vec<PackageFunction>,
     /// The units, in the order of the model.
     pub units: Vec<PackageUnit>,
+}
+
+/// The device that a package was compiled for.
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq)]
+#[serde(rename_all = "lowercase")]
+pub enum PackageDevice {
+    /// CPUs with the features that the manifest lists.
+    Cpu,
+    /// GPUs of the architecture that the manifest names.
+    Cuda,
 }
 
 /// Which activations the forward functions of a package save.

@@ -80,7 +80,7 @@ fn what_is_wrong_with_a_manifest_is_named() {
     for (pointer, value, message) in [
         ("/format", json!(2), "it has format 2, but this version reads format 1"),
         ("/surprise", json!(2), "unknown field `surprise`"),
-        ("/device", json!("cuda"), "compiled for the device \"cuda\""),
+        ("/device", json!("tpu"), "unknown variant `tpu`, expected `cpu` or `cuda`"),
         ("/dtype", json!("f64"), "its dtype is f64"),
         ("/dtype", json!("f8"), "the dtype \"f8\" is not supported"),
         ("/functions/1/forward/file", json!("../block.pt2"), "is not the name of a file in the package's folder"),
