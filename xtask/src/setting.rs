@@ -21,6 +21,8 @@ pub(crate) struct Setting {
     /// The ranks that share each layer.
     pub(crate) tensor: usize,
     pub(crate) sequence: bool,
+    /// Whether those ranks compute while they communicate.
+    pub(crate) async_tensor: bool,
     /// The stages of a pipeline.
     pub(crate) pipeline: usize,
     pub(crate) schedule: &'static str,
@@ -74,6 +76,7 @@ pub(crate) const BASE: Setting = Setting {
     replicate: 1,
     tensor: 1,
     sequence: true,
+    async_tensor: true,
     pipeline: 1,
     schedule: "1f1b",
     prefetch: 1,
@@ -87,7 +90,7 @@ pub(crate) const BASE: Setting = Setting {
 
 impl Setting {
     fn recipe(&self, blocks: usize) -> String {
-        let Setting { stage, replicate, tensor, sequence, pipeline, schedule, .. } = self;
+        let Setting { stage, replicate, tensor, sequence, async_tensor, pipeline, schedule, .. } = self;
         let Setting { prefetch, checkpointing, dtype, sequences, micro_batches, .. } = self;
         let Size { vocab_size, hidden_size, heads, intermediate_size, tied, .. } = self.size;
         let (each, compiled) = (self.reduce_each_micro_batch, self.compiled);
@@ -97,7 +100,7 @@ impl Setting {
              {intermediate_size}\ntie_word_embeddings = {tied}\n[data]\n[batch]\nmicro_batch_size = {sequences}\nseq_len = \
              {POSITIONS}\ngradient_accumulation_steps = {micro_batches}\n[zero]\nstage = {stage}\nprefetch = {prefetch}\n\
              reduce_each_micro_batch = {each}\n[parallel]\nreplicate = {replicate}\ntensor = {tensor}\nsequence = {sequence}\n\
-             pipeline = {pipeline}\npipeline_schedule = \"{schedule}\"\n\
+             async_tensor = {async_tensor}\npipeline = {pipeline}\npipeline_schedule = \"{schedule}\"\n\
              [precision]\nparam_dtype = \"{dtype}\"\n\
              [optimizer]\nlr = 1e-4\n[run]\nsteps = 12\n"
         )

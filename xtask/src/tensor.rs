@@ -25,6 +25,13 @@ pub(crate) const CLAIMS: &[Claim] = &[
     },
     Claim {
         group: "tensor",
+        name: "overlap",
+        what: "with communication next to computation, a step of shared layers on two hosts takes less time",
+        heavy: true,
+        measure: overlap,
+    },
+    Claim {
+        group: "tensor",
         name: "links",
         what: "the time of a step on two hosts, by the rate of their link, with and without tensor parallelism between them",
         heavy: true,
@@ -54,6 +61,30 @@ fn memory() -> Result<Verdict> {
         settings.push(Setting { tensor: 4, sequence, ranks: 4, size: &M58, stage: 1, ..BASE });
     }
     compare_memory(&settings)
+}
+
+/// A step with async tensor parallelism and one without, in turn, on one host and on two.
+fn overlap() -> Result<Verdict> {
+    let program = shardwise()?;
+    let scratch = Scratch::new("overlap")?;
+    let (mut figures, mut holds) = (Vec::new(), true);
+    for (name, rate, least) in [("one host", None, 0.97), ("1 Gbit/s", Some("1gbit"), 1.)] {
+        let mut times = [Vec::new(), Vec::new()];
+        for _ in 0..ROUNDS {
+            for (async_tensor, times) in [true, false].into_iter().zip(&mut times) {
+                let setting = Setting { tensor: 2, stage: 0, async_tensor, ..BASE };
+                let recipe = setting.write(&scratch, setting.size.blocks)?;
+                times.push(measure_step(&program, &recipe, &setting, rate)?);
+            }
+        }
+        let [overlapped, apart] = &times;
+        let ratios: Vec<f64> = overlapped.iter().zip(apart).map(|(overlapped, apart)| apart / overlapped).collect();
+        let faster = median(&ratios);
+        println!("{name}: {:.3} s, without overlap {:.3} s", median(overlapped), median(apart));
+        holds &= faster >= least;
+        figures.push(format!("{name}: {faster:.2} times as fast"));
+    }
+    Ok(Verdict { figure: figures.join(", "), bar: "1 on two hosts, 0.97 on one".to_string(), holds })
 }
 
 /// The rates of the link, from fast to slow.

@@ -10,7 +10,7 @@ use crate::head::{Head, LmHead, Sizes};
 use crate::pass::Region;
 use crate::unit::embed;
 use crate::{
-    Activations, Batch, Cache, Error, Footprint, Init, Layer, Parameter, Parameters, Pass, PassShape, Result,
+    Activations, Batch, Cache, Error, Footprint, Init, Layer, Linear, Parameter, Parameters, Pass, PassShape, Result,
     TensorParallel, Tied, Unit, attention,
 };
 
@@ -64,18 +64,18 @@ impl Norm {
     }
 }
 
-/// A matrix and its bias, by columns: every rank computes its own features.
-fn linear(parameters: &Parameters<'_>, x: &Tensor, name: &str) -> Result<Tensor> {
-    let bias = parameters.get(&format!("{name}.bias"));
-    parameters.linear_transposed(x, &format!("{name}.weight"), Some(bias))
+/// A matrix and its bias.
+fn layer<'a>(parameters: &'a Parameters<'_>, name: &str) -> Linear<'a> {
+    parameters.layer_transposed(&format!("{name}.weight"), Some(parameters.get(&format!("{name}.bias"))))
 }
 
 /// A matrix by rows, with which a tensor-parallel region ends, and its bias, which is added once.
 fn row_linear(parameters: &Parameters<'_>, x: &Tensor, name: &str, parallel: &TensorParallel) -> Result<Tensor> {
+    let layer = layer(parameters, name);
     if parallel.size() == 1 {
-        return linear(parameters, x, name);
+        return layer.apply(x);
     }
-    let summed = parallel.leave(&parameters.linear_transposed(x, &format!("{name}.weight"), None)?)?;
+    let summed = parallel.row_parallel(x, &Linear { bias: None, ..layer })?;
     Ok(summed.f_add(parameters.get(&format!("{name}.bias")))?)
 }
 
@@ -198,8 +198,9 @@ impl Layer for Block {
     ) -> Result<Tensor> {
         let x = input.expect("a block has an input");
         let normed = Norm::new(&self.0, parameters, "ln_1").of(x)?;
-        let entered = parallel.enter(&normed, tokens.numel())?;
-        let [query, key, value] = heads(&linear(parameters, &entered, "attn.c_attn")?, self.head_dim())?;
+        let c_attn = [layer(parameters, "attn.c_attn")];
+        let (_, [projected]) = parallel.column_parallel(&normed, tokens.numel(), c_attn)?;
+        let [query, key, value] = heads(&projected, self.head_dim())?;
         let [key, value] = cache.extend(&key, &value, None)?;
         let joined = attention::extend(&query, &key, &value, None)?;
         let x = x.f_add(&row_linear(parameters, &joined, "attn.c_proj", parallel)?)?;
@@ -273,9 +274,9 @@ impl Block {
         let (rows, head_dim, documents) = (batch.inputs.numel(), self.head_dim(), Documents::of(batch)?);
         let norm = Norm::new(&self.0, parameters, "ln_1");
         let normed = norm.of(x)?;
-        let entered = pass.parallel.enter(&normed, rows)?;
-        let whole = entered.f_view([batch.inputs.size()[0], batch.inputs.size()[1], -1])?;
-        let projected = linear(parameters, &whole, "attn.c_attn")?;
+        let c_attn = [layer(parameters, "attn.c_attn")];
+        let (entered, [projected]) = pass.parallel.column_parallel(&normed, rows, c_attn)?;
+        let projected = projected.f_view([batch.inputs.size()[0], batch.inputs.size()[1], -1])?;
         // Returns the output of each document, if sequences are packed, and last the whole output.
         let core = move |projected: &Tensor| -> Result<Vec<Tensor>> {
             let [query, key, value] = heads(projected, head_dim)?;
@@ -303,8 +304,7 @@ impl Block {
     fn mlp(&self, parameters: &Parameters<'_>, x: &Tensor, rows: usize, pass: &Pass) -> Result<Tensor> {
         let norm = Norm::new(&self.0, parameters, "ln_2");
         let normed = norm.of(x)?;
-        let entered = pass.parallel.enter(&normed, rows)?;
-        let wide = linear(parameters, &entered, "mlp.c_fc")?;
+        let (entered, [wide]) = pass.parallel.column_parallel(&normed, rows, [layer(parameters, "mlp.c_fc")])?;
         let activated = wide.f_gelu("tanh")?;
         let output = row_linear(parameters, &activated, "mlp.c_proj", &pass.parallel)?;
         let is_selective = pass.activations == Activations::Selective;

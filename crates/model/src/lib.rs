@@ -52,14 +52,16 @@ mod linear;
 mod llama;
 mod loss;
 mod package;
+mod parallel_linear;
 mod pass;
+mod row_pieces;
 mod tensor_parallel;
 mod unit;
 mod unit_functions;
 
 pub use activation_checkpointing::Activations;
 pub use cache::Cache;
-pub use linear::DeferredGradients;
+pub use linear::{DeferredGradients, Linear};
 pub use loss::{IGNORED, head_loss};
 pub use pass::{Pass, PassShape};
 pub use tensor_parallel::{PendingTensor, TensorGroup, TensorParallel, cut};

@@ -11,7 +11,7 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use shardwise_torch::autograd::{self, Forward};
+use shardwise_torch::autograd::{self, ClosureError, Forward};
 use shardwise_torch::tch::{TchError, Tensor, no_grad};
 
 use crate::Result;
@@ -89,47 +89,86 @@ impl Orientation {
     }
 }
 
-/// A linear layer. With `deferred`, its backward pass puts the gradient of the weight aside, as that of the given parameter.
-pub(crate) fn linear(
-    x: &Tensor,
-    weight: &Tensor,
-    bias: Option<&Tensor>,
-    orientation: Orientation,
-    deferred: Option<(usize, DeferredGradients)>,
-) -> Result<Tensor> {
-    let Some((parameter, deferred)) = deferred.filter(|_| weight.requires_grad()) else {
-        return Ok(x.f_linear(&orientation.output_by_input(weight)?, bias)?);
-    };
-    let inputs: Vec<&Tensor> = [x, weight].into_iter().chain(bias).collect();
-    let (x_has_grad, bias_has_grad) = (x.requires_grad(), bias.is_some_and(Tensor::requires_grad));
-    let has_bias = bias.is_some();
-    let mut outputs = autograd::function(
-        "linear",
-        &inputs,
-        |inputs| {
-            let weight = orientation.output_by_input(inputs[1])?;
-            let output = inputs[0].f_linear(&weight, inputs.get(2).copied())?;
-            Ok(Forward { outputs: vec![output], saved: vec![inputs[0].shallow_clone(), inputs[1].shallow_clone()] })
-        },
-        move |mut back| {
-            let Some(grad) = back.grads.remove(0) else {
-                return Ok((0..2 + usize::from(has_bias)).map(|_| None).collect());
-            };
-            let [x, weight] = [&back.saved[0], &back.saved[1]];
-            let features = |tensor: &Tensor| tensor.size().last().copied().unwrap_or(1);
-            let output_grad = grad.f_reshape([-1, features(&grad)])?;
-            let x_grad = match x_has_grad {
-                true => Some(output_grad.f_mm(&orientation.output_by_input(weight)?)?.f_view(&x.size()[..])?),
-                false => None,
-            };
-            let bias_grad = match bias_has_grad {
-                true => Some(output_grad.f_sum_dim_intlist([0i64].as_slice(), false, output_grad.kind())?),
-                false => None,
-            };
-            let x = x.f_detach()?.f_reshape([-1, features(x)])?;
-            deferred.defer(parameter, move || Ok(orientation.weight_gradient(&x, &output_grad)?));
-            Ok([x_grad, None].into_iter().chain(has_bias.then_some(bias_grad)).collect())
-        },
-    )?;
-    Ok(outputs.remove(0))
+/// A linear layer of a unit (PyTorch: `torch.nn.Linear`); see [`Parameters::layer`](crate::Parameters::layer).
+pub struct Linear<'a> {
+    pub(crate) weight: &'a Tensor,
+    pub(crate) bias: Option<&'a Tensor>,
+    pub(crate) orientation: Orientation,
+    /// Where the backward pass puts the gradient of the weight aside, as that of the given parameter.
+    pub(crate) deferred: Option<(usize, DeferredGradients)>,
+}
+
+impl Linear<'_> {
+    /// The product of `x` and the weight, plus the bias.
+    pub fn apply(&self, x: &Tensor) -> Result<Tensor> {
+        let compute = || x.f_linear(&self.orientation.output_by_input(self.weight)?, self.bias);
+        match self.deferred.is_some() && self.weight.requires_grad() {
+            true => self.attach(x, no_grad(compute)?, Ok),
+            false => Ok(compute()?),
+        }
+    }
+
+    /// The number of features of the output.
+    pub(crate) fn output_features(&self) -> i64 {
+        match self.orientation {
+            Orientation::OutputByInput => self.weight.size()[0],
+            Orientation::InputByOutput => self.weight.size()[1],
+        }
+    }
+
+    /// Writes the product of some rows to rows of `output`, without autograd.
+    pub(crate) fn write(&self, rows: &Tensor, output: &Tensor) -> Result<()> {
+        let weight = self.orientation.output_by_input(self.weight)?;
+        no_grad(|| rows.f_linear_out(output, &weight, self.bias)).map(drop)?;
+        Ok(())
+    }
+
+    /// Gives `output`, which was computed from `x`, the backward pass of the layer. `product_grad` turns the gradient of `output` into
+    /// that of the product, if they are not the same.
+    pub(crate) fn attach(
+        &self,
+        x: &Tensor,
+        output: Tensor,
+        product_grad: impl Fn(Tensor) -> std::result::Result<Tensor, ClosureError> + Send + 'static,
+    ) -> Result<Tensor> {
+        let inputs: Vec<&Tensor> = [x, self.weight].into_iter().chain(self.bias).collect();
+        let [x_has_grad, weight_has_grad] = [x, self.weight].map(Tensor::requires_grad);
+        let (has_bias, bias_has_grad) = (self.bias.is_some(), self.bias.is_some_and(Tensor::requires_grad));
+        let (orientation, deferred) = (self.orientation, self.deferred.clone());
+        let mut outputs = autograd::function(
+            "linear",
+            &inputs,
+            |inputs| {
+                Ok(Forward { outputs: vec![output], saved: vec![inputs[0].shallow_clone(), inputs[1].shallow_clone()] })
+            },
+            move |mut back| {
+                let Some(grad) = back.grads.remove(0) else {
+                    return Ok((0..2 + usize::from(has_bias)).map(|_| None).collect());
+                };
+                let grad = product_grad(grad)?;
+                let [x, weight] = [&back.saved[0], &back.saved[1]];
+                let features = |tensor: &Tensor| tensor.size().last().copied().unwrap_or(1);
+                let output_grad = grad.f_reshape([-1, features(&grad)])?;
+                let x_grad = match x_has_grad {
+                    true => Some(output_grad.f_mm(&orientation.output_by_input(weight)?)?.f_view(&x.size()[..])?),
+                    false => None,
+                };
+                let bias_grad = match bias_has_grad {
+                    true => Some(output_grad.f_sum_dim_intlist([0i64].as_slice(), false, output_grad.kind())?),
+                    false => None,
+                };
+                let x = x.f_detach()?.f_reshape([-1, features(x)])?;
+                let weight_grad = match &deferred {
+                    _ if !weight_has_grad => None,
+                    Some((parameter, deferred)) => {
+                        deferred.defer(*parameter, move || Ok(orientation.weight_gradient(&x, &output_grad)?));
+                        None
+                    }
+                    None => Some(orientation.weight_gradient(&x, &output_grad)?),
+                };
+                Ok([x_grad, weight_grad].into_iter().chain(has_bias.then_some(bias_grad)).collect())
+            },
+        )?;
+        Ok(outputs.remove(0))
+    }
 }

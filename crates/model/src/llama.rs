@@ -13,8 +13,8 @@ use crate::head::{Head, LmHead, Sizes};
 use crate::pass::Region;
 use crate::unit::embed;
 use crate::{
-    Activations, Batch, Cache, Footprint, Init, Layer, Parameter, Parameters, Pass, PassShape, Result, TensorParallel,
-    Tied, Unit, attention,
+    Activations, Batch, Cache, Footprint, Init, Layer, Linear, Parameter, Parameters, Pass, PassShape, Result,
+    TensorParallel, Tied, Unit, attention,
 };
 
 /// Builds a unit of the model from its parameters.
@@ -111,10 +111,9 @@ impl Layer for Block {
     ) -> Result<Tensor> {
         let x = input.expect("a block has an input");
         let normed = rms_norm(&self.0, x, parameters.get("input_layernorm.weight"))?;
-        let entered = parallel.enter(&normed, tokens.numel())?;
-        let joined = self.core(parameters, &entered, None, parallel)?.extend(cache)?;
-        let partial = parameters.linear(&joined, "self_attn.o_proj.weight", None)?;
-        let x = x.f_add(&parallel.leave(&partial)?)?;
+        let (_, projected) = parallel.column_parallel(&normed, tokens.numel(), projections(parameters))?;
+        let joined = self.core(parameters, projected, None, parallel).extend(cache)?;
+        let x = x.f_add(&parallel.row_parallel(&joined, &parameters.layer("self_attn.o_proj.weight", None))?)?;
         let pass = Pass { parallel: parallel.clone(), ..Pass::new(Activations::All) };
         Ok(x.f_add(&self.mlp(parameters, &x, tokens.numel(), &pass)?)?)
     }
@@ -198,13 +197,13 @@ impl Block {
         let (rows, parallel) = (batch.inputs.numel(), &pass.parallel);
         let norm = parameters.get("input_layernorm.weight");
         let normed = rms_norm(&self.0, x, norm)?;
-        let entered = parallel.enter(&normed, rows)?;
-        let whole = entered.f_view([batch.inputs.size()[0], batch.inputs.size()[1], -1])?;
-        let core = self.core(parameters, &whole, Documents::of(batch)?, parallel)?;
+        let (entered, [query, key, value]) = parallel.column_parallel(&normed, rows, projections(parameters))?;
+        let in_sequences = |rows: Tensor| rows.f_view([batch.inputs.size()[0], batch.inputs.size()[1], -1]);
+        let projected = [in_sequences(query)?, in_sequences(key)?, in_sequences(value)?];
+        let core = self.core(parameters, projected, Documents::of(batch)?, parallel);
         let attended = core.attend()?;
         let joined = attended.last().expect("attention has an output");
-        let partial = parameters.linear(joined, "self_attn.o_proj.weight", None)?;
-        let output = parallel.leave(&partial)?;
+        let output = parallel.row_parallel(joined, &parameters.layer("self_attn.o_proj.weight", None))?;
         let is_selective = pass.activations == Activations::Selective;
         if !is_selective && !pass.gathers_again() {
             return Ok(output);
@@ -224,36 +223,32 @@ impl Block {
     fn core(
         &self,
         parameters: &Parameters<'_>,
-        normed: &Tensor,
+        [query, key, value]: [Tensor; 3],
         documents: Option<Documents>,
         parallel: &TensorParallel,
-    ) -> Result<Core> {
-        let project = |name: &str| -> Result<Tensor> {
-            parameters.linear(normed, &format!("{name}.weight"), parameters.find(&format!("{name}.bias")))
-        };
-        Ok(Core {
+    ) -> Core {
+        Core {
             config: self.0.clone(),
             documents,
-            query: project("self_attn.q_proj")?,
-            key: project("self_attn.k_proj")?,
-            value: project("self_attn.v_proj")?,
+            query,
+            key,
+            value,
             query_norm: parameters.find("self_attn.q_norm.weight").map(Tensor::shallow_clone),
             key_norm: parameters.find("self_attn.k_norm.weight").map(Tensor::shallow_clone),
             key_of_query: key_of_query(&self.0, parallel),
-        })
+        }
     }
 
     /// The MLP of a block, whose input has `rows` rows on all ranks together.
     fn mlp(&self, parameters: &Parameters<'_>, x: &Tensor, rows: usize, pass: &Pass) -> Result<Tensor> {
-        let linear = |x: &Tensor, name: &str| parameters.linear(x, name, None);
+        let layer = |name: &str| parameters.layer(name, None);
         let norm = parameters.get("post_attention_layernorm.weight");
         let normed = rms_norm(&self.0, x, norm)?;
-        let entered = pass.parallel.enter(&normed, rows)?;
-        let gate = linear(&entered, "mlp.gate_proj.weight")?;
-        let up = linear(&entered, "mlp.up_proj.weight")?;
+        let opening = [layer("mlp.gate_proj.weight"), layer("mlp.up_proj.weight")];
+        let (entered, [gate, up]) = pass.parallel.column_parallel(&normed, rows, opening)?;
         let opened = gate.f_silu()?;
         let gated = opened.f_mul(&up)?;
-        let output = pass.parallel.leave(&linear(&gated, "mlp.down_proj.weight")?)?;
+        let output = pass.parallel.row_parallel(&gated, &layer("mlp.down_proj.weight"))?;
         // Recomputing the activated gate is one elementwise operation; keeping it takes an eighth of the memory of a block's
         // activations. If `up` needs no gradient, autograd does not save it.
         let mut saved: Vec<&Tensor> = Vec::new();
@@ -287,6 +282,12 @@ impl Block {
             Ok(recomputed)
         })
     }
+}
+
+/// The projections of query, key and value.
+fn projections<'a>(parameters: &'a Parameters<'_>) -> [Linear<'a>; 3] {
+    ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
+        .map(|name| parameters.layer(&format!("{name}.weight"), parameters.find(&format!("{name}.bias"))))
 }
 
 /// The key head of each of this rank's query heads, among the rank's key heads; `None` if each key head belongs to the same number

@@ -1,8 +1,11 @@
 //! How a unit computes in a pass, and what that costs.
 
+use std::ops::Range;
+
 use shardwise_plan::Partition;
 use shardwise_plan::program::{CollectiveKind, GroupKind, InnerCollective, InnerCollectives, Place};
 
+use crate::row_pieces::row_pieces;
 use crate::{Activations, DeferredGradients, TensorParallel};
 
 /// How a unit computes in a pass.
@@ -76,7 +79,7 @@ impl PassShape {
     /// The collectives of a unit with these tensor-parallel regions, one after the other, of rows with `features` elements.
     pub(crate) fn collectives_of_regions(&self, regions: &[Region], features: usize) -> InnerCollectives {
         let (enter, leave) = (self.enter(features), self.leave(features));
-        let forward: Vec<InnerCollective> = [enter, Some(leave)].into_iter().flatten().collect();
+        let forward: Vec<InnerCollective> = enter.into_iter().chain(self.leave_in_pieces(features)).collect();
         let mut has_grad = self.input_has_grad;
         let mut backward = Vec::new();
         for region in regions {
@@ -117,8 +120,18 @@ impl PassShape {
 
     /// The collective with which a region ends.
     pub(crate) fn leave(&self, features: usize) -> InnerCollective {
+        self.leave_with(self.tokens, features)
+    }
+
+    /// The collectives with which a region ends in the forward pass, where a matrix product comes before: one for each of its pieces.
+    fn leave_in_pieces(&self, features: usize) -> impl Iterator<Item = InnerCollective> {
+        let pieces = row_pieces(self.tokens, if self.splits_sequence { self.tensor.size } else { 1 });
+        pieces.into_iter().map(move |piece| self.leave_with(piece.iter().map(Range::len).sum(), features))
+    }
+
+    fn leave_with(&self, rows: usize, features: usize) -> InnerCollective {
         let row_bytes = features * self.element_bytes;
-        let (group, bytes) = (GroupKind::Tensor, self.tokens * row_bytes);
+        let (group, bytes) = (GroupKind::Tensor, rows * row_bytes);
         match self.splits_sequence {
             true => InnerCollective { group, kind: CollectiveKind::ReduceScatter, bytes, row_bytes },
             // An all-reduce divides its buffer by elements.

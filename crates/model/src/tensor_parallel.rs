@@ -70,6 +70,8 @@ pub struct TensorParallel {
     splits_sequence: bool,
     /// The label of collectives.
     label: Arc<str>,
+    /// Whether the forward pass multiplies while its collectives are under way.
+    is_async: bool,
     /// What the backward pass computes while its collectives are under way.
     meanwhile: Option<DeferredGradients>,
 }
@@ -77,14 +79,14 @@ pub struct TensorParallel {
 impl TensorParallel {
     /// A layer that is on one rank.
     pub fn none() -> Self {
-        TensorParallel { group: None, splits_sequence: false, label: "".into(), meanwhile: None }
+        TensorParallel { group: None, splits_sequence: false, label: "".into(), is_async: false, meanwhile: None }
     }
 
     /// A layer that is split among the ranks of a group, with or without sequence parallelism.
     pub fn new(group: Arc<dyn TensorGroup>, splits_sequence: bool) -> Self {
         match group.size() {
             1 => TensorParallel::none(),
-            _ => TensorParallel { group: Some(group), splits_sequence, label: "".into(), meanwhile: None },
+            _ => TensorParallel { group: Some(group), splits_sequence, ..TensorParallel::none() },
         }
     }
 
@@ -101,6 +103,13 @@ impl TensorParallel {
     #[must_use]
     pub fn with_whole_sequence(&self) -> Self {
         TensorParallel { splits_sequence: false, ..self.clone() }
+    }
+
+    /// The same with or without overlap in the forward pass (async tensor parallelism): while collectives are under way,
+    /// [`TensorParallel::column_parallel`] and [`TensorParallel::row_parallel`] multiply. Changes no bit.
+    #[must_use]
+    pub fn with_async(&self, is_async: bool) -> Self {
+        TensorParallel { is_async, ..self.clone() }
     }
 
     /// The same with a backward pass that computes these gradients of weights while its collectives are under way.
@@ -142,35 +151,39 @@ impl TensorParallel {
 
     /// Leads into a tensor-parallel region: returns all rows, `rows` in total. The backward pass sums the gradients of all ranks.
     pub fn enter(&self, x: &Tensor, rows: usize) -> Result<Tensor> {
-        let Some(group) = &self.group else { return Ok(x.shallow_clone()) };
-        let (group, splits_sequence, label) = (group.clone(), self.splits_sequence, self.label.clone());
-        let meanwhile = self.meanwhile.clone();
-        let entered = match splits_sequence {
-            true => no_grad(|| group.all_gather(&label, x, rows)).map_err(Error::Communication)?,
-            false => x.detach(),
-        };
-        apply("enter", x, entered, move |grad| {
-            let pending = match splits_sequence {
-                true => group.start_reduce_scatter(&label, &grad)?,
-                false => group.start_all_reduce(&label, &grad)?,
-            };
-            wait_meanwhile(pending, meanwhile.as_ref(), 1)
-        })
+        match self.group {
+            Some(_) => self.attach_enter(x, self.gather_rows(&x.f_detach()?, rows)?),
+            None => Ok(x.shallow_clone()),
+        }
     }
 
     /// Leads out of a tensor-parallel region: sums what every rank has computed from its part of the features.
     pub fn leave(&self, x: &Tensor) -> Result<Tensor> {
-        let Some(group) = &self.group else { return Ok(x.shallow_clone()) };
-        let (group, splits_sequence, label) = (group.clone(), self.splits_sequence, self.label.clone());
-        let (shape, rows, meanwhile) = (x.size(), rows_of(x), self.meanwhile.clone());
         let left = no_grad(|| self.sum(x))?;
-        apply("leave", x, left, move |grad| match splits_sequence {
-            true => {
-                let pending = group.start_all_gather(&label, &grad, rows)?;
-                Ok(wait_meanwhile(pending, meanwhile.as_ref(), 0)?.f_view(&shape[..])?)
-            }
-            false => Ok(grad),
+        match self.group {
+            Some(_) => apply("leave", x, left, self.backward_of_leave(rows_of(x))),
+            None => Ok(left),
+        }
+    }
+
+    /// Gives `entered`, the rows of all ranks, the backward pass of [`TensorParallel::enter`].
+    pub(crate) fn attach_enter(&self, x: &Tensor, entered: Tensor) -> Result<Tensor> {
+        let parallel = self.clone();
+        apply("enter", x, entered, move |grad| {
+            wait_meanwhile(parallel.start_sum(&grad)?, parallel.meanwhile.as_ref(), 1)
         })
+    }
+
+    /// The backward pass of [`TensorParallel::leave`]: from the gradient of a sum to that of this rank's term, which has `rows` rows.
+    pub(crate) fn backward_of_leave(
+        &self,
+        rows: usize,
+    ) -> impl Fn(Tensor) -> std::result::Result<Tensor, ClosureError> + Send + 'static {
+        let parallel = self.clone();
+        move |grad| match parallel.splits_sequence {
+            true => wait_meanwhile(parallel.start_gather_rows(&grad, rows)?, parallel.meanwhile.as_ref(), 0),
+            false => Ok(grad),
+        }
     }
 
     /// Keeps this rank's rows of a tensor that all ranks have computed, with sequence parallelism. The backward pass gathers the
@@ -219,20 +232,38 @@ impl TensorParallel {
 
     /// All rows of a tensor, as [`TensorParallel::enter`] returns them, without autograd.
     pub(crate) fn gather_rows(&self, x: &Tensor, rows: usize) -> Result<Tensor> {
-        match self.group.as_ref().filter(|_| self.splits_sequence) {
-            Some(group) => group.all_gather(&self.label, x, rows).map_err(Error::Communication),
-            None => Ok(x.shallow_clone()),
-        }
+        self.start_gather_rows(x, rows)?().map_err(Error::Communication)
     }
 
     /// The sum over all ranks, without autograd: all of it or, with sequence parallelism, this rank's rows.
     pub(crate) fn sum(&self, x: &Tensor) -> Result<Tensor> {
-        let Some(group) = &self.group else { return Ok(x.shallow_clone()) };
-        let summed = match self.splits_sequence {
-            true => group.reduce_scatter(&self.label, x),
-            false => group.all_reduce(&self.label, x),
+        self.start_sum(x)?().map_err(Error::Communication)
+    }
+
+    /// Starts [`TensorParallel::gather_rows`].
+    pub(crate) fn start_gather_rows(&self, x: &Tensor, rows: usize) -> Result<PendingTensor> {
+        match self.group.as_ref().filter(|_| self.splits_sequence) {
+            Some(group) => group.start_all_gather(&self.label, x, rows).map_err(Error::Communication),
+            None => Ok(done(x.shallow_clone())),
+        }
+    }
+
+    /// Starts [`TensorParallel::sum`].
+    pub(crate) fn start_sum(&self, x: &Tensor) -> Result<PendingTensor> {
+        let Some(group) = &self.group else { return Ok(done(x.shallow_clone())) };
+        let started = match self.splits_sequence {
+            true => group.start_reduce_scatter(&self.label, x),
+            false => group.start_all_reduce(&self.label, x),
         };
-        summed.map_err(Error::Communication)
+        started.map_err(Error::Communication)
+    }
+
+    /// A collective that has started, which ends here unless the forward pass overlaps.
+    pub(crate) fn await_unless_async(&self, pending: PendingTensor) -> Result<PendingTensor> {
+        match self.is_async {
+            true => Ok(pending),
+            false => Ok(done(pending().map_err(Error::Communication)?)),
+        }
     }
 
     /// The tensors of all ranks, stacked, without autograd.
@@ -264,6 +295,11 @@ pub fn cut(tensor: &Tensor, slice: &Slice) -> Result<Tensor> {
             Ok(Tensor::f_cat(&parts, dimension)?)
         }
     }
+}
+
+/// A collective that has ended.
+fn done(result: Tensor) -> PendingTensor {
+    Box::new(move || Ok(result))
 }
 
 /// Waits for a collective of the backward pass. Meanwhile computes the gradients that were put aside, except for the last `left`,
@@ -301,10 +337,11 @@ fn apply(
 }
 
 /// The number of rows of a tensor.
-fn rows_of(x: &Tensor) -> usize {
+pub(crate) fn rows_of(x: &Tensor) -> usize {
     x.numel() / x.size().last().map_or(1, |&features| features.max(1) as usize)
 }
 
-fn as_rows(x: &Tensor) -> std::result::Result<Tensor, TchError> {
+/// The tensor as a matrix of rows.
+pub(crate) fn as_rows(x: &Tensor) -> std::result::Result<Tensor, TchError> {
     x.f_reshape([rows_of(x) as i64, x.size().last().copied().unwrap_or(1)])
 }

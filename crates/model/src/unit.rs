@@ -12,10 +12,10 @@ use shardwise_plan::program::{InnerCollectives, Place};
 use shardwise_plan::{ModelConfig, Partition, Slice, TensorPlacement, check_frozen_prefixes};
 use shardwise_torch::tch::{Device, Tensor, no_grad};
 
-use crate::linear::{Orientation, linear};
+use crate::linear::Orientation;
 use crate::pass::{Pass, PassShape};
 use crate::tensor_parallel::cut;
-use crate::{Cache, DeferredGradients, Error, Result, TensorParallel};
+use crate::{Cache, DeferredGradients, Error, Linear, Result, TensorParallel};
 
 /// A model: a chain of units.
 pub struct Model {
@@ -265,18 +265,24 @@ impl Parameters<'_> {
         Some(self.narrowed[place].as_ref().unwrap_or(&self.tensors[place]))
     }
 
-    /// A linear layer (PyTorch: `torch.nn.Linear`) with the weight, of shape (output, input), whose name ends in `weight`. In a
-    /// zero-bubble pipeline, the gradient of this weight is computed later than that of `x`.
+    /// The linear layer with the weight, of shape (output, input), whose name ends in `weight`. In a zero-bubble pipeline, the
+    /// gradient of this weight is computed later than that of the layer's input.
     ///
     /// # Panics
     /// Panics if the unit has not declared such a parameter.
-    pub fn linear(&self, x: &Tensor, weight: &str, bias: Option<&Tensor>) -> Result<Tensor> {
-        linear(x, self.get(weight), bias, Orientation::OutputByInput, self.deferral(weight))
+    pub fn layer<'a>(&'a self, weight: &str, bias: Option<&'a Tensor>) -> Linear<'a> {
+        let (orientation, deferred) = (Orientation::OutputByInput, self.deferral(weight));
+        Linear { weight: self.get(weight), bias, orientation, deferred }
     }
 
     /// The same with a weight of shape (input, output), as Hugging Face's GPT-2 has them.
-    pub(crate) fn linear_transposed(&self, x: &Tensor, weight: &str, bias: Option<&Tensor>) -> Result<Tensor> {
-        linear(x, self.get(weight), bias, Orientation::InputByOutput, self.deferral(weight))
+    pub(crate) fn layer_transposed<'a>(&'a self, weight: &str, bias: Option<&'a Tensor>) -> Linear<'a> {
+        Linear { orientation: Orientation::InputByOutput, ..self.layer(weight, bias) }
+    }
+
+    /// Applies the [layer](Parameters::layer) with this weight.
+    pub fn linear(&self, x: &Tensor, weight: &str, bias: Option<&Tensor>) -> Result<Tensor> {
+        self.layer(weight, bias).apply(x)
     }
 
     /// Where the gradient of a parameter is put aside, unless it belongs to a part of the parameter only.

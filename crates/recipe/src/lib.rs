@@ -281,8 +281,9 @@ pub struct ParallelRecipe {
     /// Whether the ranks that share a layer each keep their own part of the sequence between attention and MLP (sequence
     /// parallelism): less memory, for a quarter more traffic unless activations are recomputed. No effect if tensor is 1.
     pub sequence: bool,
-    /// Whether the backward pass computes gradients of weights while the ranks that share a layer exchange gradients of activations
-    /// (async tensor parallelism): less waiting, for a little more memory. No effect if tensor is 1.
+    /// Whether the ranks that share a layer compute while they communicate (async tensor parallelism): parts of matrix products in the
+    /// forward pass, and gradients of weights in the backward pass. Less waiting, for a little more memory, and the same bits. No effect
+    /// if tensor is 1.
     pub async_tensor: bool,
 }
 

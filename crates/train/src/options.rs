@@ -36,8 +36,8 @@ pub struct Options {
     /// Whether the ranks that share a layer each keep their own part of the sequence outside of attention and MLP (sequence
     /// parallelism). No effect without tensor parallelism.
     pub sequence_parallel: bool,
-    /// Whether the backward pass computes gradients of weights while the ranks that share a layer exchange gradients of activations.
-    /// Changes no bit. No effect without tensor parallelism, or if a schedule splits backward passes.
+    /// Whether the ranks that share a layer compute while they communicate: parts of matrix products in the forward pass, and gradients
+    /// of weights in the backward pass, unless a schedule splits it. Changes no bit. No effect without tensor parallelism.
     pub async_tensor_parallel: bool,
     /// The order in which the stages of a pipeline work on micro-batches. No effect without pipeline parallelism.
     pub pipeline_schedule: PipelineSchedule,

@@ -85,7 +85,8 @@ impl Trainer {
         let shape = StepShape { tokens: place.size, positions: place.size, micro_batches: 1 };
         let unit_specs = unit_specs(&model, &options, place, shape);
         let tensor_ranks = Arc::new(TensorRanks(ranks.tensor.clone()));
-        let parallel = TensorParallel::new(tensor_ranks, options.splits_sequence(place));
+        let parallel =
+            TensorParallel::new(tensor_ranks, options.splits_sequence(place)).with_async(options.async_tensor_parallel);
         let leases = model.units().iter().map(|_| Arc::default()).collect();
         Ok(Trainer {
             model,

@@ -18,6 +18,9 @@ const VOCAB_SIZE: i64 = 101;
 /// Odd sequences: 21 rows are not divided by 2 or 4, and rows of one rank end within a sequence.
 const SEQUENCES: i64 = 3;
 const POSITIONS: i64 = 7;
+/// Sequences with enough rows for a layer to multiply them in pieces, on up to 4 ranks. Neither 519 rows nor a rank's part of them are
+/// divided by the number of pieces.
+const MANY_POSITIONS: i64 = 173;
 
 const STEPS: i64 = 20;
 
@@ -47,9 +50,21 @@ fn models() -> Vec<(&'static str, ModelConfig)> {
     ]
 }
 
+/// The same for [`MANY_POSITIONS`].
+fn models_for_many_positions() -> Vec<(&'static str, ModelConfig)> {
+    let lengthen = |config| match config {
+        ModelConfig::Gpt2(config) => {
+            Gpt2Config { n_positions: MANY_POSITIONS as usize, loss_chunk_tokens: 200, ..config }.into()
+        }
+        ModelConfig::Llama(config) => LlamaConfig { loss_chunk_tokens: 200, ..config }.into(),
+        other => other,
+    };
+    models().into_iter().map(|(name, config)| (name, lengthen(config))).collect()
+}
+
 /// A micro-batch by its global index. Some targets are ignored, and sequences may be packed.
-fn batch(step: i64, micro: i64, is_packed: bool) -> Batch {
-    let numbers = Tensor::arange(SEQUENCES * POSITIONS, (Kind::Int64, Device::Cpu)).view([SEQUENCES, POSITIONS]);
+fn batch(positions: i64, step: i64, micro: i64, is_packed: bool) -> Batch {
+    let numbers = Tensor::arange(SEQUENCES * positions, (Kind::Int64, Device::Cpu)).view([SEQUENCES, positions]);
     let tokens = (numbers.shallow_clone() * 7 + step * 31 + micro * 57).remainder(VOCAB_SIZE);
     let targets = (&tokens * 3 + 1).remainder(VOCAB_SIZE);
     let ignored = (&tokens + micro).remainder(4).eq(0);
@@ -87,10 +102,14 @@ struct Trained {
 
 /// Trains on `micro` micro-batches per step in total, which the ranks that read data divide.
 fn train(trainer: &mut Trainer, steps: i64, micro: i64, is_packed: bool) -> Trained {
+    train_on(POSITIONS, trainer, steps, micro, is_packed)
+}
+
+fn train_on(positions: i64, trainer: &mut Trainer, steps: i64, micro: i64, is_packed: bool) -> Trained {
     let (rank, size) = (trainer.ranks().data_rank() as i64, trainer.ranks().data_size() as i64);
     let mut numbers = Vec::new();
     for step in 0..steps {
-        let own = (0..micro / size).map(|index| batch(step, index * size + rank, is_packed));
+        let own = (0..micro / size).map(|index| batch(positions, step, index * size + rank, is_packed));
         let report = trainer.step(&own.collect::<Vec<_>>()).unwrap();
         numbers.extend([report.loss, report.grad_norm]);
     }
@@ -205,34 +224,72 @@ fn sharded_layers_compute_the_same_as_on_one_rank() {
     ranks!(4, || compare(2, 2, &[1, 2, 3], 5));
 }
 
+/// Compares the gradients of layers that multiply and communicate in pieces with those on one rank.
+fn compare_pieces() {
+    let world = world();
+    let ranks = Ranks::parallel(world.clone(), 1, world.size()).unwrap();
+    let place = Place { size: world.size(), index: ranks.tensor.rank() };
+    let sgd = Optimizer::Sgd(Sgd { lr: 0., momentum: 0., weight_decay: 0. });
+    let options = Options { max_grad_norm: None, schedule: Schedule::constant(1.), ..options(0, sgd) };
+    for ((name, config), is_packed) in models_for_many_positions().into_iter().zip([false, true].repeat(3)) {
+        let mut alone = trainer(&config, Ranks::sharded(Arc::new(single::group())), options.clone());
+        let expected = train_on(MANY_POSITIONS, &mut alone, 1, 1, is_packed);
+        for sequence_parallel in [false, true] {
+            for activation_checkpointing in CHECKPOINTING {
+                let options = Options { sequence_parallel, activation_checkpointing, ..options.clone() };
+                let mut shared = trainer(&config, ranks.clone(), options);
+                let found = train_on(MANY_POSITIONS, &mut shared, 1, 1, is_packed);
+                let what = format!("{name}, sequence {sequence_parallel}, {activation_checkpointing:?}");
+                assert_same(shared.model(), place, &found, &expected, &what);
+            }
+        }
+    }
+}
+
+#[test]
+fn layers_in_pieces_compute_the_same_as_on_one_rank() {
+    ranks!(2, || compare_pieces());
+    ranks!(3, || compare_pieces());
+    ranks!(4, || compare_pieces());
+}
+
+/// Trains on 4 ranks, of which 2 share each layer, with async tensor parallelism and without. Expects the same bits.
+fn compare_async(models: Vec<(&'static str, ModelConfig)>, positions: i64) {
+    let ranks = Ranks::parallel(world(), 1, 2).unwrap();
+    for ((name, config), precision) in models.into_iter().zip([Precision::F32, Precision::BF16].repeat(9)) {
+        for (stage, sequence_parallel) in [(0, true), (3, true), (2, false)] {
+            for activation_checkpointing in CHECKPOINTING {
+                let [apart, overlapped] = [false, true].map(|async_tensor_parallel| {
+                    let options = Options {
+                        precision,
+                        sequence_parallel,
+                        activation_checkpointing,
+                        async_tensor_parallel,
+                        ..options(stage, adamw())
+                    };
+                    train_on(positions, &mut trainer(&config, ranks.clone(), options), 3, 2, false)
+                });
+                let what = format!(
+                    "{name}, {precision:?}, stage {stage}, sequence {sequence_parallel}, {activation_checkpointing:?}"
+                );
+                assert_eq!(overlapped.numbers, apart.numbers, "{what}");
+                let pairs = overlapped.parameters.iter().flatten().zip(apart.parameters.iter().flatten());
+                pairs.for_each(|(one, other)| assert!(one.equal(other), "{what}: other parameters"));
+            }
+        }
+    }
+}
+
 /// Next to collectives or after them, gradients are the same products.
 #[test]
 fn async_tensor_parallelism_changes_no_bit() {
-    ranks!(4, || {
-        let ranks = Ranks::parallel(world(), 1, 2).unwrap();
-        for ((name, config), precision) in models().into_iter().zip([Precision::F32, Precision::BF16].repeat(9)) {
-            for (stage, sequence_parallel) in [(0, true), (3, true), (2, false)] {
-                for activation_checkpointing in CHECKPOINTING {
-                    let [apart, overlapped] = [false, true].map(|async_tensor_parallel| {
-                        let options = Options {
-                            precision,
-                            sequence_parallel,
-                            activation_checkpointing,
-                            async_tensor_parallel,
-                            ..options(stage, adamw())
-                        };
-                        train(&mut trainer(&config, ranks.clone(), options), 3, 2, false)
-                    });
-                    let what = format!(
-                        "{name}, {precision:?}, stage {stage}, sequence {sequence_parallel}, {activation_checkpointing:?}"
-                    );
-                    assert_eq!(overlapped.numbers, apart.numbers, "{what}");
-                    let pairs = overlapped.parameters.iter().flatten().zip(apart.parameters.iter().flatten());
-                    pairs.for_each(|(one, other)| assert!(one.equal(other), "{what}: other parameters"));
-                }
-            }
-        }
-    });
+    ranks!(4, || compare_async(models(), POSITIONS));
+}
+
+/// Next to collectives or after them, a layer multiplies the same pieces.
+#[test]
+fn async_pieces_change_no_bit() {
+    ranks!(4, || compare_async(models_for_many_positions(), MANY_POSITIONS));
 }
 
 #[test]

@@ -1,14 +1,15 @@
-//! The bytes that a program sends, by collective and group, are exactly those that its execution sends.
+//! The bytes that a program sends, by collective and group, are exactly those that its execution sends. The number of collectives
+//! inside shared layers is, too.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use shardwise_comm::{Group, Verb, mpi};
+use shardwise_comm::{Count, Group, Verb, mpi};
 use shardwise_harness::{Launch, ranks};
 use shardwise_model::{Batch, Gpt2Config, LlamaConfig, Model};
-use shardwise_plan::program::{CollectiveKind, GroupKind, Sent, traffic};
+use shardwise_plan::program::{Call, CallOp, CollectiveKind, GroupKind, Sent, calls, traffic};
 use shardwise_plan::{Dtype, Mesh};
 use shardwise_torch::tch::{Device, Kind, Tensor};
 use shardwise_train::{
@@ -26,13 +27,22 @@ fn model(is_tied: bool, frozen: &[&str]) -> Model {
     model
 }
 
-fn batches(count: usize) -> Vec<Batch> {
-    let tokens = Tensor::arange(9, (Kind::Int64, Device::Cpu)).view([1, 9]);
+/// The number of tokens in a micro-batch.
+const TOKENS: usize = 9;
+/// Enough for a layer to multiply them in pieces, on up to 3 ranks, which hardly divide it.
+const MANY_TOKENS: usize = 397;
+
+fn batches(count: usize, tokens: usize) -> Vec<Batch> {
+    let tokens = Tensor::arange(tokens as i64, (Kind::Int64, Device::Cpu)).remainder(61).view([1, -1]);
     (0..count).map(|_| Batch::new(tokens.shallow_clone(), tokens.shallow_clone())).collect()
 }
 
 /// Compares one step of a model: what its program says that this rank sends, and what it has sent.
 fn compare(model: Model, ranks: &Ranks, options: Options, micro_batches: usize, setting: &str) {
+    compare_with(TOKENS, model, ranks, options, micro_batches, setting);
+}
+
+fn compare_with(tokens: usize, model: Model, ranks: &Ranks, options: Options, micro_batches: usize, setting: &str) {
     let mut trainer = Trainer::new(model, ranks.clone(), options, &mut init::from_seed(1)).unwrap();
     // The all-gathers of an update may still be running after the step.
     let settle = |trainer: &mut Trainer| trainer.shards_mut().for_each(|unit| unit.gather().unwrap());
@@ -40,11 +50,12 @@ fn compare(model: Model, ranks: &Ranks, options: Options, micro_batches: usize, 
     let layout = ranks.layout(trainer.options().precision);
     let program = trainer.program(micro_batches).unwrap();
     let place = tensor_place(&ranks.mesh(), ranks.world.rank());
-    let shape = StepShape { tokens: 9, positions: 9, micro_batches };
+    let shape = StepShape { tokens, positions: tokens, micro_batches };
     let units = unit_specs(trainer.model(), trainer.options(), place, shape);
     let expected = traffic(&program, &units, &policy, &layout);
+    let calls = calls(&program, &units, &policy);
     ranks.world.meter().reset();
-    trainer.step(&batches(micro_batches)).unwrap();
+    trainer.step(&batches(micro_batches, tokens)).unwrap();
     if !policy.sharding.parameters {
         settle(&mut trainer);
     }
@@ -69,9 +80,14 @@ fn compare(model: Model, ranks: &Ranks, options: Options, micro_batches: usize, 
             let of = |sent: &Sent| sent.bytes(kind, collective);
             let simulated = of(&expected.step) + of(&expected.update);
             let name = group.name();
-            let sent = metered.iter().filter(|(key, _)| key.verb == verb && &*key.group == name);
-            let sent: u64 = sent.map(|(_, count)| count.bytes).sum();
-            assert_eq!(sent, simulated, "{} {}, {setting}", kind.name(), collective.name());
+            let counts = metered.iter().filter(|(key, _)| key.verb == verb && &*key.group == name);
+            let sent: Count = counts.map(|(_, count)| *count).sum();
+            assert_eq!(sent.bytes, simulated, "{} {}, {setting}", kind.name(), collective.name());
+            if kind == GroupKind::Tensor {
+                let is_such = |call: &Call| call.collective.group == kind && call.collective.kind == collective;
+                let issued = calls.iter().filter(|(_, call)| call.op == CallOp::Issue && is_such(call)).count();
+                assert_eq!(sent.calls, issued as u64, "calls of {}, {setting}", collective.name());
+            }
         }
     }
 }
@@ -174,6 +190,28 @@ fn compare_shared_layers(replicas: usize, tensor: usize) {
     }
 }
 
+/// Sequence parallelism × checkpointing, with layers that ranks share and multiply in pieces.
+fn compare_pieces(tensor: usize) {
+    let ranks = Ranks::parallel(world(), 1, tensor).unwrap();
+    for sequence_parallel in [false, true] {
+        for activation_checkpointing in
+            [ActivationCheckpointing::None, ActivationCheckpointing::Selective, ActivationCheckpointing::Full]
+        {
+            let optimizer = Optimizer::AdamW(AdamW::default());
+            let options = Options {
+                activation_checkpointing,
+                sequence_parallel,
+                ..Options::new(Sharding::stage(0).unwrap(), optimizer, Schedule::constant(1e-3))
+            };
+            let setting = format!("tensor {tensor}, sequence {sequence_parallel}, {activation_checkpointing:?}");
+            let llama = Model::from_config(LlamaConfig::new(61, 24, 2, 6, 17)).unwrap();
+            compare_with(MANY_TOKENS, llama, &ranks, options.clone(), 2, &setting);
+            let gpt2 = Model::from_config(Gpt2Config::new(61, MANY_TOKENS, 24, 2, 6)).unwrap();
+            compare_with(MANY_TOKENS, gpt2, &ranks, options, 1, &format!("GPT-2, {setting}"));
+        }
+    }
+}
+
 /// Every schedule × stages 0 to 3 × accumulation × frozen parts × tied or untied, on the stages of a pipeline.
 fn compare_pipelines(stages: usize, tensor: usize) {
     let world = world();
@@ -205,6 +243,12 @@ fn simulated_bytes_equal_metered_bytes_of_shared_layers() {
     ranks!(2, || compare_shared_layers(1, 2));
     ranks!(3, || compare_shared_layers(1, 3));
     ranks!(4, || compare_shared_layers(2, 2));
+}
+
+#[test]
+fn simulated_bytes_equal_metered_bytes_of_layers_in_pieces() {
+    ranks!(2, || compare_pieces(2));
+    ranks!(3, || compare_pieces(3));
 }
 
 #[test]
