@@ -8,6 +8,7 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/_fused_adamw.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/DeviceGuard.h>
@@ -108,6 +109,16 @@ struct RustFunction : torch::autograd::Function<RustFunction> {
     return results;
   }
 };
+
+// Memory as a tensor of bytes.
+at::Tensor bytes_at(int8_t device_type, int8_t device_index, void *data, size_t bytes) {
+  c10::Device device(static_cast<c10::DeviceType>(device_type), device_index);
+  c10::DeviceGuard guard(device);
+  // The allocator knows the device by the name that its tensors have.
+  c10::Device own = c10::GetAllocator(device.type())->allocate(0).device();
+  auto options = at::TensorOptions().dtype(at::kByte).device(own);
+  return at::for_blob(data, {static_cast<int64_t>(bytes)}).options(options).target_device(own).make_tensor();
+}
 
 // Makes a block the memory of a storage of `bytes` bytes, and deletes the block.
 void put(c10::StorageImpl &storage, Block *block, size_t bytes) {
@@ -215,6 +226,19 @@ Message sw_tensor_access(at::Tensor *tensor, Access *out) {
     storage_of(*tensor);
     *out = Access{tensor->mutable_data_ptr(), tensor->use_count(), tensor->storage().use_count(),
                   tensor->is_contiguous(), tensor->is_cpu()};
+  });
+}
+
+bool sw_has_device(int8_t device_type) {
+  return c10::impl::hasDeviceGuardImpl(static_cast<c10::DeviceType>(device_type));
+}
+
+Message sw_copy_bytes(int8_t from_type, int8_t from_index, const void *from, int8_t to_type, int8_t to_index, void *to,
+                      size_t bytes) {
+  return guarded([&] {
+    c10::AutoGradMode no_grad(false);
+    if (bytes > 0)
+      bytes_at(to_type, to_index, to, bytes).copy_(bytes_at(from_type, from_index, const_cast<void *>(from), bytes));
   });
 }
 

@@ -47,6 +47,12 @@ struct Access {
 };
 Message sw_tensor_access(at::Tensor *tensor, Access *out);
 
+// Whether libtorch has a back end for this type of device.
+bool sw_has_device(int8_t device_type);
+// Copies between two addresses, each on its device.
+Message sw_copy_bytes(int8_t from_type, int8_t from_index, const void *from, int8_t to_type, int8_t to_index, void *to,
+                      size_t bytes);
+
 // ---- autograd ---------------------------------------------------------------------------------------------------
 // `grads`: one tensor per output, null if it has no gradient. `saved`: as passed to `sw_function`. The callee owns the tensors
 // of both lists. It fills `results` with one owned tensor or null per input.

@@ -28,11 +28,7 @@ unsafe impl Sync for Block {}
 impl Block {
     /// Allocates `len` uninitialized elements on `device`.
     pub fn new(dtype: Dtype, len: usize, device: Device) -> Result<Self> {
-        let (device_type, device_index) = match device {
-            Device::Cpu => (0, -1),
-            Device::Cuda(index) => (1, i8::try_from(index).map_err(|_| Error::UnsupportedDevice(device))?),
-            other => return Err(Error::UnsupportedDevice(other)),
-        };
+        let (device_type, device_index) = device_code(device)?;
         let mut raw = std::ptr::null_mut();
         // SAFETY: `raw` is written if the call succeeds.
         check(unsafe { ffi::sw_block_new(device_type, device_index, bytes_of(dtype, len)?, &mut raw) })?;
@@ -109,8 +105,10 @@ impl Block {
         // SAFETY: a live block of the shim.
         let (kind, index) = unsafe { (ffi::sw_block_device_type(self.raw()), ffi::sw_block_device_index(self.raw())) };
         match kind {
+            0 => Device::Cpu,
             1 => Device::Cuda(usize::try_from(index).unwrap_or(0)),
-            _ => Device::Cpu,
+            // As `tch` reports the device of a tensor.
+            _ => Device::Mps,
         }
     }
 
@@ -162,6 +160,21 @@ impl Drop for Block {
     fn drop(&mut self) {
         // SAFETY: a live block of the shim, which nobody else owns.
         unsafe { ffi::sw_block_free(self.raw.as_ptr()) }
+    }
+}
+
+/// libtorch's number of the device type.
+const MPS: i8 = 13;
+
+/// libtorch's type and index of a device. Fails if no tensor of a trainer can be there.
+pub(crate) fn device_code(device: Device) -> Result<(i8, i8)> {
+    match device {
+        Device::Cpu => Ok((0, -1)),
+        Device::Cuda(index) => Ok((1, i8::try_from(index).map_err(|_| Error::UnsupportedDevice(device))?)),
+        // The name under which a device of another kind registers itself, because `tch` has one for no other.
+        // SAFETY: looks into a table of libtorch.
+        Device::Mps if unsafe { ffi::sw_has_device(MPS) } => Ok((MPS, 0)),
+        Device::Mps | Device::Vulkan => Err(Error::UnsupportedDevice(device)),
     }
 }
 

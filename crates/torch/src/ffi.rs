@@ -60,6 +60,17 @@ unsafe extern "C" {
     pub(crate) fn sw_storage_bytes(tensor: *const Tensor, out: *mut usize) -> Message;
     pub(crate) fn sw_tensor_access(tensor: *mut Tensor, out: *mut Access) -> Message;
 
+    pub(crate) fn sw_has_device(device_type: i8) -> bool;
+    pub(crate) fn sw_copy_bytes(
+        from_type: i8,
+        from_index: i8,
+        from: *const c_void,
+        to_type: i8,
+        to_index: i8,
+        to: *mut c_void,
+        bytes: usize,
+    ) -> Message;
+
     pub(crate) fn sw_function(
         inputs: *mut *mut Tensor,
         input_count: usize,

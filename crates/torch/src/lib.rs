@@ -8,6 +8,7 @@
 //! - [`enable_caching_allocator`], [`allocated_bytes`] and [`take_peak_bytes`]: a caching allocator for CPU tensors, and its
 //!   statistics.
 //! - [`exclusive`]: a tensor's elements as a Rust slice, if no other handle can access them.
+//! - [`copy_bytes`]: copies between addresses on any two devices.
 //!
 //! This is not a second tensor library: it works on `tch`'s tensors, and knows nothing about ranks or models. The C++ side is a
 //! small shim in `shim/`: C++ exceptions arrive here as [`Error`], and no Rust panic unwinds into C++. The code does not depend
@@ -28,7 +29,7 @@ pub mod storage;
 pub use block::Block;
 pub use element::{Element, dtype_of, kind_of};
 pub use error::{Error, OutOfMemory, Result};
-pub use memory::{allocated_bytes, enable_caching_allocator, exclusive, take_peak_bytes};
+pub use memory::{allocated_bytes, copy_bytes, enable_caching_allocator, exclusive, take_peak_bytes};
 pub use package::{CompiledFunction, Signature, TensorType};
 pub use tch;
 

@@ -1,7 +1,8 @@
-//! A tensor's elements as a Rust slice, and the caching allocator's controls.
+//! A tensor's elements as a Rust slice, copies between devices, and the caching allocator's controls.
 
 use tch::{Device, Tensor};
 
+use crate::block::device_code;
 use crate::error::check;
 use crate::{Element, Error, Result, dtype_of, ffi};
 
@@ -44,6 +45,18 @@ pub fn exclusive<T: Element>(tensor: &mut Tensor) -> Result<&mut [T]> {
     // SAFETY: contiguous CPU memory of `numel` elements of type T, with one tensor on the storage and one handle to the
     // tensor, which is mutably borrowed for as long as the slice lives.
     Ok(unsafe { std::slice::from_raw_parts_mut(data.as_ptr(), tensor.numel()) })
+}
+
+/// Copies `bytes` bytes between two addresses, each on the device that it comes with. Runs behind the work that libtorch has queued on
+/// these devices; from or to the CPU, it has ended when this function returns.
+///
+/// # Safety
+/// Both addresses have that many bytes on their device, which do not overlap, and nobody else writes to them until the copy ends.
+pub unsafe fn copy_bytes(from: (Device, *const u8), to: (Device, *mut u8), bytes: usize) -> Result<()> {
+    let (from_type, from_index) = device_code(from.0)?;
+    let (to_type, to_index) = device_code(to.0)?;
+    // SAFETY: the caller's promise.
+    check(unsafe { ffi::sw_copy_bytes(from_type, from_index, from.1.cast(), to_type, to_index, to.1.cast(), bytes) })
 }
 
 /// Returns the bytes that this process has allocated from the C library, plus the caching allocator's blocks in use. That
