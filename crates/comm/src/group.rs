@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use shardwise_plan::{Axis, Dtype, Mesh, Partition, RankSet};
+use shardwise_torch::tch::Device;
 
 use crate::fault::CallFaultKind;
 use crate::instruments::{GroupSlot, Instruments};
@@ -63,6 +64,11 @@ impl Group {
         &self.name
     }
 
+    /// The device whose memory this group communicates.
+    pub fn device(&self) -> Device {
+        self.transport.device()
+    }
+
     /// The counts of what this process has sent, over all of its groups.
     pub fn meter(&self) -> &Meter {
         self.instruments.meter()
@@ -74,9 +80,13 @@ impl Group {
         self.instruments.flight_recorder()
     }
 
-    #[cfg(feature = "nccl")]
-    pub(crate) fn instruments(&self) -> Arc<Instruments> {
-        self.instruments.clone()
+    /// The same ranks and records over another backend.
+    pub(crate) fn over(&self, name: &str, transport: Arc<dyn Transport>) -> Group {
+        Group::new(name, self.ranks, self.rank, transport, self.instruments.clone())
+    }
+
+    pub(crate) fn transport(&self) -> &Arc<dyn Transport> {
+        &self.transport
     }
 
     /// How a buffer of `len` elements is split among the ranks of this group.

@@ -15,7 +15,7 @@
 //! ```
 //!
 //! There are three backends: [`single`] for a group of one rank, [`mpi`] between CPU ranks, and `nccl` between GPU ranks (a
-//! cargo feature). They share a front end, which adds checks of lengths and dtypes, labels, the [`Meter`] that counts sent
+//! cargo feature); [`staged`] puts the memory of any other device on one of these. They share a front end, which adds checks of lengths and dtypes, labels, the [`Meter`] that counts sent
 //! bytes, and the [`FlightRecorder`], which shows where each rank is when a run hangs ([`FlightRecorder::group_status`]). Over
 //! MPI, ranks can also compare every collective before they send anything ([`mpi::Options::verify_collectives`]), and inject
 //! faults to test how mismatches and hangs are reported ([`CallFault`]).
@@ -38,6 +38,7 @@ pub mod nccl;
 mod pending;
 mod reduce;
 pub mod single;
+pub mod staged;
 mod transport;
 
 pub use buffer::{Part, Payload, PayloadMut};

@@ -34,9 +34,8 @@ pub fn library_version() -> Result<String> {
 pub fn connect(control: Group, device: usize) -> Result<Group> {
     require_library("the CUDA driver", "libcuda.so.1", has_cuda())?;
     require_library("NCCL", "libnccl.so", has_nccl())?;
-    let (ranks, rank, instruments) = (control.ranks(), control.rank(), control.instruments());
-    let transport = NcclGroup::connect(control, device)?;
-    Ok(Group::new("gpu", ranks, rank, Arc::new(transport), instruments))
+    let transport = Arc::new(NcclGroup::connect(control, device)?);
+    Ok(transport.control.over("gpu", transport.clone()))
 }
 
 fn has_nccl() -> bool {

@@ -3,31 +3,47 @@
 use std::sync::Arc;
 
 use shardwise_plan::RankSet;
+use shardwise_torch::copy_bytes;
 use shardwise_torch::tch::Device;
 
 use crate::instruments::Instruments;
 use crate::pending::Completion;
 use crate::transport::{Job, Operation, Transport};
-use crate::{Group, Result};
+use crate::{Error, Group, Result};
 
 /// Creates a group of this process alone. Needs neither MPI nor a launcher.
 pub fn group() -> Group {
-    Group::new("world", RankSet::world(1), 0, Arc::new(Single), Instruments::new(None))
+    group_on(Device::Cpu)
 }
 
-struct Single;
+/// Like [`group`], for buffers on `device`.
+pub fn group_on(device: Device) -> Group {
+    Group::new("world", RankSet::world(1), 0, Arc::new(Single(device)), Instruments::new(None))
+}
+
+/// With the device of its buffers.
+struct Single(Device);
 
 impl Transport for Single {
     fn device(&self) -> Device {
-        Device::Cpu
+        self.0
     }
 
     fn start(&self, job: Job) -> Completion {
         job.handle.mark_started();
         let copy = |from: *const u8, to: *mut u8, elements: usize| {
-            // SAFETY: `Group` has checked both lengths. For an in-place call, the two addresses are the same.
-            unsafe { std::ptr::copy(from, to, elements * job.call.dtype.bytes()) };
-            Ok(())
+            let bytes = elements * job.call.dtype.bytes();
+            let copied = match self.0 {
+                Device::Cpu => {
+                    // SAFETY: `Group` has checked both lengths. For an in-place call, the two addresses are the same.
+                    unsafe { std::ptr::copy(from, to, bytes) };
+                    Ok(())
+                }
+                _ if from == to.cast_const() => Ok(()),
+                // SAFETY: `Group` has checked both lengths, and the call owns both buffers.
+                device => unsafe { copy_bytes((device, from), (device, to), bytes) },
+            };
+            copied.map_err(|error| Error::Transport { call: Box::new(job.call.clone()), message: error.to_string() })
         };
         let result: Result<()> = match &job.operation {
             Operation::AllGather { part, whole, partition } => copy(*part, *whole, partition.len()),
@@ -44,6 +60,6 @@ impl Transport for Single {
     }
 
     fn split(&self, _: RankSet, _: &Arc<str>) -> Result<Arc<dyn Transport>> {
-        Ok(Arc::new(Single))
+        Ok(Arc::new(Single(self.0)))
     }
 }

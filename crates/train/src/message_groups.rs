@@ -25,7 +25,6 @@ impl MessageGroups {
     }
 
     /// A group for each class.
-    #[cfg(feature = "cuda")]
     pub(crate) fn new(mut create: impl FnMut() -> crate::Result<Arc<Group>>) -> crate::Result<Self> {
         let groups = (0..CLASSES).map(|_| create()).collect::<crate::Result<Vec<_>>>()?;
         Ok(MessageGroups(groups.try_into().unwrap_or_else(|_| unreachable!("one group for each class"))))

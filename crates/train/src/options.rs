@@ -252,14 +252,24 @@ impl Ranks {
         Ok((first != i64::MIN).then(|| (-first as usize / ranks, -first as usize % ranks)))
     }
 
-    /// The same ranks with this rank's tensors on GPU `device` (cargo feature `cuda`).
+    /// The ranks of a mesh with this rank's tensors on GPU `device` (cargo feature `cuda`).
     #[cfg(feature = "cuda")]
     pub fn on_gpu(world: Arc<Group>, mesh: Mesh, device: usize) -> Result<Self> {
+        Ranks::on_device(world, mesh, |control| shardwise_comm::nccl::connect(control, device))
+    }
+
+    /// The ranks of a mesh with this rank's tensors on a device. `connect` turns a group of CPU ranks into one that communicates the
+    /// memory of the device. All ranks call this together.
+    pub fn on_device(
+        world: Arc<Group>,
+        mesh: Mesh,
+        connect: impl Fn(Group) -> shardwise_comm::Result<Group>,
+    ) -> Result<Self> {
         let Ranks { world, groups, replicated, tensor, pipeline, messages, stage, mesh } = Ranks::on_mesh(world, mesh)?;
         drop(messages);
         let over = |group: Arc<Group>| -> Result<Arc<Group>> {
             let control = Arc::into_inner(group).expect("on_mesh returned the only reference");
-            Ok(Arc::new(shardwise_comm::nccl::connect(control, device)?))
+            Ok(Arc::new(connect(control)?))
         };
         let over_unless_single = |group: Arc<Group>| if group.size() == 1 { Ok(group) } else { over(group) };
         let Groups { shard, replicate } = groups;

@@ -72,6 +72,11 @@ impl Trainer {
     /// Shards a model. `init` is called only for the elements that this rank keeps.
     pub fn new(model: Model, ranks: Ranks, options: Options, init: &mut ParameterInit<'_>) -> Result<Self> {
         options.check()?;
+        let (device, reached) = (options.device, ranks.groups.shard.device());
+        if device != reached {
+            let problem = format!("the options' device is {device:?}, but the ranks' groups communicate {reached:?} memory");
+            return Err(Error::Options(problem));
+        }
         model.check_tensor_parallel(ranks.tensor.size()).map_err(|error| Error::Options(error.to_string()))?;
         let pool = Arc::new(Pool::new(options.device));
         let is_trained = |unit: &Unit| unit.parameters().iter().any(|parameter| parameter.trainable);

@@ -18,7 +18,8 @@ pub struct Groups {
 impl Groups {
     /// One replica, sharded among all ranks of `shard`.
     pub fn sharded(shard: Arc<Group>) -> Self {
-        Groups { shard, replicate: Arc::new(shardwise_comm::single::group()) }
+        let replicate = Arc::new(shardwise_comm::single::group_on(shard.device()));
+        Groups { shard, replicate }
     }
 }
 

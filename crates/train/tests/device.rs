@@ -1,0 +1,167 @@
+//! Training on a device that is not the CPU, with the CPU's kernels: the bits are the CPU's.
+
+#![allow(clippy::unwrap_used, reason = "a test may fail")]
+
+use std::ops::ControlFlow;
+use std::sync::Arc;
+use std::time::Duration;
+
+use shardwise_comm::{Group, mpi, single, staged};
+use shardwise_harness::ranks;
+use shardwise_model::{Batch, Gpt2Config, IGNORED, LlamaConfig, Model, Parameter};
+use shardwise_plan::{Axis, Mesh};
+use shardwise_pretend_device::device;
+use shardwise_torch::tch::{self, Device, Kind, Tensor};
+use shardwise_train::{ActivationCheckpointing, Options, Ranks, Sampling, Schedule, Trainer, generate, init};
+use shardwise_zero::{AdamW, FloatsMut, Lamb, Optimizer, Precision, Sgd, Sharding};
+
+const VOCAB_SIZE: i64 = 101;
+
+fn llama() -> Model {
+    let llama = LlamaConfig {
+        num_key_value_heads: 3,
+        loss_chunk_tokens: 10,
+        ..LlamaConfig::new(VOCAB_SIZE as usize, 36, 3, 6, 53)
+    };
+    Model::from_config(llama).unwrap()
+}
+
+fn gpt2() -> Model {
+    Model::from_config(Gpt2Config::new(VOCAB_SIZE as usize, 16, 36, 2, 6)).unwrap()
+}
+
+fn options(stage: u8, device: Device) -> Options {
+    let sharding = Sharding::stage(stage).unwrap();
+    Options {
+        max_grad_norm: Some(0.5),
+        device,
+        ..Options::new(sharding, Optimizer::AdamW(AdamW::default()), Schedule::constant(1e-2))
+    }
+}
+
+/// One rank whose tensors are on a device.
+fn alone(device: Device) -> Ranks {
+    let mesh = Mesh::new(&[(Axis::Shard, 1)]).unwrap();
+    Ranks::on_device(Arc::new(single::group()), mesh, |_| Ok(single::group_on(device))).unwrap()
+}
+
+/// Ranks whose tensors are on a device, and travel through the host.
+fn over_host(world: Arc<Group>, mesh: Mesh, device: Device) -> Ranks {
+    Ranks::on_device(world, mesh, |control| Ok(staged::connect(control, device))).unwrap()
+}
+
+/// A micro-batch of a step by its global index. Some targets are ignored.
+fn batch(step: i64, micro: i64) -> Batch {
+    let numbers = Tensor::arange(3 * 12, (Kind::Int64, Device::Cpu)).view([3, 12]);
+    let tokens = (numbers * 7 + step * 31 + micro * 57).remainder(VOCAB_SIZE);
+    let targets = (&tokens * 3 + 1).remainder(VOCAB_SIZE);
+    let ignored = (&tokens + micro).remainder(4).eq(0);
+    Batch::new(tokens, targets.masked_fill(&ignored, IGNORED))
+}
+
+/// The losses and norms of three steps, and the final parameters, as bits.
+fn train(model: Model, ranks: &Ranks, options: Options) -> (Vec<u64>, Vec<u64>) {
+    // Sums over threads depend on their number, and the backward pass on a device has threads of its own.
+    tch::set_num_threads(1);
+    let mut trainer = Trainer::new(model, ranks.clone(), options, &mut init::from_seed(5)).unwrap();
+    let mut numbers = Vec::new();
+    for step in 0..3 {
+        let batches: Vec<Batch> =
+            (0..2).map(|index| batch(step, index * ranks.data_size() as i64 + ranks.data_rank() as i64)).collect();
+        let report = trainer.step(&batches).unwrap();
+        numbers.extend([report.loss.to_bits(), report.grad_norm.to_bits()]);
+    }
+    numbers.push(trainer.evaluate(&[batch(7, 0)]).unwrap().loss_sum.to_bits());
+    let go_on = &mut |_| ControlFlow::Continue(());
+    let generated = generate(&mut trainer, &[3, 1, 4], 5, &[], &Sampling::GREEDY, go_on).unwrap();
+    numbers.extend(generated.into_iter().map(i64::cast_unsigned));
+    let mut parameters = Vec::new();
+    for shard in trainer.shards_mut() {
+        shard.gather().unwrap();
+        for tensor in shard.parameters() {
+            let elements = Vec::<f64>::try_from(tensor.to_kind(Kind::Double).reshape(-1)).unwrap();
+            parameters.extend(elements.into_iter().map(f64::to_bits));
+        }
+        shard.release().unwrap();
+    }
+    (numbers, parameters)
+}
+
+#[test]
+fn every_stage_on_a_device_has_the_bits_of_the_cpu() {
+    for model in [llama, gpt2] {
+        for stage in 0..=3 {
+            let [expected, found] =
+                [Device::Cpu, device()].map(|device| train(model(), &alone(device), options(stage, device)));
+            assert_eq!(found.0, expected.0, "losses and norms at stage {stage}");
+            assert!(found.1 == expected.1, "parameters at stage {stage}");
+        }
+    }
+}
+
+#[test]
+fn every_optimizer_and_precision_on_a_device_has_the_bits_of_the_cpu() {
+    let lamb = Lamb { lr: 0., beta1: 0.9, beta2: 0.99, weight_decay: 0.1, eps: 1e-8 };
+    let sgd = Sgd { lr: 0., momentum: 0.9, weight_decay: 0.1 };
+    let base = |device| options(3, device);
+    let cases: [(&str, &dyn Fn(Device) -> Options); 5] = [
+        ("SGD", &|device| Options { optimizer: Optimizer::Sgd(sgd), ..base(device) }),
+        ("LAMB", &|device| Options { optimizer: Optimizer::Lamb(lamb), ..base(device) }),
+        ("bf16", &|device| Options { precision: Precision::BF16, ..base(device) }),
+        ("f64", &|device| Options { precision: Precision::F64, ..base(device) }),
+        ("checkpointing", &|device| Options {
+            activation_checkpointing: ActivationCheckpointing::Full,
+            reduce_each_micro_batch: true,
+            ..base(device)
+        }),
+    ];
+    for (what, options) in cases {
+        let [expected, found] = [Device::Cpu, device()].map(|device| train(llama(), &alone(device), options(device)));
+        assert_eq!(found.0, expected.0, "{what}");
+        assert!(found.1 == expected.1, "{what}");
+    }
+}
+
+#[test]
+fn two_ranks_on_devices_have_the_bits_of_the_cpu() {
+    ranks!(2, || {
+        let world = mpi::world(mpi::Options { timeout: Duration::from_secs(60), ..mpi::Options::default() }).unwrap();
+        let world = Arc::new(world);
+        for axis in [Axis::Shard, Axis::Tensor, Axis::Pipeline] {
+            let mesh = Mesh::new(&[(axis, 2)]).unwrap();
+            for stage in if axis == Axis::Shard { vec![1, 3] } else { vec![0] } {
+                let expected =
+                    train(llama(), &Ranks::on_mesh(world.clone(), mesh).unwrap(), options(stage, Device::Cpu));
+                let found = train(llama(), &over_host(world.clone(), mesh, device()), options(stage, device()));
+                assert_eq!(found.0, expected.0, "{axis} at stage {stage}");
+                assert!(found.1 == expected.1, "{axis} at stage {stage}");
+            }
+        }
+    });
+}
+
+#[test]
+fn an_output_that_is_not_finite_is_found_after_the_step() {
+    let [expected, found] = [Device::Cpu, device()].map(|device| {
+        let mut init = init::from_seed(5);
+        let mut broken = |parameter: &Parameter, range: std::ops::Range<usize>, elements: FloatsMut<'_>| {
+            let FloatsMut::F32(elements) = elements else { panic!("f32") };
+            init(parameter, range, FloatsMut::F32(&mut *elements))?;
+            if parameter.name == "model.layers.1.mlp.up_proj.weight" {
+                elements.fill(f32::INFINITY);
+            }
+            Ok(())
+        };
+        let mut trainer = Trainer::new(llama(), alone(device), options(3, device), &mut broken).unwrap();
+        trainer.step(&[batch(0, 0), batch(0, 1)]).unwrap_err().to_string()
+    });
+    assert!(expected.contains("its parameter model.layers.1.mlp.up_proj.weight"), "{expected}");
+    assert_eq!(found, expected);
+}
+
+#[test]
+fn a_trainer_refuses_groups_of_another_device() {
+    let ranks = Ranks::sharded(Arc::new(single::group()));
+    let error = Trainer::new(llama(), ranks, options(3, device()), &mut init::from_seed(5)).err().unwrap();
+    assert!(error.to_string().contains("the ranks' groups communicate Cpu memory"), "{error}");
+}
