@@ -18,10 +18,11 @@ impl Model {
             return Ok(Model::new(package::units(package)?)?.with_package(package.clone()));
         }
         let parameters = config.parameters();
+        let rotary = Arc::default();
         let units = parameters.chunk_by(|one, next| one.unit == next.unit).map(|owned| {
             let name = owned[0].unit.as_str();
             match &config {
-                ModelConfig::Llama(config) => llama::unit(config, name, owned),
+                ModelConfig::Llama(config) => llama::unit(config, name, owned, &rotary),
                 ModelConfig::Gpt2(config) => gpt2::unit(config, name, owned),
                 ModelConfig::Compiled(_) => unreachable!("a package is built above"),
             }

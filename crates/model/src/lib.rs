@@ -54,6 +54,7 @@ mod loss;
 mod package;
 mod parallel_linear;
 mod pass;
+mod rotary;
 mod row_pieces;
 mod tensor_parallel;
 mod unit;

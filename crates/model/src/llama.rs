@@ -1,24 +1,29 @@
 //! The Llama family: Llama 2 and 3, Mistral, Qwen 2 and 3.
 
-use std::f64::consts::PI;
-use std::ops::Range;
+use std::sync::Arc;
 
 use shardwise_plan::program::InnerCollectives;
-use shardwise_plan::{Llama3Rope, LlamaConfig, ParameterShape, Partition};
-use shardwise_torch::tch::{Device, Kind, Tensor};
+use shardwise_plan::{LlamaConfig, ParameterShape, Partition};
+use shardwise_torch::tch::Tensor;
 
 use crate::activation_checkpointing::recompute_in_backward;
 use crate::documents::Documents;
 use crate::head::{Head, LmHead, Sizes};
 use crate::pass::Region;
+use crate::rotary::RotaryTables;
 use crate::unit::embed;
 use crate::{
     Activations, Batch, Cache, Footprint, Init, Layer, Linear, Parameter, Parameters, Pass, PassShape, Result,
     TensorParallel, Tied, Unit, attention,
 };
 
-/// Builds a unit of the model from its parameters.
-pub(crate) fn unit(config: &LlamaConfig, name: &str, parameters: &[ParameterShape]) -> Unit {
+/// Builds a unit of the model from its parameters. All blocks of a model share its rotary tables.
+pub(crate) fn unit(
+    config: &LlamaConfig,
+    name: &str,
+    parameters: &[ParameterShape],
+    rotary: &Arc<RotaryTables>,
+) -> Unit {
     let parameters = parameters.iter().map(|parameter| with_init(config, parameter)).collect();
     match name {
         "embedding" => Unit::new(name, parameters, Embedding(config.clone())),
@@ -26,7 +31,7 @@ pub(crate) fn unit(config: &LlamaConfig, name: &str, parameters: &[ParameterShap
             let tied = config.tie_word_embeddings.then_some(Tied { unit: 0, parameter: 0 });
             Unit::new(name, parameters, Head(config.clone())).with_tied(tied)
         }
-        _ => Unit::new(name, parameters, Block(config.clone())),
+        _ => Unit::new(name, parameters, Block { config: config.clone(), rotary: rotary.clone() }),
     }
 }
 
@@ -86,7 +91,10 @@ impl Layer for Embedding {
     }
 }
 
-struct Block(LlamaConfig);
+struct Block {
+    config: LlamaConfig,
+    rotary: Arc<RotaryTables>,
+}
 
 impl Layer for Block {
     fn forward(
@@ -110,7 +118,7 @@ impl Layer for Block {
         parallel: &TensorParallel,
     ) -> Result<Tensor> {
         let x = input.expect("a block has an input");
-        let normed = rms_norm(&self.0, x, parameters.get("input_layernorm.weight"))?;
+        let normed = rms_norm(&self.config, x, parameters.get("input_layernorm.weight"))?;
         let (_, projected) = parallel.column_parallel(&normed, tokens.numel(), projections(parameters))?;
         let joined = self.core(parameters, projected, None, parallel).extend(cache)?;
         let x = x.f_add(&parallel.row_parallel(&joined, &parameters.layer("self_attn.o_proj.weight", None))?)?;
@@ -119,15 +127,15 @@ impl Layer for Block {
     }
 
     fn output_shape(&self, batch: &Batch, parallel: &TensorParallel) -> Option<Vec<i64>> {
-        Some(parallel.shape_outside(&batch.inputs, self.0.hidden_size))
+        Some(parallel.shape_outside(&batch.inputs, self.config.hidden_size))
     }
 
     fn footprint(&self, shape: &PassShape) -> Footprint {
-        let LlamaConfig { hidden_size, head_dim, .. } = self.0;
+        let LlamaConfig { hidden_size, head_dim, .. } = self.config;
         let &PassShape { tokens, positions, element_bytes, activations, .. } = shape;
-        let intermediate_size = shape.part_of(self.0.intermediate_size);
-        let heads = shape.part_of(self.0.num_attention_heads);
-        let key_heads = heads.div_ceil(self.0.num_attention_heads / self.0.num_key_value_heads);
+        let intermediate_size = shape.part_of(self.config.intermediate_size);
+        let heads = shape.part_of(self.config.num_attention_heads);
+        let key_heads = heads.div_ceil(self.config.num_attention_heads / self.config.num_key_value_heads);
         let (query, key) = (heads * head_dim, key_heads * head_dim);
         let element = |count: usize| tokens * count * element_bytes;
         let own_element = |count: usize| shape.own_tokens() * count * element_bytes;
@@ -140,7 +148,7 @@ impl Layer for Block {
         let gathered = if shape.splits_sequence { element(hidden_size) } else { 0 };
         // A sliding window needs a mask of positions by positions, first of booleans and then of floats.
         let mask =
-            if self.0.sliding_window.is_some_and(|window| window < positions) { positions * positions } else { 0 };
+            if self.config.sliding_window.is_some_and(|window| window < positions) { positions * positions } else { 0 };
         // The gradient of `mlp.down_proj`, the first that the backward pass computes.
         let down_proj = hidden_size * intermediate_size * element_bytes;
         // The input of the second norm is kept in the type in which the norm computes, unless something else needs it.
@@ -184,11 +192,11 @@ impl Layer for Block {
             trains_inside: any(&["gate_proj.weight", "up_proj.weight", "down_proj.weight"]),
             trains_after: false,
         };
-        shape.collectives_of_regions(&[attention, mlp], self.0.hidden_size)
+        shape.collectives_of_regions(&[attention, mlp], self.config.hidden_size)
     }
 
     fn attention_flops(&self, positions: usize) -> f64 {
-        attention::flops(self.0.num_attention_heads * self.0.head_dim, positions, self.0.sliding_window)
+        attention::flops(self.config.num_attention_heads * self.config.head_dim, positions, self.config.sliding_window)
     }
 }
 
@@ -196,7 +204,7 @@ impl Block {
     fn attend(&self, parameters: &Parameters<'_>, x: &Tensor, batch: &Batch, pass: &Pass) -> Result<Tensor> {
         let (rows, parallel) = (batch.inputs.numel(), &pass.parallel);
         let norm = parameters.get("input_layernorm.weight");
-        let normed = rms_norm(&self.0, x, norm)?;
+        let normed = rms_norm(&self.config, x, norm)?;
         let (entered, [query, key, value]) = parallel.column_parallel(&normed, rows, projections(parameters))?;
         let in_sequences = |rows: Tensor| rows.f_view([batch.inputs.size()[0], batch.inputs.size()[1], -1]);
         let projected = [in_sequences(query)?, in_sequences(key)?, in_sequences(value)?];
@@ -212,7 +220,7 @@ impl Block {
         let saved: Vec<&Tensor> = freed.iter().chain([&entered]).collect();
         // Its projections are kept only to attend again.
         let core = is_selective.then(|| core.detached());
-        let (config, x, norm, parallel) = (self.0.clone(), x.detach(), norm.detach(), parallel.clone());
+        let (config, x, norm, parallel) = (self.config.clone(), x.detach(), norm.detach(), parallel.clone());
         recompute_in_backward(output, &saved, move || {
             let mut recomputed = core.as_ref().map(Core::attend).transpose()?.unwrap_or_default();
             recomputed.push(parallel.gather_rows(&rms_norm(&config, &x, &norm)?, rows)?);
@@ -228,14 +236,15 @@ impl Block {
         parallel: &TensorParallel,
     ) -> Core {
         Core {
-            config: self.0.clone(),
+            config: self.config.clone(),
+            rotary: self.rotary.clone(),
             documents,
             query,
             key,
             value,
             query_norm: parameters.find("self_attn.q_norm.weight").map(Tensor::shallow_clone),
             key_norm: parameters.find("self_attn.k_norm.weight").map(Tensor::shallow_clone),
-            key_of_query: key_of_query(&self.0, parallel),
+            key_of_query: key_of_query(&self.config, parallel),
         }
     }
 
@@ -243,7 +252,7 @@ impl Block {
     fn mlp(&self, parameters: &Parameters<'_>, x: &Tensor, rows: usize, pass: &Pass) -> Result<Tensor> {
         let layer = |name: &str| parameters.layer(name, None);
         let norm = parameters.get("post_attention_layernorm.weight");
-        let normed = rms_norm(&self.0, x, norm)?;
+        let normed = rms_norm(&self.config, x, norm)?;
         let opening = [layer("mlp.gate_proj.weight"), layer("mlp.up_proj.weight")];
         let (entered, [gate, up]) = pass.parallel.column_parallel(&normed, rows, opening)?;
         let opened = gate.f_silu()?;
@@ -266,7 +275,7 @@ impl Block {
         if saved.is_empty() {
             return Ok(output);
         }
-        let (config, parallel) = (self.0.clone(), pass.parallel.clone());
+        let (config, parallel) = (self.config.clone(), pass.parallel.clone());
         let (x, norm, gate, up) = (x.detach(), norm.detach(), gate.detach(), up.detach());
         recompute_in_backward(output, &saved, move || {
             let mut recomputed = Vec::new();
@@ -304,6 +313,7 @@ fn key_of_query(config: &LlamaConfig, parallel: &TensorParallel) -> Option<Vec<i
 /// Attention between the input projections and the output projection (Megatron: core attention).
 struct Core {
     config: LlamaConfig,
+    rotary: Arc<RotaryTables>,
     documents: Option<Documents>,
     /// The projected query (sequences, positions, heads × head dim). Key and value have the same layout.
     query: Tensor,
@@ -343,7 +353,7 @@ impl Core {
     fn heads(&self, first: i64) -> Result<[Tensor; 3]> {
         let config = &self.config;
         let (sequences, positions) = (self.query.size()[0], self.query.size()[1]);
-        let rope = Rope::new(config, first..first + positions, self.query.kind(), self.query.device())?;
+        let rope = self.rotary.get(config, first..first + positions, self.query.kind(), self.query.device())?;
         let heads = |projected: &Tensor, norm: &Option<Tensor>| -> Result<Tensor> {
             let split = projected.f_view([sequences, positions, -1, config.head_dim as i64])?;
             let normed = match norm {
@@ -365,6 +375,7 @@ impl Core {
         let detach = |norm: &Option<Tensor>| norm.as_ref().map(Tensor::detach);
         Core {
             config: self.config.clone(),
+            rotary: self.rotary.clone(),
             documents: self.documents.clone(),
             query: self.query.detach(),
             key: self.key.detach(),
@@ -392,47 +403,5 @@ impl LmHead for LlamaConfig {
 
     fn sizes(&self) -> Sizes {
         Sizes { vocab_size: self.vocab_size, hidden_size: self.hidden_size, chunk_tokens: self.loss_chunk_tokens }
-    }
-}
-
-/// The rotary position embedding: pairs of elements of a head, one from each half, rotated by an angle that grows with position.
-struct Rope {
-    cosines: Tensor,
-    sines: Tensor,
-}
-
-impl Rope {
-    fn new(config: &LlamaConfig, positions: Range<i64>, kind: Kind, device: Device) -> Result<Self> {
-        let frequencies: Vec<f64> = (0..config.head_dim / 2)
-            .map(|pair| config.rope_theta.powf(-2. * pair as f64 / config.head_dim as f64))
-            .map(|frequency| config.rope_scaling.map_or(frequency, |scaling| stretch(scaling, frequency)))
-            .collect();
-        // Angles are f32, as in the original code of the models, unless everything is f64.
-        let wide = if kind == Kind::Double { Kind::Double } else { Kind::Float };
-        let frequencies = Tensor::f_from_slice(&frequencies)?.f_to_kind(wide)?.to_device(device);
-        let positions = Tensor::f_arange_start(positions.start, positions.end, (wide, device))?;
-        let angles = positions.f_outer(&frequencies)?;
-        let angles = Tensor::f_cat(&[&angles, &angles], -1)?;
-        Ok(Rope { cosines: angles.f_cos()?.to_kind(kind), sines: angles.f_sin()?.to_kind(kind) })
-    }
-
-    fn rotate(&self, x: &Tensor) -> Result<Tensor> {
-        let half = x.size()[3] / 2;
-        let rotated = Tensor::f_cat(&[x.f_narrow(3, half, half)?.f_neg()?, x.f_narrow(3, 0, half)?], -1)?;
-        Ok(x.f_mul(&self.cosines)?.f_add(&rotated.f_mul(&self.sines)?)?)
-    }
-}
-
-/// Returns the rotary frequency for a longer context: long wavelengths are stretched, short ones are not.
-fn stretch(rope: Llama3Rope, frequency: f64) -> f64 {
-    let wavelength = 2. * PI / frequency;
-    let context = rope.original_max_position_embeddings as f64;
-    if wavelength < context / rope.high_freq_factor {
-        frequency
-    } else if wavelength > context / rope.low_freq_factor {
-        frequency / rope.factor
-    } else {
-        let smooth = (context / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor);
-        (1. - smooth) * frequency / rope.factor + smooth * frequency
     }
 }

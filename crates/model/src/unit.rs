@@ -96,11 +96,13 @@ impl Batch {
         Batch { inputs, targets, documents: None }
     }
 
-    /// Returns a copy on a device. `documents` stays on the CPU, which needs to know where documents end.
+    /// Returns a copy on a device, for which the host does not wait. `documents` stays on the CPU, which needs to know where documents
+    /// end.
     pub fn to_device(&self, device: Device) -> Batch {
+        let copy = |tensor: &Tensor| tensor.to_device_(device, tensor.kind(), true, false);
         Batch {
-            inputs: self.inputs.to_device(device),
-            targets: self.targets.to_device(device),
+            inputs: copy(&self.inputs),
+            targets: copy(&self.targets),
             documents: self.documents.as_ref().map(|numbers| numbers.to_device(Device::Cpu)),
         }
     }

@@ -46,6 +46,7 @@ mod own_units;
 mod partitioned_inputs;
 mod probe;
 mod progress;
+mod read_values;
 mod report;
 mod shard_model;
 mod share_output;

@@ -8,7 +8,7 @@
 use shardwise_model::{Batch, TensorParallel, Tied, Unit};
 use shardwise_plan::Dtype;
 use shardwise_plan::program::{Message, Payload};
-use shardwise_torch::tch::{TchError, Tensor, no_grad};
+use shardwise_torch::tch::{Device, TchError, Tensor, no_grad};
 use shardwise_torch::{Block, dtype_of, kind_of, storage};
 use shardwise_zero::Precision;
 
@@ -131,8 +131,8 @@ impl Trainer {
                 let output = pass.output.shallow_clone();
                 self.check_output(unit, &output, step.batch(micro_batch, self.options.device), &self.parallel)?;
                 self.send_message(message, &output)?;
-                // The last stage only knows the units that it has.
-                if !is_finite(&output) {
+                // The last stage only knows the units that it has. On a device, the host would have to wait.
+                if self.options.device == Device::Cpu && !is_finite(&output) {
                     step.find_non_finite_output(micro_batch);
                 }
                 // What has no backward pass is not needed any more.

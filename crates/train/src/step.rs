@@ -11,7 +11,7 @@ use shardwise_model::{Activations, Batch, DeferredGradients, Model, Pass, Tensor
 use shardwise_plan::program::{Instruction, Keep, Place, Policy, Program, UnitSpec};
 use shardwise_torch::autograd::{self, Graph};
 use shardwise_torch::kind_of;
-use shardwise_torch::tch::{Tensor, no_grad};
+use shardwise_torch::tch::{Device, Tensor, no_grad};
 use shardwise_zero::{Bytes, Pool, ShardedUnit};
 
 use crate::error::{Error, Result};
@@ -26,7 +26,7 @@ use crate::shard_model::shard_model;
 use crate::step_programs::{
     check_executable, check_ties, checked_programs, replay_programs, splits_backward, stages_of_units,
 };
-use crate::step_values::{BeforeUpdate, HalfBackward, ParameterGradient, StepValues, UnitPass};
+use crate::step_values::{BeforeUpdate, HalfBackward, ParameterGradient, StepValues, UnitPass, Unread};
 use crate::tensor_group::TensorRanks;
 use crate::unit_specs::{StepShape, tensor_place, unit_specs};
 
@@ -74,7 +74,8 @@ impl Trainer {
         options.check()?;
         let (device, reached) = (options.device, ranks.groups.shard.device());
         if device != reached {
-            let problem = format!("the options' device is {device:?}, but the ranks' groups communicate {reached:?} memory");
+            let problem =
+                format!("the options' device is {device:?}, but the ranks' groups communicate {reached:?} memory");
             return Err(Error::Options(problem));
         }
         model.check_tensor_parallel(ranks.tensor.size()).map_err(|error| Error::Options(error.to_string()))?;
@@ -314,7 +315,7 @@ impl Trainer {
                 }
                 Instruction::WaitReduceScatter(unit) => self.shards[unit].finish_reduce_scatter()?,
                 Instruction::WaitReduce(unit) => self.shards[unit].finish_reduce()?,
-                Instruction::Norm(unit) => step.squares[unit] = self.shards[unit].grad_norm_squared()?,
+                Instruction::Norm(unit) => self.add_squares(unit, step)?,
                 Instruction::ReduceTotals => step.totals = Some(self.reduce_totals(step)?),
                 Instruction::Update(unit) => {
                     let (optimizer, factor, before) = step.update.as_mut().expect("an update has an optimizer");
@@ -529,6 +530,10 @@ impl Trainer {
     /// Adds the loss of a micro-batch, whose last forward pass is done, and looks for its cause if it is not finite.
     fn add_loss(&self, micro_batch: usize, step: &mut StepValues<'_>) {
         let head = step.passes[micro_batch].last().and_then(Option::as_ref).expect("the head's pass is done");
+        if self.options.device != Device::Cpu {
+            step.unread.push((Unread::Loss, head.output.detach()));
+            return;
+        }
         let own = head.output.double_value(&[]);
         step.loss += own;
         if !own.is_finite() {
@@ -546,12 +551,15 @@ impl Trainer {
 
     /// The weight of a target's loss: the derivative with which the backward pass starts.
     fn token_weight(&self, loss_scale: f64, tokens: u64) -> Tensor {
+        let no_dimensions: [i64; 0] = [];
         let kind = kind_of(self.options.precision.state_dtype());
-        Tensor::from(loss_scale / tokens as f64).to_kind(kind).to_device(self.options.device)
+        // Made on the device: the host would wait for a copy.
+        Tensor::full(no_dimensions, loss_scale / tokens as f64, (kind, self.options.device))
     }
 
     /// All-reduces the loss and the sums of squares in f64, in rank order, and unscales the norms by the loss scale.
-    fn reduce_totals(&self, step: &StepValues<'_>) -> Result<Gradients> {
+    fn reduce_totals(&mut self, step: &mut StepValues<'_>) -> Result<Gradients> {
+        self.read_values(step)?;
         let missing: usize = match self.has_stepped {
             true => 0,
             false => self.shards.iter().map(|(_, shard)| shard.parameters_without_gradient().count()).sum(),
@@ -564,6 +572,10 @@ impl Trainer {
         // Every replica contributed the same gradients.
         let (replicas, loss_scale) = (self.ranks.groups.replicate.size() as f64, step.loss_scale);
         let norm = |squares: f64| (squares / replicas).sqrt() / loss_scale;
+        // On the CPU, it has been found in the passes.
+        if !loss_sum.is_finite() && self.options.device != Device::Cpu {
+            step.non_finite_output = self.find_non_finite_output(step.micro_batches)?;
+        }
         Ok(Gradients {
             step: self.steps + 1,
             loss: loss_sum / step.tokens as f64,

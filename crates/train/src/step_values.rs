@@ -55,6 +55,15 @@ impl Receiving {
     }
 }
 
+/// What a value on the device is for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Unread {
+    /// The loss of a micro-batch.
+    Loss,
+    /// The sum of squares of a unit's gradients.
+    Squares(usize),
+}
+
 /// The values of a step, from one instruction to the next.
 pub(crate) struct StepValues<'a> {
     pub(crate) micro_batches: &'a [Batch],
@@ -84,6 +93,8 @@ pub(crate) struct StepValues<'a> {
     pub(crate) non_finite_output: Option<usize>,
     /// The sum of squares of this rank's gradients, by unit.
     pub(crate) squares: Vec<f64>,
+    /// Values on the device that nobody has waited for yet.
+    pub(crate) unread: Vec<(Unread, Tensor)>,
     pub(crate) totals: Option<Gradients>,
     /// The optimizer of this step, the factor of its gradients, and what to call before each unit is updated.
     pub(crate) update: Option<(Optimizer, f64, &'a mut BeforeUpdate<'a>)>,
@@ -108,6 +119,7 @@ impl<'a> StepValues<'a> {
             loss: 0.,
             non_finite_output: None,
             squares: vec![0.; units],
+            unread: Vec::new(),
             totals: None,
             update: None,
         }

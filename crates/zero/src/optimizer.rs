@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use shardwise_torch::Result;
 use shardwise_torch::optim::{AdamW, AdamWTensors, adamw_step};
-use shardwise_torch::tch::{Kind, TchError, Tensor, no_grad};
+use shardwise_torch::tch::{Device, Kind, TchError, Tensor, no_grad};
 
 /// An optimizer with its hyperparameters.
 #[derive(Clone, Debug)]
@@ -122,7 +122,8 @@ pub struct Lamb {
     pub eps: f64,
 }
 
-/// The number of elements of a run that are updated at once, to keep temporaries small.
+/// The number of elements of a run that are updated at once on the CPU, to keep temporaries small, and in the cache. On other devices,
+/// a run is updated at once: there, every operation costs a launch.
 const CHUNK: usize = 1 << 18;
 
 /// Consecutive elements of one parameter, all tensors of the same length: parameters and state of one dtype, f32 or
@@ -143,11 +144,30 @@ pub(crate) struct Run<'a> {
     pub(crate) rounded: Option<Tensor>,
 }
 
-/// The sums of squares of a parameter and of its update direction.
-#[derive(Clone, Copy, Debug, Default)]
+/// The sums of squares of a parameter and of its update direction: f64 tensors of one element, on the device of the parameter, so that
+/// nobody has to wait for them.
 pub(crate) struct Squares {
-    pub(crate) parameter: f64,
-    pub(crate) direction: f64,
+    pub(crate) parameter: Tensor,
+    pub(crate) direction: Tensor,
+}
+
+impl Squares {
+    pub(crate) fn zeros(device: Device) -> std::result::Result<Self, TchError> {
+        let no_dimensions: [i64; 0] = [];
+        let zero = || Tensor::f_zeros(no_dimensions, (Kind::Double, device));
+        Ok(Squares { parameter: zero()?, direction: zero()? })
+    }
+
+    pub(crate) fn plus(&self, other: &Squares) -> std::result::Result<Self, TchError> {
+        let (parameter, direction) = (self.parameter.f_add(&other.parameter)?, self.direction.f_add(&other.direction)?);
+        Ok(Squares { parameter, direction })
+    }
+
+    /// LAMB's trust ratio: the norm of the parameter by that of the direction, or 1 if either is zero.
+    fn trust_ratio(&self) -> std::result::Result<Tensor, TchError> {
+        let is_usable = self.parameter.f_gt(0)?.f_logical_and(&self.direction.f_gt(0)?)?;
+        self.parameter.f_div(&self.direction)?.f_sqrt()?.f_masked_fill(&is_usable.f_logical_not()?, 1.)
+    }
 }
 
 impl Optimizer {
@@ -186,7 +206,7 @@ impl Run<'_> {
     /// The chunk that starts at element `start`, with its gradients in the dtype of the parameters and multiplied by `factor`. Its
     /// parameters and state must be in place.
     fn chunk(&self, start: usize) -> std::result::Result<Run<'_>, TchError> {
-        let len = CHUNK.min(self.parameters.numel() - start) as i64;
+        let len = self.chunk_len().min(self.parameters.numel() - start) as i64;
         let part = |whole: &Tensor| whole.f_narrow(0, start as i64, len);
         let grads = part(&self.grads)?.f_to_kind(self.parameters.kind())?;
         let grads = if self.factor == 1. { grads } else { grads.f_mul_scalar(self.factor)? };
@@ -203,9 +223,9 @@ impl Run<'_> {
     /// The chunks of a run, for the first pass over it. Contents that have moved are copied to their new place a chunk at a time:
     /// the update reads them next, while they are in the cache.
     fn chunks(&self) -> impl Iterator<Item = std::result::Result<Run<'_>, TchError>> {
-        (0..self.parameters.numel()).step_by(CHUNK).map(|start| {
+        (0..self.parameters.numel()).step_by(self.chunk_len()).map(|start| {
             for (to, from) in &self.moved {
-                let len = CHUNK.min(to.numel() - start) as i64;
+                let len = self.chunk_len().min(to.numel() - start) as i64;
                 let from = from.f_narrow(0, start as i64, len)?;
                 to.f_narrow(0, start as i64, len)?.f_copy_(&from)?;
             }
@@ -215,7 +235,11 @@ impl Run<'_> {
 
     /// The chunks again, for the second pass over a run.
     fn chunks_again(&self) -> impl Iterator<Item = std::result::Result<Run<'_>, TchError>> {
-        (0..self.parameters.numel()).step_by(CHUNK).map(|start| self.chunk(start))
+        (0..self.parameters.numel()).step_by(self.chunk_len()).map(|start| self.chunk(start))
+    }
+
+    fn chunk_len(&self) -> usize {
+        if self.parameters.device() == Device::Cpu { CHUNK } else { self.parameters.numel().max(1) }
     }
 
     pub(crate) fn adamw(&self, adamw: AdamW) -> Result<()> {
@@ -232,6 +256,26 @@ impl Run<'_> {
             };
             adamw_step(AdamW { weight_decay, ..adamw }, &mut [tensors])?;
             round(&parameters, rounded)?;
+        }
+        Ok(())
+    }
+
+    /// AdamW on the runs of a shard on a device: one launch for those with weight decay, and one for those without. The gradients must
+    /// be in the dtype of the parameters.
+    pub(crate) fn adamw_together(runs: &mut [Run<'_>], adamw: AdamW) -> Result<()> {
+        for decays in [true, false] {
+            let mut updates: Vec<AdamWTensors<'_>> = runs
+                .iter_mut()
+                .filter(|run| run.decays == decays)
+                .map(|Run { parameters, grads, state, step, .. }| {
+                    let [first_moments, second_moments] = &mut state[..] else { unreachable!("AdamW has two moments") };
+                    AdamWTensors { parameters, grads, first_moments, second_moments, step }
+                })
+                .collect();
+            if !updates.is_empty() {
+                let weight_decay = if decays { adamw.weight_decay } else { 0. };
+                adamw_step(AdamW { weight_decay, ..adamw }, &mut updates)?;
+            }
         }
         Ok(())
     }
@@ -265,29 +309,33 @@ impl Run<'_> {
 
     /// LAMB's first half: updates the moments, and sums the squares of parameter and direction.
     pub(crate) fn lamb_moments(&self, lamb: Lamb) -> Result<Squares> {
-        let mut squares = Squares::default();
+        let mut squares = Squares::zeros(self.parameters.device())?;
         for chunk in self.chunks() {
             let mut chunk = chunk?;
             let [first, second] = &mut chunk.state[..] else { unreachable!("LAMB has two moments") };
             let _ = first.f_mul_scalar_(lamb.beta1)?.f_add_(&chunk.grads.f_mul_scalar(1. - lamb.beta1)?)?;
             let added = chunk.grads.f_square()?.f_mul_scalar(1. - lamb.beta2)?;
             let _ = second.f_mul_scalar_(lamb.beta2)?.f_add_(&added)?;
-            squares.parameter += sum_of_squares(&chunk.parameters)?;
-            squares.direction += sum_of_squares(&chunk.lamb_direction(lamb)?)?;
+            let direction = chunk.lamb_direction(lamb)?;
+            let added = Squares { parameter: squares_of(&chunk.parameters)?, direction: squares_of(&direction)? };
+            squares = squares.plus(&added)?;
         }
         Ok(squares)
     }
 
     /// LAMB's second half: one step along the direction, scaled by the norms of the whole parameter.
-    pub(crate) fn lamb_step(&self, lamb: Lamb, squares: Squares) -> Result<()> {
-        let Squares { parameter, direction } = squares;
-        let trust = match self.decays && parameter > 0. && direction > 0. {
-            true => (parameter / direction).sqrt(),
-            false => 1.,
+    pub(crate) fn lamb_step(&self, lamb: Lamb, squares: &Squares) -> Result<()> {
+        let rate = match self.decays {
+            true => Some(squares.trust_ratio()?.f_mul_scalar(lamb.lr)?),
+            false => None,
         };
         for chunk in self.chunks_again() {
             let mut chunk = chunk?;
-            let change = chunk.lamb_direction(lamb)?.f_mul_scalar(lamb.lr * trust)?;
+            let direction = chunk.lamb_direction(lamb)?;
+            let change = match &rate {
+                Some(rate) => direction.f_mul(rate)?,
+                None => direction.f_mul_scalar(lamb.lr)?,
+            };
             let _ = chunk.parameters.f_sub_(&change)?;
             round(&chunk.parameters, chunk.rounded)?;
         }
@@ -314,17 +362,38 @@ fn pair(state: Vec<Tensor>) -> [Tensor; 2] {
     state.try_into().expect("AdamW has two moments")
 }
 
-/// The number of elements whose squares are added at once. 16-bit dtypes are widened, this many elements at a time.
+/// The number of elements whose squares are added at once on the CPU. 16-bit dtypes are widened, this many elements at a time.
 const NORM_CHUNK: usize = 1 << 18;
 /// The number of elements whose squares are added in f32, unless they are f64. The sums of such rows are added in f64.
 const NORM_ROW: usize = 1 << 9;
 
 /// The sum of the squares, without a second copy of the elements.
 pub(crate) fn sum_of_squares(elements: &Tensor) -> std::result::Result<f64, TchError> {
-    let kind = if elements.kind() == Kind::Double { Kind::Double } else { Kind::Float };
-    let sum = sum_of_squares_in(elements, kind)?;
+    let sum = sum_of_squares_in(elements, sum_kind(elements))?;
     // The square of a large number can overflow f32 although the number does not.
     if sum.is_finite() { Ok(sum) } else { sum_of_squares_in(elements, Kind::Double) }
+}
+
+/// The same as an f64 tensor on the device of the elements, so that nobody has to wait for it. If it is not finite, [`sum_of_squares`]
+/// may be.
+pub(crate) fn sum_of_squares_on_device(elements: &Tensor) -> std::result::Result<Tensor, TchError> {
+    let kind = sum_kind(elements);
+    let [rows, rest] = rows(elements)?;
+    let squares = squares_of_rows(&rows, kind)?;
+    if rest.numel() == 0 { Ok(squares) } else { squares.f_add(&squares_of_rows(&rest, kind)?) }
+}
+
+/// The sum of the squares as an f64 tensor on the device of the elements.
+fn squares_of(elements: &Tensor) -> std::result::Result<Tensor, TchError> {
+    match elements.device() {
+        // There, reading the sum costs nothing, and shows whether f32 was enough.
+        Device::Cpu => sum_of_squares(elements).map(Tensor::from),
+        _ => sum_of_squares_on_device(elements),
+    }
+}
+
+fn sum_kind(elements: &Tensor) -> Kind {
+    if elements.kind() == Kind::Double { Kind::Double } else { Kind::Float }
 }
 
 fn sum_of_squares_in(elements: &Tensor, kind: Kind) -> std::result::Result<f64, TchError> {
@@ -333,16 +402,28 @@ fn sum_of_squares_in(elements: &Tensor, kind: Kind) -> std::result::Result<f64, 
     for start in (0..len).step_by(NORM_CHUNK) {
         let count = NORM_CHUNK.min(len - start);
         let chunk = elements.f_narrow(0, start as i64, count as i64)?.f_to_kind(kind)?;
-        let (rows, rest) = (count / NORM_ROW, count % NORM_ROW);
-        for (start, shape) in [(0, [rows, NORM_ROW]), (count - rest, [1, rest])] {
-            let shape = shape.map(|size| size as i64);
-            let rows = chunk.f_narrow(0, start as i64, shape.iter().product())?.f_view(shape)?;
-            // libtorch's norm of a row makes one pass, without a copy of the squares.
-            let norms = rows.f_norm_scalaropt_dim(2, 1i64, false)?.f_to_kind(Kind::Double)?;
-            total += norms.f_square()?.f_sum(Kind::Double)?.f_double_value(&[])?;
+        for rows in rows(&chunk)? {
+            total += squares_of_rows(&rows, kind)?.f_double_value(&[])?;
         }
     }
     Ok(total)
+}
+
+/// The elements as rows of [`NORM_ROW`], and what is left as one row.
+fn rows(elements: &Tensor) -> std::result::Result<[Tensor; 2], TchError> {
+    let (rows, rest) = (elements.numel() / NORM_ROW, elements.numel() % NORM_ROW);
+    let part = |start: usize, shape: [usize; 2]| {
+        let shape = shape.map(|size| size as i64);
+        elements.f_narrow(0, start as i64, shape.iter().product())?.f_view(shape)
+    };
+    Ok([part(0, [rows, NORM_ROW])?, part(elements.numel() - rest, [1, rest])?])
+}
+
+/// The sum of the squares of rows: of each row in `kind`, and of all rows in f64.
+fn squares_of_rows(rows: &Tensor, kind: Kind) -> std::result::Result<Tensor, TchError> {
+    // libtorch's norm of a row makes one pass, without a copy of the squares.
+    let norms = rows.f_norm_scalaropt_dim_dtype(2, 1i64, false, kind)?.f_to_kind(Kind::Double)?;
+    norms.f_square()?.f_sum(Kind::Double)
 }
 
 #[cfg(test)]

@@ -10,12 +10,12 @@ use std::sync::Arc;
 
 use shardwise_comm::{Group, Part, Pending, ReduceOp};
 use shardwise_plan::{FloatsMut, Partition};
-use shardwise_torch::tch::{TchError, Tensor, no_grad};
-use shardwise_torch::{Block, storage};
+use shardwise_torch::tch::{Device, Kind, TchError, Tensor, no_grad};
+use shardwise_torch::{Block, kind_of, storage};
 
 use crate::error::{InitError, UnitErrors};
 use crate::flat_parameter::FlatParameter;
-use crate::optimizer::{Run, Squares, sum_of_squares};
+use crate::optimizer::{Run, Squares, sum_of_squares, sum_of_squares_on_device};
 use crate::{Error, Groups, Lamb, Optimizer, Pool, Precision, Result, Sharding};
 
 pub use checkpoint::CheckpointTensor;
@@ -411,6 +411,13 @@ impl ShardedBuffer {
         self.errors.tch(sum_of_squares(&self.reduced_shard(self.layout.groups.shard.rank())))
     }
 
+    /// The same as an f64 tensor on the device, so that nobody has to wait for it; `None` if nothing is trained.
+    pub(crate) fn grad_norm_squared_on_device(&self) -> Result<Option<Tensor>> {
+        let squares =
+            || self.errors.tch(sum_of_squares_on_device(&self.reduced_shard(self.layout.groups.shard.rank())));
+        self.is_trainable().then(squares).transpose()
+    }
+
     /// The first parameter with a non-finite gradient in this rank's shard.
     ///
     /// # Panics
@@ -479,16 +486,25 @@ impl ShardedBuffer {
         let (kept, needed) = (self.layout.states, optimizer.states());
         assert_eq!(kept, needed, "{}: the layout's states per element differ from the optimizer's", self.name());
         self.steps += 1;
-        let step = Tensor::from(self.steps as f32).to_device(self.layout.pool.device());
-        let runs: Vec<Vec<Run<'_>>> = self.shards.iter().map(|shard| self.runs(shard, &step, factor)).collect();
+        // Made on the device: the host would wait for a copy.
+        let no_dimensions: [i64; 0] = [];
+        let step = Tensor::full(no_dimensions, f64::from(self.steps), (Kind::Float, self.layout.pool.device()));
+        let mut runs: Vec<Vec<Run<'_>>> =
+            self.shards.iter().map(|shard| self.runs(shard, &step, factor)).collect::<Result<_>>()?;
         let mut every = runs.iter().flatten();
         match optimizer {
+            Optimizer::AdamW(adamw) if self.is_on_device() => {
+                self.errors.torch(runs.iter_mut().try_for_each(|shard| Run::adamw_together(shard, *adamw)))?;
+            }
             Optimizer::AdamW(adamw) => self.errors.torch(every.try_for_each(|run| run.adamw(*adamw)))?,
             Optimizer::Sgd(sgd) => self.errors.torch(every.try_for_each(|run| run.sgd(*sgd)))?,
             Optimizer::Lamb(lamb) => self.update_by_lamb(*lamb, &runs)?,
             Optimizer::Custom(custom) => self.errors.torch(every.try_for_each(|run| run.custom(custom)))?,
         }
         drop(runs);
+        if self.is_on_device() {
+            self.shards.iter().try_for_each(|shard| self.round_masters(shard))?;
+        }
         self.shards.iter_mut().for_each(|shard| shard.detached.clear());
         self.discard_gradients();
         if self.layout.sharding.optimizer { self.trainable.start_update_gather() } else { Ok(()) }
@@ -502,7 +518,7 @@ impl ShardedBuffer {
         let total = self.sum_squares(&squares)?;
         for (shard, runs) in self.shards.iter().zip(runs) {
             for (span, run) in shard.spans.iter().zip(runs) {
-                self.errors.torch(run.lamb_step(lamb, total[span.parameter]))?;
+                self.errors.torch(run.lamb_step(lamb, &total[span.parameter]))?;
             }
         }
         Ok(())
@@ -525,10 +541,36 @@ impl ShardedBuffer {
         self.reduced_grads = ReducedGrads::None;
     }
 
-    fn runs<'a>(&self, shard: &OptimizerShard, step: &'a Tensor, factor: f64) -> Vec<Run<'a>> {
+    /// Whether every operation costs a launch, so that a shard is worked on at once if possible. On the CPU, it is worked on in chunks
+    /// that stay in the cache.
+    fn is_on_device(&self) -> bool {
+        self.layout.pool.device() != Device::Cpu
+    }
+
+    /// Rounds updated masters to the dtype of the computation.
+    fn round_masters(&self, shard: &OptimizerShard) -> Result<()> {
+        let round = |master: &Tensor| self.errors.tch(self.trainable.shard(shard.owner).f_copy_(master));
+        shard.master.as_ref().map_or(Ok(()), round)
+    }
+
+    /// The gradients of a shard in the dtype of the optimizer, multiplied by `factor`: in place, because an update discards them.
+    fn scale_gradients(&self, shard: &OptimizerShard, factor: f64) -> Result<Tensor> {
+        let scale = || {
+            let mut grads = self.reduced_shard(shard.owner).f_to_kind(kind_of(self.layout.precision.state_dtype()))?;
+            if factor == 1. { Ok(grads) } else { grads.f_mul_scalar_(factor) }
+        };
+        self.errors.tch(scale())
+    }
+
+    fn runs<'a>(&self, shard: &OptimizerShard, step: &'a Tensor, factor: f64) -> Result<Vec<Run<'a>>> {
         let parameters = self.updated_parameters(shard);
-        let grads = self.reduced_shard(shard.owner);
-        let rounded = shard.master.as_ref().map(|_| self.trainable.shard(shard.owner));
+        let (grads, factor, rounded) = match self.is_on_device() {
+            true => (self.scale_gradients(shard, factor)?, 1., None),
+            false => {
+                let rounded = shard.master.as_ref().map(|_| self.trainable.shard(shard.owner));
+                (self.reduced_shard(shard.owner), factor, rounded)
+            }
+        };
         let run = |span: &ParameterSpan| {
             let part = |whole: &Tensor| whole.narrow(0, span.range.start as i64, span.range.len() as i64);
             let moved = shard.detached.iter().map(|(index, from)| {
@@ -547,7 +589,7 @@ impl ShardedBuffer {
                 rounded: rounded.as_ref().map(part),
             }
         };
-        shard.spans.iter().map(run).collect()
+        Ok(shard.spans.iter().map(run).collect())
     }
 
     /// The parameters of a shard that the optimizer updates: the masters, if there are any.
@@ -560,28 +602,32 @@ impl ShardedBuffer {
 
     /// The sums of squares per parameter, over all shards in the order of their owners.
     fn sum_squares(&self, squares: &[Vec<Squares>]) -> Result<Vec<Squares>> {
-        let mut totals = vec![0f64; 2 * self.trainable_ranges.len()];
+        let zeros = || self.errors.tch(Squares::zeros(self.layout.pool.device()));
+        let mut totals = self.trainable_ranges.iter().map(|_| zeros()).collect::<Result<Vec<Squares>>>()?;
         for (shard, squares) in self.shards.iter().zip(squares) {
             for (span, squares) in shard.spans.iter().zip(squares) {
-                totals[2 * span.parameter] += squares.parameter;
-                totals[2 * span.parameter + 1] += squares.direction;
+                totals[span.parameter] = self.errors.tch(totals[span.parameter].plus(squares))?;
             }
         }
         if self.layout.sharding.optimizer {
-            totals = self.sum_over(&self.layout.groups.shard, &totals)?;
+            totals = self.sum_over(&self.layout.groups.shard, totals)?;
         }
         if let Some(tensor) = &self.layout.tensor {
-            totals = self.sum_over(tensor, &totals)?;
+            totals = self.sum_over(tensor, totals)?;
         }
-        Ok(totals.chunks_exact(2).map(|pair| Squares { parameter: pair[0], direction: pair[1] }).collect())
+        Ok(totals)
     }
 
     /// The sums of LAMB's squares over the ranks of a group.
-    fn sum_over(&self, group: &Group, own: &[f64]) -> Result<Vec<f64>> {
-        let own = Tensor::from_slice(own).to_device(self.layout.pool.device());
-        let own = self.errors.torch(storage::take(&own, "LAMB's norms are being summed"))?;
-        let all = self.errors.comm(group.all_reduce("LAMB's norms", ReduceOp::Sum, own).wait())?;
-        self.errors.tch(Vec::try_from(self.errors.torch(all.into_tensor())?))
+    fn sum_over(&self, group: &Group, own: Vec<Squares>) -> Result<Vec<Squares>> {
+        let flat: Vec<&Tensor> = own.iter().flat_map(|squares| [&squares.parameter, &squares.direction]).collect();
+        let flat = self.errors.tch(Tensor::f_stack(&flat, 0))?;
+        let flat = self.errors.torch(storage::take(&flat, "LAMB's norms are being summed"))?;
+        let all = self.errors.comm(group.all_reduce("LAMB's norms", ReduceOp::Sum, flat).wait())?;
+        let all = self.errors.torch(all.into_tensor())?;
+        let squares_at =
+            |index: usize| Squares { parameter: all.get(2 * index as i64), direction: all.get(2 * index as i64 + 1) };
+        Ok((0..own.len()).map(squares_at).collect())
     }
 
     fn own_shard(&self) -> &OptimizerShard {

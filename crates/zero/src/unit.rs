@@ -155,6 +155,17 @@ impl ShardedUnit {
         self.buffers.iter().map(ShardedBuffer::grad_norm_squared).sum()
     }
 
+    /// The same as an f64 tensor on the device, so that nobody has to wait for it; `None` if nothing is trained. Squares that overflow
+    /// f32 make it infinite, and only [`ShardedUnit::grad_norm_squared`] then has the sum.
+    ///
+    /// # Panics
+    /// If there are no reduced gradients, or some are not reduced yet.
+    pub fn grad_norm_squared_on_device(&self) -> Result<Option<Tensor>> {
+        let buffers = self.buffers.iter().filter_map(|buffer| buffer.grad_norm_squared_on_device().transpose());
+        let squares = buffers.collect::<Result<Vec<Tensor>>>()?;
+        Ok(squares.into_iter().reduce(|sum, squares| sum + squares))
+    }
+
     /// The first parameter with a non-finite gradient in this rank's shard.
     ///
     /// # Panics

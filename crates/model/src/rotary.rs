@@ -1,0 +1,80 @@
+//! Rotary position embeddings.
+
+use std::f64::consts::PI;
+use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
+
+use shardwise_plan::{Llama3Rope, LlamaConfig};
+use shardwise_torch::tch::{Device, Kind, Tensor};
+
+use crate::Result;
+
+/// The rotary tables that were used last, which all blocks of a model share. The passes of a step all have the same positions: without
+/// this, every block would compute the tables again, and copy the frequencies to its device, for which the host waits.
+#[derive(Debug, Default)]
+pub(crate) struct RotaryTables(Mutex<Option<(Key, Rope)>>);
+
+/// The positions, type and device of tables.
+type Key = (Range<i64>, Kind, Device);
+
+impl RotaryTables {
+    pub(crate) fn get(&self, config: &LlamaConfig, positions: Range<i64>, kind: Kind, device: Device) -> Result<Rope> {
+        let key = (positions, kind, device);
+        let mut last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((known, rope)) = &*last
+            && *known == key
+        {
+            return Ok(rope.shallow_clone());
+        }
+        let rope = Rope::new(config, key.0.clone(), kind, device)?;
+        *last = Some((key, rope.shallow_clone()));
+        Ok(rope)
+    }
+}
+
+/// The rotary position embedding: pairs of elements of a head, one from each half, rotated by an angle that grows with position.
+#[derive(Debug)]
+pub(crate) struct Rope {
+    cosines: Tensor,
+    sines: Tensor,
+}
+
+impl Rope {
+    fn shallow_clone(&self) -> Rope {
+        Rope { cosines: self.cosines.shallow_clone(), sines: self.sines.shallow_clone() }
+    }
+
+    fn new(config: &LlamaConfig, positions: Range<i64>, kind: Kind, device: Device) -> Result<Self> {
+        let frequencies: Vec<f64> = (0..config.head_dim / 2)
+            .map(|pair| config.rope_theta.powf(-2. * pair as f64 / config.head_dim as f64))
+            .map(|frequency| config.rope_scaling.map_or(frequency, |scaling| stretch(scaling, frequency)))
+            .collect();
+        // Angles are f32, as in the original code of the models, unless everything is f64.
+        let wide = if kind == Kind::Double { Kind::Double } else { Kind::Float };
+        let frequencies = Tensor::f_from_slice(&frequencies)?.f_to_kind(wide)?.to_device(device);
+        let positions = Tensor::f_arange_start(positions.start, positions.end, (wide, device))?;
+        let angles = positions.f_outer(&frequencies)?;
+        let angles = Tensor::f_cat(&[&angles, &angles], -1)?;
+        Ok(Rope { cosines: angles.f_cos()?.to_kind(kind), sines: angles.f_sin()?.to_kind(kind) })
+    }
+
+    pub(crate) fn rotate(&self, x: &Tensor) -> Result<Tensor> {
+        let half = x.size()[3] / 2;
+        let rotated = Tensor::f_cat(&[x.f_narrow(3, half, half)?.f_neg()?, x.f_narrow(3, 0, half)?], -1)?;
+        Ok(x.f_mul(&self.cosines)?.f_add(&rotated.f_mul(&self.sines)?)?)
+    }
+}
+
+/// Returns the rotary frequency for a longer context: long wavelengths are stretched, short ones are not.
+fn stretch(rope: Llama3Rope, frequency: f64) -> f64 {
+    let wavelength = 2. * PI / frequency;
+    let context = rope.original_max_position_embeddings as f64;
+    if wavelength < context / rope.high_freq_factor {
+        frequency
+    } else if wavelength > context / rope.low_freq_factor {
+        frequency / rope.factor
+    } else {
+        let smooth = (context / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor);
+        (1. - smooth) * frequency / rope.factor + smooth * frequency
+    }
+}
