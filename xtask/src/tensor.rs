@@ -92,8 +92,7 @@ fn overlap() -> Result<Verdict> {
 /// The rates of the link, from fast to slow.
 const RATES: [&str; 4] = ["10gbit", "1gbit", "400mbit", "200mbit"];
 
-/// Two ways to use two hosts for the same step, next to one rank that has it to itself. One round, because the rates differ by more than
-/// noise.
+/// Two ways to use two hosts for the same step, next to one rank that has it to itself.
 fn links() -> Result<Verdict> {
     let program = shardwise()?;
     let scratch = Scratch::new("links")?;
@@ -106,12 +105,16 @@ fn links() -> Result<Verdict> {
     for rate in RATES {
         let [mut measured, mut predicted] = [[0.; 2]; 2];
         for (index, setting) in sides.iter().enumerate() {
-            // Each is profiled on one host, as it is, just before it is measured on two.
-            let recipe = Setting { prefetch: 0, ..*setting }.write(&scratch, setting.size.blocks)?;
-            profile(&program, &recipe, setting.ranks, 4, &[format!("--costs={}", costs.display())])?;
-            let recipe = setting.write(&scratch, setting.size.blocks)?;
-            predicted[index] = predict_step(&program, &recipe, setting, &costs, Some(rate))?;
-            measured[index] = measure_step(&program, &recipe, setting, Some(rate))?;
+            let (mut measured_s, mut predicted_s) = (Vec::new(), Vec::new());
+            for _ in 0..ROUNDS {
+                // Each is profiled on one host, as it is, just before it is measured on two.
+                let recipe = Setting { prefetch: 0, ..*setting }.write(&scratch, setting.size.blocks)?;
+                profile(&program, &recipe, setting.ranks, 4, &[format!("--costs={}", costs.display())])?;
+                let recipe = setting.write(&scratch, setting.size.blocks)?;
+                predicted_s.push(predict_step(&program, &recipe, setting, &costs, Some(rate))?);
+                measured_s.push(measure_step(&program, &recipe, setting, Some(rate))?);
+            }
+            (measured[index], predicted[index]) = (median(&measured_s), median(&predicted_s));
             errors.push((predicted[index] / measured[index] - 1.).abs());
         }
         let ([tensor_s, zero_s], [simulated_tensor_s, simulated_zero_s]) = (measured, predicted);
@@ -132,7 +135,7 @@ fn links() -> Result<Verdict> {
             100. * worst,
             100. * median(&errors)
         ),
-        bar: "measured and simulated agree on what is faster".to_string(),
-        holds: agree,
+        bar: "simulated within 10%, and agrees on what is faster".to_string(),
+        holds: agree && worst <= 0.1,
     })
 }
