@@ -8,7 +8,7 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
-use std::sync::mpsc;
+use std::sync::{Mutex, MutexGuard, PoisonError, mpsc};
 
 use rustix::fs::OFlags;
 
@@ -18,8 +18,11 @@ use crate::byte_source::ByteSource;
 const BUFFER_BYTES: usize = 8 << 20;
 /// The number of bytes that are copied and hashed at a time: few enough to stay in a processor's cache.
 const CACHED_BYTES: usize = 256 << 10;
-/// The number of buffers: one is being filled, one is being written, and one waits.
+/// The number of buffers of a file: one is being filled, one is being written, and one waits.
 const BUFFERS: usize = 3;
+/// The buffers of files that have been written. Every save has threads of its own, and an allocator keeps what a thread frees for threads
+/// to come, which may be others. Without this, a process would grow from save to save.
+static SPARE: Mutex<Vec<Buffer>> = Mutex::new(Vec::new());
 /// The alignment of memory, offsets and lengths for direct I/O: enough for any disk and file system.
 const ALIGNMENT: usize = 4096;
 
@@ -75,7 +78,7 @@ fn fill<S: ByteSource, E>(
         let (to_fill, empty) = mpsc::channel();
         let (to_write, full) = mpsc::channel::<Buffer>();
         for _ in 0..BUFFERS {
-            drop(to_fill.send(Buffer::new()?));
+            drop(to_fill.send(Buffer::take()?));
         }
         let writer = scope.spawn(move || {
             crate::lower_priority();
@@ -120,8 +123,13 @@ fn fill<S: ByteSource, E>(
         }
         drop(to_write);
         let written = writer.join().unwrap_or_else(|_| Err(io::Error::other("the thread that writes has panicked")));
+        spare().extend(empty.try_iter());
         made.and(written.map_err(Failure::System))
     })
+}
+
+fn spare() -> MutexGuard<'static, Vec<Buffer>> {
+    SPARE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Aligned memory.
@@ -133,11 +141,14 @@ struct Buffer {
 }
 
 impl Buffer {
-    fn new() -> io::Result<Self> {
+    /// An empty buffer.
+    fn take() -> io::Result<Self> {
+        if let Some(spare) = spare().pop() {
+            return Ok(spare);
+        }
         // If memory is short, a failed save is better than a rank that dies.
-        let mut memory = Vec::new();
+        let mut memory: Vec<u8> = Vec::new();
         memory.try_reserve_exact(BUFFER_BYTES + ALIGNMENT)?;
-        memory.resize(BUFFER_BYTES + ALIGNMENT, 0);
         let start = memory.as_ptr().align_offset(ALIGNMENT);
         Ok(Buffer { memory, start, len: 0 })
     }
@@ -146,6 +157,10 @@ impl Buffer {
     fn add(&mut self, source: &mut impl ByteSource) -> io::Result<&[u8]> {
         let len = source.remaining().min(BUFFER_BYTES - self.len).min(CACHED_BYTES);
         let from = self.start + self.len;
+        if self.memory.len() < from + len {
+            // Within its capacity, and so in place.
+            self.memory.resize(from + len, 0);
+        }
         let added = &mut self.memory[from..from + len];
         source.read(added)?;
         self.len += len;

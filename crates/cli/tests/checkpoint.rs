@@ -386,3 +386,20 @@ fn a_run_killed_while_saving_resumes_from_an_intact_checkpoint() {
     }
     assert!(newest >= 8, "{newest}");
 }
+
+/// The memory of each step, in MiB, as it was printed.
+fn memory_mib(text: &str) -> Vec<f64> {
+    text.lines().filter_map(|line| line.split_once("  memory ")?.1.split_once(" MiB")?.0.parse().ok()).collect()
+}
+
+#[test]
+fn a_resumed_run_does_not_grow_from_save_to_save() {
+    let folder = Folder::new(&RECIPE.replace("every_steps = 4", "every_steps = 1\nbackground = false"));
+    folder.rewrite("steps = 12", "steps = 2");
+    folder.train(1);
+    folder.rewrite("steps = 2", "steps = 12");
+    let text = folder.train(1);
+    let memory = memory_mib(&text);
+    assert_eq!(memory.len(), 10, "{text}");
+    assert!(memory[9] - memory[3] < 24., "six saves took {} MiB: {text}", memory[9] - memory[3]);
+}
