@@ -248,9 +248,9 @@ fn compare_pieces() {
 
 #[test]
 fn layers_in_pieces_compute_the_same_as_on_one_rank() {
-    ranks!(2, || compare_pieces());
-    ranks!(3, || compare_pieces());
-    ranks!(4, || compare_pieces());
+    ranks!(2, compare_pieces);
+    ranks!(3, compare_pieces);
+    ranks!(4, compare_pieces);
 }
 
 /// Trains on 4 ranks, of which 2 share each layer, with async tensor parallelism and without. Expects the same bits.
