@@ -243,7 +243,7 @@ fn read_losses(folder: &Path) -> Result<Vec<f64>> {
 const WITHOUT_COMPILERS: &str = r#"
 for folder in ${PATH//:/ } /usr/lib/gcc /usr/libexec/gcc "$SHARDWISE_TORCH"/../../../../bin; do
     find -L "$folder" -maxdepth 3 -type f \( -name 'python*' -o -name '*gcc*' -o -name '*g++*' -o -name 'c++*' -o -name 'cc1*' -o -name 'clang*' \
-        -o -name 'ld' -o -name 'ld.*' -o -name 'collect2' -o -name 'as' -o -name 'rustc*' -o -name 'cargo*' \) -perm -1 2>/dev/null
+        -o -name 'ld' -o -name 'ld.bfd' -o -name 'ld.gold' -o -name 'ld.lld' -o -name 'collect2' -o -name 'as' -o -name 'rustc*' -o -name 'cargo*' \) -perm -1 2>/dev/null
 done | sort -u | while read -r program; do mount --bind /dev/null "$program"; done
 for program in python3 g++ cc rustc; do
     if "$program" --version >/dev/null 2>&1; then echo "$program still runs" >&2; exit 1; fi
