@@ -10,7 +10,7 @@ use shardwise_compare::frameworks::{Bench, Framework, Layout, Precision, Run, Si
 use shardwise_harness::launcher;
 
 use crate::claim::{Claim, Verdict};
-use crate::setting::{BASE, M124, Setting, compare_memory, shardwise};
+use crate::setting::{BASE, M124, Setting, compare_memory, compile, python, shardwise};
 use crate::workspace::{Scratch, build, median, output_of, root};
 
 pub(crate) const CLAIMS: &[Claim] = &[
@@ -70,8 +70,8 @@ const TOLERANCE: f64 = 1e-4;
 fn architectures() -> Result<Verdict> {
     let program = shardwise()?;
     let scratch = Scratch::new("architectures")?;
-    let python = output_of(&mut Command::new(root().join("python/setup")))?;
-    let python = Path::new(python.trim());
+    let python = python()?;
+    let python = Path::new(&python);
     let mut failures = Vec::new();
     let mut worst = 0f64;
     for name in ARCHITECTURES {
@@ -162,7 +162,6 @@ fn family_recipes() -> [(&'static str, String, &'static str, f64); 7] {
 fn families() -> Result<Verdict> {
     let program = shardwise()?;
     let scratch = Scratch::new("families")?;
-    let python = output_of(&mut Command::new(root().join("python/setup")))?;
     let mut holds = true;
     let mut figures = Vec::new();
     for (name, model, dtype, tolerance) in family_recipes() {
@@ -172,7 +171,7 @@ fn families() -> Result<Verdict> {
              [precision]\nparam_dtype = \"{dtype}\"\n[optimizer]\nlr = 1e-3\n[run]\nsteps = {STEPS}\nlog_every = 1\n"
         );
         std::fs::write(&recipe, text)?;
-        output_of(Command::new(&program).env("SHARDWISE_PYTHON", python.trim()).arg("compile").arg(&recipe))?;
+        compile(&program, &recipe, &[])?;
         let losses = |compiled: bool| {
             let folder = scratch.path().join(format!("{name}-{dtype}-{compiled}"));
             let mut command = Command::new(&program);
@@ -201,21 +200,17 @@ fn families() -> Result<Verdict> {
 
 fn classifiers() -> Result<Verdict> {
     let example = build("compiled", &["build", "--release", "--workspace", "--examples"])?;
-    let scratch = Scratch::new("classifiers")?;
-    let python = output_of(&mut Command::new(root().join("python/setup")))?;
-    let python = python.trim();
+    let (program, scratch, python) = (shardwise()?, Scratch::new("classifiers")?, python()?);
     let (mut figures, mut worst) = (Vec::new(), 0f64);
     for name in ["vision_transformer", "convolutional"] {
         let (model, package) = (root().join(format!("python/examples/{name}.py")), scratch.path().join(name));
-        let mut compile = Command::new(shardwise()?);
-        compile.env("SHARDWISE_PYTHON", python).arg("compile").arg(&model).arg("--out").arg(&package);
-        output_of(compile.arg("--weights"))?;
+        compile(&program, &model, &["--weights", "--out", &package.display().to_string()])?;
         let mut ranks = launcher(None, 2, Duration::from_secs(600));
         let printed = output_of(ranks.arg("OMP_NUM_THREADS=1").arg(&example).arg(&package))?;
         let losses = printed.lines().filter_map(|line| line.split_once("loss ")?.1.parse().ok());
         let ours: Vec<f64> = losses.collect();
         // Two ranks with two micro-batches of four images.
-        let mut reference = Command::new(python);
+        let mut reference = Command::new(&python);
         reference.arg(root().join("reference/classifiers.py")).arg(&model).arg(&package).arg("16");
         let theirs: Vec<f64> = serde_json::from_str(output_of(&mut reference)?.trim())?;
         ensure!(ours.len() == STEPS && theirs.len() == STEPS, "{name}: {} and {} losses", ours.len(), theirs.len());

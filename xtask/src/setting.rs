@@ -112,13 +112,6 @@ impl Setting {
         Ok(path)
     }
 
-    /// Compiles the model of a recipe.
-    fn compile(&self, program: &Path, recipe: &Path) -> Result<()> {
-        let python = output_of(&mut Command::new(root().join("python/setup")))?;
-        let mut command = Command::new(program);
-        output_of(command.env("SHARDWISE_PYTHON", python.trim()).arg("compile").arg(recipe)).map(drop)
-    }
-
     pub(crate) fn describe(&self) -> String {
         let Setting { size, ranks, stage, replicate, prefetch, checkpointing, dtype, sequences, micro_batches, .. } =
             self;
@@ -146,6 +139,17 @@ impl Setting {
 pub(crate) fn shardwise() -> Result<PathBuf> {
     build("shardwise-rank", &["build", "--release", "--workspace", "--bins"])?;
     build("shardwise", &["build", "--release", "--workspace", "--bins"])
+}
+
+/// The Python that compiles models.
+pub(crate) fn python() -> Result<String> {
+    Ok(output_of(&mut Command::new(root().join("python/setup")))?.trim().to_string())
+}
+
+/// Compiles a model: that of a recipe, or any other if `more` says where to and for what.
+pub(crate) fn compile(program: &Path, model: &Path, more: &[&str]) -> Result<()> {
+    let mut command = Command::new(program);
+    output_of(command.env("SHARDWISE_PYTHON", python()?).arg("compile").arg(model).args(more)).map(drop)
 }
 
 /// Profiles a setting. Returns the report as JSON.
@@ -239,7 +243,7 @@ pub(crate) fn compare_memory(settings: &[Setting]) -> Result<Verdict> {
     for setting in settings {
         let recipe = setting.write(&scratch, setting.size.blocks)?;
         if setting.compiled {
-            setting.compile(&program, &recipe)?;
+            compile(&program, &recipe, &[])?;
         }
         let report = profile(&program, &recipe, setting.ranks, 1, &[])?;
         let phases = report["memory"].as_array().context("the memory of phases")?;

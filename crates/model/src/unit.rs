@@ -9,13 +9,13 @@ use std::sync::Arc;
 
 use shardwise_plan::package::Package;
 use shardwise_plan::program::{InnerCollectives, Place};
-use shardwise_plan::{ModelConfig, Partition, Slice, TensorPlacement, check_frozen_prefixes};
+use shardwise_plan::{ModelConfig, Partition, check_frozen_prefixes};
 use shardwise_torch::tch::{Device, Tensor, no_grad};
 
 use crate::linear::Orientation;
 use crate::pass::{Pass, PassShape};
 use crate::tensor_parallel::cut;
-use crate::{Cache, DeferredGradients, Error, Linear, Result, TensorParallel};
+use crate::{Cache, DeferredGradients, Error, Linear, Parameter, Result, TensorParallel};
 
 /// A model: a chain of units.
 pub struct Model {
@@ -42,39 +42,6 @@ pub struct Tied {
     pub unit: usize,
     /// The index of the parameter in the owner.
     pub parameter: usize,
-}
-
-/// A parameter as the model declares it.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Parameter {
-    /// Its name in a Hugging Face checkpoint.
-    pub name: String,
-    /// Its shape in that checkpoint.
-    pub shape: Vec<i64>,
-    /// Its initial values.
-    pub init: Init,
-    /// Whether weight decay applies: to matrices, not to norms and biases.
-    pub decays: bool,
-    /// Whether it is trained; see [`Model::freeze`].
-    pub trainable: bool,
-    /// How it is placed on the ranks that share the layer.
-    pub placement: TensorPlacement,
-}
-
-/// The initial values of a parameter.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Init {
-    /// All zero.
-    Zeros,
-    /// All one.
-    Ones,
-    /// Normally distributed around zero.
-    Normal {
-        /// The standard deviation.
-        std: f64,
-    },
-    /// Values that follow no plain distribution, and must be read from a file.
-    Weights,
 }
 
 /// A micro-batch.
@@ -459,88 +426,6 @@ impl Unit {
     }
 }
 
-impl Parameter {
-    /// Creates a trainable parameter. Weight decay applies if it has more than one dimension. All ranks that share the layer have
-    /// all of it; see [`Parameter::placed`].
-    pub fn new(name: impl Into<String>, shape: &[usize], init: Init) -> Self {
-        let dimensions = shape.iter().map(|&size| size as i64).collect();
-        let placement = TensorPlacement::Replicated;
-        Parameter { name: name.into(), shape: dimensions, init, decays: shape.len() > 1, trainable: true, placement }
-    }
-
-    /// Places the parameter on the ranks that share the layer.
-    #[must_use]
-    pub fn placed(self, placement: TensorPlacement) -> Self {
-        Parameter { placement, ..self }
-    }
-
-    /// Creates a matrix with normally distributed initial values and weight decay.
-    pub fn matrix(name: impl Into<String>, shape: [usize; 2], std: f64) -> Self {
-        Parameter::new(name, &shape, Init::Normal { std })
-    }
-
-    /// Creates a vector without weight decay.
-    pub fn vector(name: impl Into<String>, len: usize, init: Init) -> Self {
-        Parameter::new(name, &[len], init)
-    }
-
-    /// The number of elements.
-    pub fn elements(&self) -> usize {
-        self.shape.iter().product::<i64>() as usize
-    }
-
-    /// The shape, as sizes.
-    pub fn sizes(&self) -> Vec<usize> {
-        self.shape.iter().map(|&size| size as usize).collect()
-    }
-
-    /// The part of it that a rank keeps; `None` for all of it. Parts that several ranks need are kept by all of them, as a whole.
-    pub fn kept_slice(&self, tensor: Place) -> Option<Slice> {
-        self.split_slice(tensor, true)
-    }
-
-    /// The part of what a rank keeps that it computes with; `None` for all of it.
-    fn used_slice(&self, tensor: Place) -> Option<Slice> {
-        self.split_slice(tensor, false)
-    }
-
-    fn split_slice(&self, tensor: Place, disjoint: bool) -> Option<Slice> {
-        match self.placement {
-            TensorPlacement::Split(split) if tensor.size > 1 && split.is_disjoint(tensor.size) == disjoint => {
-                Some(split.slice(&self.sizes(), tensor.index, tensor.size))
-            }
-            _ => None,
-        }
-    }
-
-    /// The shape of what a rank keeps.
-    pub fn kept_shape(&self, tensor: Place) -> Vec<i64> {
-        match self.kept_slice(tensor) {
-            Some(slice) => slice.shape(&self.sizes()).into_iter().map(|size| size as i64).collect(),
-            None => self.shape.clone(),
-        }
-    }
-
-    /// The number of elements that a rank keeps.
-    pub fn kept_elements(&self, tensor: Place) -> usize {
-        self.kept_shape(tensor).iter().product::<i64>() as usize
-    }
-
-    /// Whether all ranks that share the layer keep all of it.
-    pub fn is_replicated(&self, tensor: Place) -> bool {
-        tensor.size > 1 && self.kept_slice(tensor).is_none()
-    }
-
-    /// Whether all ranks that share the layer compute the same gradient of it, instead of parts of a sum.
-    pub fn has_same_gradient(&self, splits_sequence: bool) -> bool {
-        match self.placement {
-            TensorPlacement::Replicated => !splits_sequence,
-            TensorPlacement::ReplicatedWhole => true,
-            TensorPlacement::ReplicatedInside | TensorPlacement::Split(_) => false,
-        }
-    }
-}
-
 impl Model {
     /// Chains units into a model. The first one reads the batch, the last one returns the loss.
     pub fn new(units: Vec<Unit>) -> Result<Self> {
@@ -691,6 +576,7 @@ pub(crate) fn embed(table: &Tensor, tokens: &Tensor, vocab_size: usize, parallel
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Init;
 
     struct Nothing;
 

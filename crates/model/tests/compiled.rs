@@ -7,6 +7,7 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use shardwise_model::{Activations, Batch, Model, ModelConfig, Package, Pass, Tied};
 use shardwise_torch::storage;
@@ -144,16 +145,16 @@ fn several_threads_give_the_same_bits() {
 #[test]
 fn a_compiled_family_computes_what_the_built_in_one_does() {
     for path in packages() {
-        let compiled = Model::from_package(&path).unwrap();
-        let package = compiled.package().unwrap();
-        let (kind, tolerance) = kind(package);
+        let package = Arc::new(Package::open(&path).unwrap());
         let Some(Ok(config)) = package.config().map(ModelConfig::from_hugging_face) else { continue };
-        let (model, values) = (Model::from_config(config).unwrap(), read(&path.join("weights.safetensors")));
-        let strip = |name: &str| name.strip_prefix("transformer.").unwrap_or(name).to_string();
-        let stripped = values.iter().map(|(name, value)| (strip(name), value.shallow_clone())).collect();
-        let expected = loss_and_gradients(&model, &weights(&model, &stripped, kind), &batch(&path));
-        let (loss, gradients) = loss_and_gradients(&compiled, &weights(&compiled, &values, kind), &batch(&path));
-        let found = (loss, gradients.into_iter().map(|(name, value)| (strip(&name), value)).collect());
+        let eager = Model::from_config(config).unwrap();
+        let compiled = eager.with_compiled_layers(&package).unwrap();
+        let (kind, tolerance) = kind(&package);
+        let own_name = |name: String| name.strip_prefix("transformer.").map_or(name.clone(), str::to_string);
+        let values = read(&path.join("weights.safetensors"));
+        let values = values.into_iter().map(|(name, value)| (own_name(name), value)).collect();
+        let [found, expected] =
+            [compiled, eager].map(|model| loss_and_gradients(&model, &weights(&model, &values, kind), &batch(&path)));
         assert_close(&path.display().to_string(), &found, &expected, tolerance);
     }
 }

@@ -2,33 +2,21 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
+mod support;
+
 use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::Duration;
 
 use shardwise_comm::{Group, mpi, single, staged};
 use shardwise_harness::ranks;
-use shardwise_model::{Batch, Gpt2Config, IGNORED, LlamaConfig, Model, Parameter};
+use shardwise_model::{Batch, IGNORED, Model, Parameter};
 use shardwise_plan::{Axis, Mesh};
 use shardwise_pretend_device::device;
 use shardwise_torch::tch::{self, Device, Kind, Tensor};
 use shardwise_train::{ActivationCheckpointing, Options, Ranks, Sampling, Schedule, Trainer, generate, init};
 use shardwise_zero::{AdamW, FloatsMut, Lamb, Optimizer, Precision, Sgd, Sharding};
-
-const VOCAB_SIZE: i64 = 101;
-
-fn llama() -> Model {
-    let llama = LlamaConfig {
-        num_key_value_heads: 3,
-        loss_chunk_tokens: 10,
-        ..LlamaConfig::new(VOCAB_SIZE as usize, 36, 3, 6, 53)
-    };
-    Model::from_config(llama).unwrap()
-}
-
-fn gpt2() -> Model {
-    Model::from_config(Gpt2Config::new(VOCAB_SIZE as usize, 16, 36, 2, 6)).unwrap()
-}
+use support::{VOCAB_SIZE, gpt2, llama};
 
 fn options(stage: u8, device: Device) -> Options {
     let sharding = Sharding::stage(stage).unwrap();

@@ -2,34 +2,21 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
+mod support;
+
 use std::sync::Arc;
 use std::time::Duration;
 
 use shardwise_comm::{Group, ReduceOp, mpi};
 use shardwise_harness::{Launch, ranks};
-use shardwise_model::{Batch, Gpt2Config, IGNORED, LlamaConfig, Model};
+use shardwise_model::{Batch, IGNORED, LlamaConfig, Model};
 use shardwise_plan::{Dtype, Partition};
 use shardwise_torch::tch::{Device, Kind, Tensor};
 use shardwise_train::{
     ActivationCheckpointing, DynamicScale, LossScale, OnNonFinite, Options, Ranks, Schedule, Trainer, init,
 };
 use shardwise_zero::{AdamW, FloatsMut, Lamb, Optimizer, Precision, Sgd, ShardedUnit, Sharding};
-
-const VOCAB_SIZE: i64 = 101;
-
-/// A model with sizes that hardly divide evenly.
-fn llama() -> Model {
-    let llama = LlamaConfig {
-        num_key_value_heads: 3,
-        loss_chunk_tokens: 10,
-        ..LlamaConfig::new(VOCAB_SIZE as usize, 36, 3, 6, 53)
-    };
-    Model::from_config(llama).unwrap()
-}
-
-fn gpt2() -> Model {
-    Model::from_config(Gpt2Config::new(VOCAB_SIZE as usize, 16, 36, 2, 6)).unwrap()
-}
+use support::{VOCAB_SIZE, gpt2, llama};
 
 fn options(stage: u8, activation_checkpointing: ActivationCheckpointing) -> Options {
     let adamw = AdamW { lr: 0., beta1: 0.9, beta2: 0.95, weight_decay: 0.1, eps: 1e-8 };
