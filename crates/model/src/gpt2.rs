@@ -247,17 +247,24 @@ impl Layer for Block {
 
     fn collectives(&self, shape: &PassShape, is_trained: &dyn Fn(&str) -> bool) -> InnerCollectives {
         let any = |endings: &[&str]| endings.iter().any(|ending| is_trained(ending));
+        let (width, hidden) = (self.0.n_embd, 4 * self.0.n_embd);
         let attention = Region {
             trains_before: any(&["ln_1.weight", "ln_1.bias"]),
             trains_inside: any(&["c_attn.weight", "c_attn.bias", "attn.c_proj.weight"]),
             trains_after: is_trained("attn.c_proj.bias"),
+            first_layers: 1,
+            first_elements: 3 * width * width,
+            last_elements: width * width,
         };
         let mlp = Region {
             trains_before: any(&["ln_2.weight", "ln_2.bias"]),
             trains_inside: any(&["c_fc.weight", "c_fc.bias", "mlp.c_proj.weight"]),
             trains_after: is_trained("mlp.c_proj.bias"),
+            first_layers: 1,
+            first_elements: width * hidden,
+            last_elements: width * hidden,
         };
-        shape.collectives_of_regions(&[attention, mlp], self.0.n_embd)
+        shape.collectives_of_regions(&[attention, mlp], width, self.attention_flops(shape.positions))
     }
 
     fn attention_flops(&self, positions: usize) -> f64 {

@@ -182,17 +182,25 @@ impl Layer for Block {
         let any = |endings: &[&str]| endings.iter().any(|ending| is_trained(ending));
         let attention = ["q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight"];
         let of_heads = ["q_proj.bias", "k_proj.bias", "v_proj.bias", "q_norm.weight", "k_norm.weight"];
+        let LlamaConfig { hidden_size, intermediate_size, head_dim, .. } = self.config;
+        let (queries, keys) = (self.config.num_attention_heads * head_dim, self.config.num_key_value_heads * head_dim);
         let attention = Region {
             trains_before: is_trained("input_layernorm.weight"),
             trains_inside: any(&attention) || any(&of_heads),
             trains_after: false,
+            first_layers: 3,
+            first_elements: hidden_size * (queries + 2 * keys),
+            last_elements: hidden_size * queries,
         };
         let mlp = Region {
             trains_before: is_trained("post_attention_layernorm.weight"),
             trains_inside: any(&["gate_proj.weight", "up_proj.weight", "down_proj.weight"]),
             trains_after: false,
+            first_layers: 2,
+            first_elements: 2 * hidden_size * intermediate_size,
+            last_elements: hidden_size * intermediate_size,
         };
-        shape.collectives_of_regions(&[attention, mlp], self.config.hidden_size)
+        shape.collectives_of_regions(&[attention, mlp], hidden_size, self.attention_flops(shape.positions))
     }
 
     fn attention_flops(&self, positions: usize) -> f64 {

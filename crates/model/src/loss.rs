@@ -114,7 +114,7 @@ pub(crate) fn collectives(
     let exchange = |start: usize| {
         let row_bytes = 3 * chunk_tokens.min(shape.tokens - start) * wide_bytes;
         let (group, kind) = (GroupKind::Tensor, CollectiveKind::AllGather);
-        InnerCollective { group, kind, bytes: shape.tensor.size * row_bytes, row_bytes }
+        InnerCollective { group, kind, bytes: shape.tensor.size * row_bytes, row_bytes, overlap: 0. }
     };
     let exchanges = (0..shape.tokens).step_by(chunk_tokens).map(exchange);
     let sum = Some(shape.leave(hidden_size)).filter(|_| hidden_has_grad);

@@ -5,7 +5,7 @@ use std::ops::Range;
 use shardwise_plan::Partition;
 use shardwise_plan::program::{CollectiveKind, GroupKind, InnerCollective, InnerCollectives, Place};
 
-use crate::row_pieces::row_pieces;
+use crate::row_pieces::{multiplies_own_rows_first, row_pieces};
 use crate::{Activations, DeferredGradients, TensorParallel};
 
 /// How a unit computes in a pass.
@@ -52,17 +52,26 @@ pub struct PassShape {
     pub splits_sequence: bool,
     /// Whether the backward pass computes a gradient of the input.
     pub input_has_grad: bool,
+    /// Whether it computes while collectives are under way (async tensor parallelism).
+    pub overlaps: bool,
 }
 
-/// The parameters of a tensor-parallel region that are trained: the backward pass communicates only for gradients that it needs.
+/// A tensor-parallel region: layers whose weights are divided by outputs, and one whose weight is divided by inputs.
 #[derive(Clone, Copy)]
 pub(crate) struct Region {
-    /// Any that is applied just before the region, such as a norm.
+    /// Whether a parameter is trained that is applied just before the region, such as that of a norm. The backward pass
+    /// communicates only for gradients that it needs.
     pub(crate) trains_before: bool,
-    /// Any inside.
+    /// Whether any inside is.
     pub(crate) trains_inside: bool,
-    /// Any that is applied right after it, such as a bias.
+    /// Whether one is that is applied right after it, such as a bias.
     pub(crate) trains_after: bool,
+    /// The number of layers at its beginning.
+    pub(crate) first_layers: usize,
+    /// The elements of their weights, on all ranks.
+    pub(crate) first_elements: usize,
+    /// The elements of the weight of the layer at its end, on all ranks.
+    pub(crate) last_elements: usize,
 }
 
 impl PassShape {
@@ -76,34 +85,87 @@ impl PassShape {
         Partition::new(items, self.tensor.size).part_len(self.tensor.index)
     }
 
-    /// The collectives of a unit with these tensor-parallel regions, one after the other, of rows with `features` elements.
-    pub(crate) fn collectives_of_regions(&self, regions: &[Region], features: usize) -> InnerCollectives {
-        let (enter, leave) = (self.enter(features), self.leave(features));
-        let forward: Vec<InnerCollective> = enter.into_iter().chain(self.leave_in_pieces(features)).collect();
-        let mut has_grad = self.input_has_grad;
-        let mut backward = Vec::new();
-        for region in regions {
-            let enters_with_grad = has_grad || region.trains_before;
-            let leaves_with_grad = enters_with_grad || region.trains_inside;
-            has_grad = leaves_with_grad || region.trains_after;
-            // The backward pass of each verb is the other one, and begins with gathering what the forward pass did not keep.
-            let again = enter.filter(|_| has_grad && !self.is_recomputed);
-            let of_leave = enter.filter(|_| leaves_with_grad);
-            let of_enter = Some(leave).filter(|_| enters_with_grad);
-            backward.push([again, of_leave, of_enter]);
-        }
-        let backward = backward.into_iter().rev().flatten().flatten().collect();
+    /// The collectives of a unit with these tensor-parallel regions, one after the other, of rows with `features` elements. What
+    /// overlaps with them is a share of the unit's FLOPs, of which attention has `attention_flops` per token.
+    pub(crate) fn collectives_of_regions(
+        &self,
+        regions: &[Region],
+        features: usize,
+        attention_flops: f64,
+    ) -> InnerCollectives {
+        let of_weights: usize = regions.iter().map(|region| region.first_elements + region.last_elements).sum();
+        let share = |elements: usize| match self.overlaps {
+            true => 2. * elements as f64 / (2. * of_weights as f64 + attention_flops),
+            false => 0.,
+        };
+        let forward: Vec<InnerCollective> =
+            regions.iter().flat_map(|region| self.forward_of_region(region, features, &share)).collect();
         // Without sequence parallelism, the input is divided until it is recomputed.
         let restored = (!self.splits_sequence).then_some(InnerCollective {
             kind: CollectiveKind::AllGather,
             row_bytes: features * self.element_bytes,
-            ..leave
+            ..self.leave(features)
         });
         InnerCollectives {
-            recompute: restored.into_iter().chain(forward.repeat(regions.len())).collect(),
-            forward: forward.repeat(regions.len()),
-            backward,
+            recompute: restored.into_iter().chain(forward.clone()).collect(),
+            forward,
+            backward: self.backward_of_regions(regions, features, &share),
         }
+    }
+
+    /// This rank's rows are multiplied while the others' arrive, and a piece of the last product while another is summed.
+    fn forward_of_region(
+        &self,
+        region: &Region,
+        features: usize,
+        share: &dyn Fn(usize) -> f64,
+    ) -> Vec<InnerCollective> {
+        let own_rows = match multiplies_own_rows_first(self.tokens, self.tensor.size) {
+            true => share(region.first_elements) / self.tensor.size as f64,
+            false => 0.,
+        };
+        let enter = self.enter(features).map(|enter| InnerCollective { overlap: own_rows, ..enter });
+        let pieces = row_pieces(self.tokens, if self.splits_sequence { self.tensor.size } else { 1 });
+        let leave = pieces.iter().enumerate().map(|(index, piece)| InnerCollective {
+            overlap: if index + 1 < pieces.len() { share(region.last_elements) / pieces.len() as f64 } else { 0. },
+            ..self.leave_with(piece.iter().map(Range::len).sum(), features)
+        });
+        enter.into_iter().chain(leave).collect()
+    }
+
+    /// Gradients of weights are computed while those of activations travel. One of each region's is left for the region before it.
+    fn backward_of_regions(
+        &self,
+        regions: &[Region],
+        features: usize,
+        share: &dyn Fn(usize) -> f64,
+    ) -> Vec<InnerCollective> {
+        let (enter, leave) = (self.enter(features), self.leave(features));
+        let mut has_grad = self.input_has_grad;
+        let mut grads = Vec::new();
+        for region in regions {
+            let enters_with_grad = has_grad || region.trains_before;
+            let leaves_with_grad = enters_with_grad || region.trains_inside;
+            has_grad = leaves_with_grad || region.trains_after;
+            grads.push((region, enters_with_grad, leaves_with_grad, has_grad));
+        }
+        let (mut backward, mut deferred) = (Vec::new(), 0.);
+        for (region, enters_with_grad, leaves_with_grad, has_grad) in grads.into_iter().rev() {
+            // The backward pass of each verb is the other one, and begins with gathering what the forward pass did not keep.
+            backward.extend(enter.filter(|_| has_grad && !self.is_recomputed));
+            if let Some(of_leave) = enter.filter(|_| leaves_with_grad) {
+                backward.push(InnerCollective { overlap: std::mem::take(&mut deferred), ..of_leave });
+            }
+            // A backward pass has twice the FLOPs, half of them for gradients of weights.
+            let [first, last] = [region.first_elements, region.last_elements]
+                .map(|elements| if region.trains_inside { share(elements) / 2. } else { 0. });
+            let left = first / region.first_layers as f64;
+            if enters_with_grad {
+                backward.push(InnerCollective { overlap: deferred + last + first - left, ..leave });
+                deferred = left;
+            }
+        }
+        backward
     }
 
     /// The collectives of an embedding whose rows are divided among the ranks.
@@ -123,19 +185,16 @@ impl PassShape {
         self.leave_with(self.tokens, features)
     }
 
-    /// The collectives with which a region ends in the forward pass, where a matrix product comes before: one for each of its pieces.
-    fn leave_in_pieces(&self, features: usize) -> impl Iterator<Item = InnerCollective> {
-        let pieces = row_pieces(self.tokens, if self.splits_sequence { self.tensor.size } else { 1 });
-        pieces.into_iter().map(move |piece| self.leave_with(piece.iter().map(Range::len).sum(), features))
-    }
-
     fn leave_with(&self, rows: usize, features: usize) -> InnerCollective {
         let row_bytes = features * self.element_bytes;
         let (group, bytes) = (GroupKind::Tensor, rows * row_bytes);
         match self.splits_sequence {
-            true => InnerCollective { group, kind: CollectiveKind::ReduceScatter, bytes, row_bytes },
+            true => InnerCollective { group, kind: CollectiveKind::ReduceScatter, bytes, row_bytes, overlap: 0. },
             // An all-reduce divides its buffer by elements.
-            false => InnerCollective { group, kind: CollectiveKind::AllReduce, bytes, row_bytes: self.element_bytes },
+            false => {
+                let row_bytes = self.element_bytes;
+                InnerCollective { group, kind: CollectiveKind::AllReduce, bytes, row_bytes, overlap: 0. }
+            }
         }
     }
 }

@@ -134,10 +134,20 @@ fn scarce_cores_and_shared_links_slow_a_step_down() {
 
 #[test]
 fn collectives_inside_units_are_counted_and_take_time() {
-    let reduce =
-        InnerCollective { group: GroupKind::Tensor, kind: CollectiveKind::AllReduce, bytes: 4096, row_bytes: 1 };
-    let exchange =
-        InnerCollective { group: GroupKind::Expert, kind: CollectiveKind::AllToAll, bytes: 800, row_bytes: 1 };
+    let reduce = InnerCollective {
+        group: GroupKind::Tensor,
+        kind: CollectiveKind::AllReduce,
+        bytes: 4096,
+        row_bytes: 1,
+        overlap: 0.,
+    };
+    let exchange = InnerCollective {
+        group: GroupKind::Expert,
+        kind: CollectiveKind::AllToAll,
+        bytes: 800,
+        row_bytes: 1,
+        overlap: 0.,
+    };
     let inner = InnerCollectives {
         forward: vec![reduce, exchange, exchange],
         recompute: vec![exchange],
@@ -160,6 +170,38 @@ fn collectives_inside_units_are_counted_and_take_time() {
         assert_eq!(sent.bytes(GroupKind::Expert, CollectiveKind::AllToAll), (4 * 2 + recomputed) * 800 * 3 / 4);
         assert_close(rank.waiting.inner_s, (4. * 5. + recomputed as f64) * 0.25);
     }
+}
+
+#[test]
+fn a_pass_computes_while_its_collectives_are_under_way() {
+    let (policy, mesh) = (Policy::stage(0, 1), Mesh::new(&[(Axis::Tensor, 2)]).unwrap());
+    let link = SharedLink::unshared(LinkCost::new(0.25, f64::INFINITY));
+    let waiting_s = |overlaps: [f64; 2], splits_backward: bool| {
+        let (group, kind) = (GroupKind::Tensor, CollectiveKind::AllReduce);
+        let passes = overlaps.map(|overlap| InnerCollective { group, kind, bytes: 64, row_bytes: 1, overlap }).to_vec();
+        let inner = InnerCollectives { forward: passes.clone(), recompute: Vec::new(), backward: passes };
+        let units: Vec<UnitSpec> =
+            blocks(1).into_iter().map(|unit| UnitSpec { inner: inner.clone(), ..unit }).collect();
+        let mut programs = pipeline(&units, &policy, 1, PipelineSchedule::OneFOneB);
+        if splits_backward {
+            let text = programs.of(0, &mesh).to_string();
+            let (whole, halves) = (
+                "\nbackward block.0 micro-batch=0\n",
+                "\nbackward-input block.0 micro-batch=0\nbackward-weight block.0 micro-batch=0\n",
+            );
+            assert!(text.contains(whole));
+            programs = Programs::uniform(text.replace(whole, halves).parse().unwrap());
+        }
+        assert_eq!(check(&programs, &units, &policy, &mesh), Ok(()));
+        let topology = Topology { between_hosts: link, ..topology(mesh.clone()) };
+        simulate(&programs, &units, &policy, &topology, &costs(&units)).slowest().waiting.inner_s
+    };
+    // A forward pass takes 1 s, a backward pass 2 s, and a call 0.25 s.
+    assert_close(waiting_s([0., 0.], false), 4. * 0.25);
+    assert_close(waiting_s([0.1, 0.], false), (0.15 + 0.25) + (0.05 + 0.25));
+    assert_close(waiting_s([0.5, 0.25], false), 0.);
+    // The first half of a backward pass has nothing to compute meanwhile.
+    assert_close(waiting_s([0.5, 0.25], true), 2. * 0.25);
 }
 
 #[test]
@@ -256,6 +298,7 @@ fn a_405b_pipeline_on_16384_ranks_is_built_checked_and_simulated_in_seconds() {
         kind: CollectiveKind::AllReduce,
         bytes: output_bytes,
         row_bytes: 1,
+        overlap: 0.,
     };
     let passes = vec![reduce; 2];
     let inner = InnerCollectives { forward: passes.clone(), recompute: passes.clone(), backward: passes };

@@ -124,6 +124,8 @@ pub fn profile(
     (recipe.checkpoints, recipe.evaluation) = (None, None);
     recipe.run.steps = recipe.run.steps.max(WARM_UP + options.steps);
     let baseline = trace_steps(&recipe, world, position, options)?;
+    // Before anything else is measured, which needs memory of its own.
+    let peak = world.all_reduce("memory", ReduceOp::Max, vec![resident_bytes("VmHWM:") as i64]).wait()?[0] as usize;
     let machine = Machine::measure(&recipe, world)?;
     let hosts = count_hosts(world)?;
     let costs = measure_costs(&recipe, world, position, options, hosts, machine.latency_s)?;
@@ -133,7 +135,6 @@ pub fn profile(
     let room = room.map_or(i64::MAX, |bytes| bytes as i64);
     let room = -world.all_reduce("room", ReduceOp::Max, vec![-room]).wait()?[0] as usize;
     let changes = candidates(&recipe, world.size(), hosts, room)?;
-    let peak = world.all_reduce("memory", ReduceOp::Max, vec![resident_bytes("VmHWM:") as i64]).wait()?[0] as usize;
     let estimate = MemoryEstimate::of(&recipe, world.size())?;
     let tokens = recipe.batch(world.size())?.global_batch_size * recipe.batch.seq_len;
     let measured = baseline.zip(costs).zip(simulated);

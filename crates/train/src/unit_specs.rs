@@ -47,6 +47,7 @@ pub(crate) fn pass_shape(options: &Options, tensor: Place, shape: StepShape, act
         tensor,
         splits_sequence: options.splits_sequence(tensor),
         input_has_grad: true,
+        overlaps: options.async_tensor_parallel,
     }
 }
 

@@ -43,12 +43,14 @@ pub enum Element {
 }
 
 /// A call that a rank makes: it issues a collective, or waits for one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Call {
     /// The collective.
     pub collective: Collective,
     /// What the rank does with it.
     pub op: CallOp,
+    /// The share of the instruction's computation that comes after this call and before the next ([`InnerCollective::overlap`]).
+    pub overlap: f64,
 }
 
 /// What a rank does with a collective.
@@ -88,13 +90,6 @@ pub fn collectives_of(instruction: &Instruction, units: &[UnitSpec], policy: &Po
         let collective = of_unit(unit, GroupKind::Replicate, kind, elements, element, Codec::None)?;
         Some(Collective { on_shard_of: sums_part.then_some(group), ..collective })
     };
-    let inner = |passes: &[InnerCollective]| {
-        let of_pass = |inner: &InnerCollective| {
-            let collective = of_unit(unit, inner.group, inner.kind, inner.bytes, Element::Byte, Codec::None)?;
-            Some(Collective { row_len: inner.row_bytes, ..collective })
-        };
-        passes.iter().filter_map(of_pass).collect()
-    };
     match *instruction {
         // Each flat buffer has trainable and frozen elements.
         Instruction::StartGather { codec, .. } if parameters => {
@@ -109,11 +104,23 @@ pub fn collectives_of(instruction: &Instruction, units: &[UnitSpec], policy: &Po
         Instruction::Update(_) if updates_are_gathered(policy) => {
             trainable.into_iter().filter_map(|buffer| gather(buffer, Codec::None)).collect()
         }
-        Instruction::Forward { .. } => inner(&spec.inner.forward),
-        Instruction::Recompute { .. } => inner(&spec.inner.recompute),
-        Instruction::Backward { .. } | Instruction::BackwardInput { .. } => inner(&spec.inner.backward),
-        _ => Vec::new(),
+        _ => inner_collectives(instruction, spec).iter().filter_map(|inner| of_pass(unit, inner)).collect(),
     }
+}
+
+/// The collectives inside a pass.
+fn inner_collectives<'a>(instruction: &Instruction, spec: &'a UnitSpec) -> &'a [InnerCollective] {
+    match instruction {
+        Instruction::Forward { .. } => &spec.inner.forward,
+        Instruction::Recompute { .. } => &spec.inner.recompute,
+        Instruction::Backward { .. } | Instruction::BackwardInput { .. } => &spec.inner.backward,
+        _ => &[],
+    }
+}
+
+fn of_pass(unit: usize, inner: &InnerCollective) -> Option<Collective> {
+    let collective = of_unit(unit, inner.group, inner.kind, inner.bytes, Element::Byte, Codec::None)?;
+    Some(Collective { row_len: inner.row_bytes, ..collective })
 }
 
 /// The collective of a few numbers that an instruction without a unit issues.
@@ -191,8 +198,8 @@ impl Expansion<'_> {
                 | Instruction::Recompute { .. }
                 | Instruction::Backward { .. }
                 | Instruction::BackwardInput { .. },
-                Some(_),
-            ) => self.issue_and_wait(position, instruction),
+                Some(unit),
+            ) => self.expand_pass(position, instruction, unit),
             (Instruction::StartGather { .. } | Instruction::Update(_), Some(unit)) => {
                 let issued = self.issue_all(position, instruction);
                 self.pending[unit].gathers.extend(issued);
@@ -234,18 +241,31 @@ impl Expansion<'_> {
         }
     }
 
+    /// Issues the collectives inside a pass, and waits for each before the next. In between, the pass may compute. The first half of
+    /// a backward pass does not: what would overlap is in the second half.
+    fn expand_pass(&mut self, position: usize, instruction: &Instruction, unit: usize) {
+        let is_half = matches!(instruction, Instruction::BackwardInput { .. });
+        for inner in inner_collectives(instruction, &self.units[unit]) {
+            let Some(collective) = of_pass(unit, inner) else { continue };
+            let overlap = if is_half { 0. } else { inner.overlap };
+            self.calls.push((position, Call { collective, op: CallOp::Issue, overlap }));
+            let issued = (collective, Some(self.calls.len() - 1));
+            self.wait(position, vec![issued]);
+        }
+    }
+
     fn issue_all(&mut self, position: usize, instruction: &Instruction) -> Vec<Issued> {
         let collectives = collectives_of(instruction, self.units, self.policy);
         collectives.into_iter().map(|collective| self.issue(position, collective)).collect()
     }
 
     fn issue(&mut self, position: usize, collective: Collective) -> Issued {
-        self.calls.push((position, Call { collective, op: CallOp::Issue }));
+        self.calls.push((position, Call { collective, op: CallOp::Issue, overlap: 0. }));
         (collective, Some(self.calls.len() - 1))
     }
 
     fn wait(&mut self, position: usize, issued: Vec<Issued>) {
-        let wait = |(collective, issued)| (position, Call { collective, op: CallOp::Wait { issued } });
+        let wait = |(collective, issued)| (position, Call { collective, op: CallOp::Wait { issued }, overlap: 0. });
         self.calls.extend(issued.into_iter().map(wait));
     }
 }

@@ -143,7 +143,8 @@ impl Execution<'_> {
 
     /// Does what an instruction does without waiting.
     fn start(&mut self, party: usize, instruction: &Instruction, durations: &impl Durations) {
-        self.compute(party, durations.compute_s(party, instruction));
+        let overlap = self.lanes[party].overlap();
+        self.compute(party, (1. - overlap) * durations.compute_s(party, instruction));
         match *instruction {
             Instruction::Send(message) => {
                 let to = message.receiving_unit(self.units).and_then(|unit| self.stage_of(unit));
@@ -177,7 +178,7 @@ impl Execution<'_> {
     /// Makes the next call of a rank, unless it waits for a collective that is not complete.
     fn make_call(&mut self, party: usize, durations: &impl Durations) -> bool {
         let index = self.lanes[party].next_call;
-        let (_, Call { collective, op }) = self.lanes[party].calls[index];
+        let (position, Call { collective, op, overlap }) = self.lanes[party].calls[index];
         match op {
             CallOp::Issue => {
                 self.lanes[party].cpu_debt_s += durations.call_cpu_s(party, &collective);
@@ -185,6 +186,10 @@ impl Execution<'_> {
                 let met = self.meetings.arrive(party, collective.group, (index, arrival));
                 if let Some(members) = met {
                     self.start_call(collective.group, &members, durations.call_s(party, &collective));
+                }
+                if overlap > 0. {
+                    let instruction = &self.lanes[party].program.instructions[position];
+                    self.compute(party, overlap * durations.compute_s(party, instruction));
                 }
             }
             CallOp::Wait { issued: Some(issued) } => match self.lanes[party].call_work[issued] {

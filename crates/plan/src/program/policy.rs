@@ -81,7 +81,7 @@ impl Policy {
 }
 
 /// What the order of a step depends on, of one unit.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct UnitSpec {
     /// The unit's name.
     pub name: String,
@@ -137,7 +137,7 @@ pub struct Replicated {
 
 /// The collectives inside a unit's passes, in order: tensor, context and expert parallelism need them. Each pass issues and awaits
 /// them one after the other.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct InnerCollectives {
     /// Those of a forward pass.
     pub forward: Vec<InnerCollective>,
@@ -148,7 +148,7 @@ pub struct InnerCollectives {
 }
 
 /// A collective inside a unit's pass.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct InnerCollective {
     /// The ranks that take part.
     pub group: GroupKind,
@@ -158,4 +158,6 @@ pub struct InnerCollective {
     pub bytes: usize,
     /// The bytes that stay together when the tensor is divided among the ranks: those of a row, or of an element.
     pub row_bytes: usize,
+    /// The share of the pass's computation that is done while the collective is under way (async tensor parallelism).
+    pub overlap: f64,
 }

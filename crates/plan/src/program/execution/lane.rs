@@ -116,6 +116,12 @@ impl<'a> Lane<'a> {
         self.calls.get(self.next_call).is_some_and(|(position, _)| *position == self.position)
     }
 
+    /// The share of the instruction's computation that is done between its calls.
+    pub(super) fn overlap(&self) -> f64 {
+        let calls = self.calls[self.next_call..].iter().take_while(|(position, _)| *position == self.position);
+        calls.map(|(_, call)| call.overlap).sum()
+    }
+
     /// Whether all instructions are executed.
     pub(in crate::program) fn is_done(&self) -> bool {
         self.position == self.program.instructions.len()

@@ -149,9 +149,10 @@ struct Held {
     /// Gradients that stay until the update.
     gradients: Option<usize>,
     /// The parameter that it is tied to, which another stage has sent.
-    tied_parameters: Option<Buffer>,
-    /// The gradient of a parameter that is shared with another stage: accumulated until it is sent, or received until it is added.
-    tied_gradients: Option<Buffer>,
+    tied_parameters: usize,
+    /// The gradient of a parameter that units share, which a pipeline sums apart: accumulated until it is sent or added to that of
+    /// its owner, or received until it is added.
+    tied_gradients: usize,
 }
 
 impl<'a> Tracker<'a> {
@@ -192,11 +193,7 @@ impl<'a> Tracker<'a> {
     /// Forgets what no step leaves to the next.
     fn start_next_step(&mut self) {
         self.activations.clear();
-        self.held.iter_mut().for_each(|held| held.gradients = None);
-        for unit in 0..self.held.len() {
-            let tied = self.held[unit].tied_parameters.take();
-            tied.into_iter().for_each(|buffer| self.pool.free(buffer));
-        }
+        self.held.iter_mut().for_each(|held| (held.gradients, held.tied_parameters) = (None, 0));
     }
 
     /// Executes the program. Returns what is held during each instruction.
@@ -228,9 +225,13 @@ impl<'a> Tracker<'a> {
         for (kind, bytes) in [
             (
                 MemoryKind::Parameters,
-                self.parameters.saturating_sub(stored(|buffer| *buffer == UnitBuffer::Parameters)),
+                self.parameters.saturating_sub(stored(|buffer| *buffer == UnitBuffer::Parameters))
+                    + self.held.iter().map(|held| held.tied_parameters).sum::<usize>(),
             ),
-            (MemoryKind::Gradients, self.held.iter().filter_map(|held| held.gradients).sum()),
+            (
+                MemoryKind::Gradients,
+                self.held.iter().map(|held| held.gradients.unwrap_or(0) + held.tied_gradients).sum(),
+            ),
             (MemoryKind::Optimizer, self.optimizer.saturating_sub(stored(|buffer| *buffer == UnitBuffer::Optimizer))),
             (MemoryKind::Unsharded, self.pool.used_bytes()),
             (MemoryKind::FreeInPool, self.pool.free_bytes()),
@@ -282,22 +283,24 @@ impl<'a> Tracker<'a> {
             }
             // The gradients that the backward pass returned are freed once they are added.
             Instruction::Accumulate { unit, .. } => {
-                let tied = self.units[unit].tied;
-                let (here, elsewhere): (Vec<_>, Vec<_>) =
-                    tied.into_iter().partition(|owner| self.named.contains(owner));
-                here.into_iter().chain([unit]).for_each(|unit| self.start_accumulating(unit));
-                if elsewhere.into_iter().any(|owner| self.units[owner].trainable > 0) {
-                    self.hold_tied_gradients(unit, self.units[unit].tied_elements);
+                self.start_accumulating(unit);
+                let is_pipeline = self.named.len() < self.units.len();
+                match self.units[unit].tied.filter(|&owner| self.units[owner].trainable > 0) {
+                    Some(owner) if is_pipeline => {
+                        let summed = if self.named.contains(&owner) { owner } else { unit };
+                        self.held[summed].tied_gradients = self.units[unit].tied_elements * self.layout.gradient_bytes;
+                    }
+                    Some(owner) => self.start_accumulating(owner),
+                    None => (),
                 }
                 std::mem::take(&mut self.returned)
             }
             Instruction::StartReceive(message) if message.payload.is_tied() => {
                 let bytes = self.layout.message_bytes(&Message { codec: Codec::None, ..message }, false, self.units);
+                let held = &mut self.held[message.unit];
                 match message.payload {
-                    Payload::TiedParameters => {
-                        self.held[message.unit].tied_parameters.get_or_insert_with(|| self.pool.allocate(bytes));
-                    }
-                    _ => self.hold_tied_gradients(message.unit, bytes / self.layout.gradient_bytes),
+                    Payload::TiedParameters => held.tied_parameters = bytes,
+                    _ => held.tied_gradients = bytes,
                 }
                 0
             }
@@ -314,17 +317,6 @@ impl<'a> Tracker<'a> {
                 0
             }
             _ => 0,
-        }
-    }
-
-    fn hold_tied_gradients(&mut self, unit: usize, elements: usize) {
-        let bytes = elements * self.layout.gradient_bytes;
-        self.held[unit].tied_gradients.get_or_insert_with(|| self.pool.allocate(bytes));
-    }
-
-    fn free_tied_gradients(&mut self, unit: usize) {
-        if let Some(buffer) = self.held[unit].tied_gradients.take() {
-            self.pool.free(buffer);
         }
     }
 
@@ -360,9 +352,8 @@ impl<'a> Tracker<'a> {
                 gathered.into_iter().for_each(|buffer| self.pool.free(buffer));
             }
             Instruction::Send(Message { payload: Payload::TiedGradients, unit, .. })
-            | Instruction::WaitReceive(Message { payload: Payload::TiedGradients, unit, .. }) => {
-                self.free_tied_gradients(unit);
-            }
+            | Instruction::WaitReceive(Message { payload: Payload::TiedGradients, unit, .. })
+            | Instruction::StartReduce { unit, .. } => self.held[unit].tied_gradients = 0,
             // Nothing that leads to it is needed in a backward pass.
             Instruction::Send(Message { payload: Payload::Activations, unit, micro_batch, .. })
                 if unit < self.first_trainable =>
