@@ -33,7 +33,7 @@ pub(crate) const CLAIMS: &[Claim] = &[
     Claim {
         group: "compiled",
         name: "speed-124m",
-        what: "the same with 124M",
+        what: "as compiled/speed, with 124M parameters",
         heavy: true,
         measure: || speed(Size::Medium),
     },

@@ -7,7 +7,7 @@ use shardwise_torch::tch::{Kind, Tensor};
 use crate::activation_checkpointing::recompute_in_backward;
 use crate::documents::Documents;
 use crate::head::{Head, LmHead, Sizes};
-use crate::pass::Region;
+use crate::pass::{Region, RegionWeights};
 use crate::unit::embed;
 use crate::{
     Activations, Batch, Cache, Error, Footprint, Init, Layer, Linear, Parameter, Parameters, Pass, PassShape, Result,
@@ -248,21 +248,20 @@ impl Layer for Block {
     fn collectives(&self, shape: &PassShape, is_trained: &dyn Fn(&str) -> bool) -> InnerCollectives {
         let any = |endings: &[&str]| endings.iter().any(|ending| is_trained(ending));
         let (width, hidden) = (self.0.n_embd, 4 * self.0.n_embd);
+        let weight = |name: &str, elements: usize| RegionWeights::new(&[(name, elements)], is_trained);
         let attention = Region {
             trains_before: any(&["ln_1.weight", "ln_1.bias"]),
             trains_inside: any(&["c_attn.weight", "c_attn.bias", "attn.c_proj.weight"]),
             trains_after: is_trained("attn.c_proj.bias"),
-            first_layers: 1,
-            first_elements: 3 * width * width,
-            last_elements: width * width,
+            first: weight("c_attn.weight", 3 * width * width),
+            last: weight("attn.c_proj.weight", width * width),
         };
         let mlp = Region {
             trains_before: any(&["ln_2.weight", "ln_2.bias"]),
             trains_inside: any(&["c_fc.weight", "c_fc.bias", "mlp.c_proj.weight"]),
             trains_after: is_trained("mlp.c_proj.bias"),
-            first_layers: 1,
-            first_elements: width * hidden,
-            last_elements: width * hidden,
+            first: weight("c_fc.weight", width * hidden),
+            last: weight("mlp.c_proj.weight", width * hidden),
         };
         shape.collectives_of_regions(&[attention, mlp], width, self.attention_flops(shape.positions))
     }

@@ -9,7 +9,7 @@ use shardwise_torch::tch::Tensor;
 use crate::activation_checkpointing::recompute_in_backward;
 use crate::documents::Documents;
 use crate::head::{Head, LmHead, Sizes};
-use crate::pass::Region;
+use crate::pass::{Region, RegionWeights};
 use crate::rotary::RotaryTables;
 use crate::unit::embed;
 use crate::{
@@ -180,25 +180,29 @@ impl Layer for Block {
 
     fn collectives(&self, shape: &PassShape, is_trained: &dyn Fn(&str) -> bool) -> InnerCollectives {
         let any = |endings: &[&str]| endings.iter().any(|ending| is_trained(ending));
-        let attention = ["q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight"];
-        let of_heads = ["q_proj.bias", "k_proj.bias", "v_proj.bias", "q_norm.weight", "k_norm.weight"];
         let LlamaConfig { hidden_size, intermediate_size, head_dim, .. } = self.config;
-        let (queries, keys) = (self.config.num_attention_heads * head_dim, self.config.num_key_value_heads * head_dim);
+        let [queries, keys] = [self.config.num_attention_heads, self.config.num_key_value_heads]
+            .map(|heads| heads * head_dim * hidden_size);
+        let wide = hidden_size * intermediate_size;
+        let weights = |weights: &[(&str, usize)]| RegionWeights::new(weights, is_trained);
+        let projections = [("q_proj.weight", queries), ("k_proj.weight", keys), ("v_proj.weight", keys)];
+        let of_heads = ["q_proj.bias", "k_proj.bias", "v_proj.bias", "q_norm.weight", "k_norm.weight"];
+        let [first, last] = [weights(&projections), weights(&[("o_proj.weight", queries)])];
         let attention = Region {
             trains_before: is_trained("input_layernorm.weight"),
-            trains_inside: any(&attention) || any(&of_heads),
+            trains_inside: first.trained + last.trained > 0 || any(&of_heads),
             trains_after: false,
-            first_layers: 3,
-            first_elements: hidden_size * (queries + 2 * keys),
-            last_elements: hidden_size * queries,
+            first,
+            last,
         };
+        let [first, last] =
+            [weights(&[("gate_proj.weight", wide), ("up_proj.weight", wide)]), weights(&[("down_proj.weight", wide)])];
         let mlp = Region {
             trains_before: is_trained("post_attention_layernorm.weight"),
-            trains_inside: any(&["gate_proj.weight", "up_proj.weight", "down_proj.weight"]),
+            trains_inside: first.trained + last.trained > 0,
             trains_after: false,
-            first_layers: 2,
-            first_elements: 2 * hidden_size * intermediate_size,
-            last_elements: hidden_size * intermediate_size,
+            first,
+            last,
         };
         shape.collectives_of_regions(&[attention, mlp], hidden_size, self.attention_flops(shape.positions))
     }

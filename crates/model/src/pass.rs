@@ -56,22 +56,44 @@ pub struct PassShape {
     pub overlaps: bool,
 }
 
-/// A tensor-parallel region: layers whose weights are divided by outputs, and one whose weight is divided by inputs.
+/// A tensor-parallel region: layers whose weights are divided by outputs, and one whose weight is divided by inputs. The backward
+/// pass communicates only for gradients that it needs.
 #[derive(Clone, Copy)]
 pub(crate) struct Region {
-    /// Whether a parameter is trained that is applied just before the region, such as that of a norm. The backward pass
-    /// communicates only for gradients that it needs.
+    /// Whether a parameter applied just before the region, such as a norm's, is trained.
     pub(crate) trains_before: bool,
-    /// Whether any inside is.
+    /// Whether a parameter inside the region is trained.
     pub(crate) trains_inside: bool,
-    /// Whether one is that is applied right after it, such as a bias.
+    /// Whether a parameter applied right after the region, such as a bias, is trained.
     pub(crate) trains_after: bool,
-    /// The number of layers at its beginning.
-    pub(crate) first_layers: usize,
-    /// The elements of their weights, on all ranks.
-    pub(crate) first_elements: usize,
-    /// The elements of the weight of the layer at its end, on all ranks.
-    pub(crate) last_elements: usize,
+    /// The weights of the layers at its beginning.
+    pub(crate) first: RegionWeights,
+    /// The weight of the layer at its end.
+    pub(crate) last: RegionWeights,
+}
+
+/// Weights of a region, in elements on all ranks.
+#[derive(Clone, Copy)]
+pub(crate) struct RegionWeights {
+    /// All of them.
+    pub(crate) elements: usize,
+    /// Those that are trained.
+    pub(crate) trained: usize,
+    /// Those whose gradient is computed last: the first of several layers.
+    pub(crate) left: usize,
+}
+
+impl RegionWeights {
+    /// The weights with these names and numbers of elements.
+    pub(crate) fn new(weights: &[(&str, usize)], is_trained: &dyn Fn(&str) -> bool) -> Self {
+        let trained: Vec<usize> =
+            weights.iter().filter(|(name, _)| is_trained(name)).map(|(_, elements)| *elements).collect();
+        RegionWeights {
+            elements: weights.iter().map(|(_, elements)| elements).sum(),
+            trained: trained.iter().sum(),
+            left: trained.first().copied().unwrap_or(0),
+        }
+    }
 }
 
 impl PassShape {
@@ -93,7 +115,7 @@ impl PassShape {
         features: usize,
         attention_flops: f64,
     ) -> InnerCollectives {
-        let of_weights: usize = regions.iter().map(|region| region.first_elements + region.last_elements).sum();
+        let of_weights: usize = regions.iter().map(|region| region.first.elements + region.last.elements).sum();
         let share = |elements: usize| match self.overlaps {
             true => 2. * elements as f64 / (2. * of_weights as f64 + attention_flops),
             false => 0.,
@@ -121,19 +143,20 @@ impl PassShape {
         share: &dyn Fn(usize) -> f64,
     ) -> Vec<InnerCollective> {
         let own_rows = match multiplies_own_rows_first(self.tokens, self.tensor.size) {
-            true => share(region.first_elements) / self.tensor.size as f64,
+            true => share(region.first.elements) / self.tensor.size as f64,
             false => 0.,
         };
         let enter = self.enter(features).map(|enter| InnerCollective { overlap: own_rows, ..enter });
         let pieces = row_pieces(self.tokens, if self.splits_sequence { self.tensor.size } else { 1 });
         let leave = pieces.iter().enumerate().map(|(index, piece)| InnerCollective {
-            overlap: if index + 1 < pieces.len() { share(region.last_elements) / pieces.len() as f64 } else { 0. },
+            overlap: if index + 1 < pieces.len() { share(region.last.elements) / pieces.len() as f64 } else { 0. },
             ..self.leave_with(piece.iter().map(Range::len).sum(), features)
         });
         enter.into_iter().chain(leave).collect()
     }
 
-    /// Gradients of weights are computed while those of activations travel. One of each region's is left for the region before it.
+    /// Gradients of weights are computed while those of activations travel. Each region leaves one to overlap with the first collective
+    /// of the region before it.
     fn backward_of_regions(
         &self,
         regions: &[Region],
@@ -147,22 +170,21 @@ impl PassShape {
             let enters_with_grad = has_grad || region.trains_before;
             let leaves_with_grad = enters_with_grad || region.trains_inside;
             has_grad = leaves_with_grad || region.trains_after;
-            grads.push((region, enters_with_grad, leaves_with_grad, has_grad));
+            grads.push((region, enters_with_grad, leaves_with_grad));
         }
         let (mut backward, mut deferred) = (Vec::new(), 0.);
-        for (region, enters_with_grad, leaves_with_grad, has_grad) in grads.into_iter().rev() {
+        for (region, enters_with_grad, leaves_with_grad) in grads.into_iter().rev() {
+            let has_grad = leaves_with_grad || region.trains_after;
             // The backward pass of each verb is the other one, and begins with gathering what the forward pass did not keep.
             backward.extend(enter.filter(|_| has_grad && !self.is_recomputed));
             if let Some(of_leave) = enter.filter(|_| leaves_with_grad) {
                 backward.push(InnerCollective { overlap: std::mem::take(&mut deferred), ..of_leave });
             }
             // A backward pass has twice the FLOPs, half of them for gradients of weights.
-            let [first, last] = [region.first_elements, region.last_elements]
-                .map(|elements| if region.trains_inside { share(elements) / 2. } else { 0. });
-            let left = first / region.first_layers as f64;
             if enters_with_grad {
-                backward.push(InnerCollective { overlap: deferred + last + first - left, ..leave });
-                deferred = left;
+                let now = region.last.trained + region.first.trained - region.first.left;
+                backward.push(InnerCollective { overlap: deferred + share(now) / 2., ..leave });
+                deferred = share(region.first.left) / 2.;
             }
         }
         backward

@@ -131,7 +131,7 @@ impl Gpt2Config {
         let whole = TensorPlacement::Replicated;
         let along = |dimension, items| TensorPlacement::Split(Split::along(dimension, items));
         // Query, key and value are three blocks of one matrix, and of its bias.
-        let fused = |dimension| TensorPlacement::Split(Split { blocks: 3, ..Split::along(dimension, heads) });
+        let fused = |dimension| along(dimension, heads).fused(3);
         let mut list = List::default();
         list.add("embedding", "wte.weight", &[self.vocab_size, width], along(0, self.vocab_size));
         list.add("embedding", "wpe.weight", &[self.n_positions, width], whole);

@@ -30,6 +30,15 @@ impl TensorPlacement {
         TensorPlacement::Split(Split::along(1, inputs))
     }
 
+    /// The same placement for `blocks` matrices in one, such as query, key and value: every rank has a part of each.
+    #[must_use]
+    pub fn fused(self, blocks: usize) -> Self {
+        match self {
+            TensorPlacement::Split(split) => TensorPlacement::Split(Split { blocks, ..split }),
+            replicated => replicated,
+        }
+    }
+
     /// Checks that a parameter of this shape can be placed on this many ranks.
     pub fn check(&self, shape: &[usize], ranks: usize) -> Result<(), String> {
         let TensorPlacement::Split(Split { dimension, blocks, items, shared_by }) = *self else { return Ok(()) };

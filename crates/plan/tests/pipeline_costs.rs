@@ -193,7 +193,7 @@ fn a_pass_computes_while_its_collectives_are_under_way() {
             programs = Programs::uniform(text.replace(whole, halves).parse().unwrap());
         }
         assert_eq!(check(&programs, &units, &policy, &mesh), Ok(()));
-        let topology = Topology { between_hosts: link, ..topology(mesh.clone()) };
+        let topology = Topology { between_hosts: link, ..topology(mesh) };
         simulate(&programs, &units, &policy, &topology, &costs(&units)).slowest().waiting.inner_s
     };
     // A forward pass takes 1 s, a backward pass 2 s, and a call 0.25 s.

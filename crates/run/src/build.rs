@@ -162,11 +162,11 @@ fn optimizer(recipe: &Recipe) -> Optimizer {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
 
     /// A recipe with only the required keys, plus `keys`.
-    fn recipe(keys: &str) -> Recipe {
+    pub(crate) fn recipe(keys: &str) -> Recipe {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("recipe.toml");
         let text = format!(

@@ -23,8 +23,8 @@ use crate::memory_limit::MemoryLimit;
 /// The memory of a process with libtorch, without a model: measured with libtorch 2.13 on the CPU, one thread.
 const PROCESS_BYTES: usize = 170 << 20;
 
-/// What the reductions of data-parallel ranks add: measured with Open MPI on one host. Messages between the stages of a pipeline
-/// add nothing that can be seen.
+/// What the reductions of data-parallel ranks add: measured with Open MPI on one host. Messages between the stages of a pipeline,
+/// and collectives inside layers, add nothing measurable.
 const COMMUNICATION_BYTES: usize = 85 << 20;
 
 /// What counts as data of both, for limits on a process's data: no libraries, no memory shared with other ranks, but memory that is

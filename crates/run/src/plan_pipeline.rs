@@ -194,7 +194,7 @@ fn unit_profiles(recipe: &Recipe, costs: &StepCosts, request: &PlanRequest) -> R
     let specs = unit_specs(&model, &options, place, shape);
     costs.check_units(&specs)?;
     let memory = memory_costs(&model, &options, place, shape);
-    let scale = shape.tokens as f64 / costs.micro_batch_tokens.max(1) as f64;
+    let scale = costs.scale_pass(shape.tokens, place.size);
     let profile = |index: usize| {
         let (spec, times, bytes) = (&specs[index], &costs.units[index], &memory.units[index]);
         let recomputed_s = if recomputes(&options) { times.forward_s } else { 0. };

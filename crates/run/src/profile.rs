@@ -124,7 +124,7 @@ pub fn profile(
     (recipe.checkpoints, recipe.evaluation) = (None, None);
     recipe.run.steps = recipe.run.steps.max(WARM_UP + options.steps);
     let baseline = trace_steps(&recipe, world, position, options)?;
-    // Before anything else is measured, which needs memory of its own.
+    // Read the peak now: the measurements below use memory of their own.
     let peak = world.all_reduce("memory", ReduceOp::Max, vec![resident_bytes("VmHWM:") as i64]).wait()?[0] as usize;
     let machine = Machine::measure(&recipe, world)?;
     let hosts = count_hosts(world)?;
@@ -278,8 +278,9 @@ fn trace_steps(
     }))
 }
 
-/// Measures what a step costs, on rank 0. Nothing is prefetched, so that computation and communication do not compete for cores, and
-/// the model is not cut into the stages of a pipeline, so that every rank computes every unit and no rank waits for another stage.
+/// Measures what a step costs, on rank 0. Nothing is prefetched, and layers wait for their collectives, so that computation and
+/// communication do not compete for cores. The model is not cut into the stages of a pipeline, so that every rank computes every unit
+/// and no rank waits for another stage.
 fn measure_costs(
     recipe: &Recipe,
     world: &Arc<Group>,
@@ -289,7 +290,7 @@ fn measure_costs(
     latency_s: f64,
 ) -> Result<Option<StepCosts>> {
     let mut recipe = recipe.clone();
-    recipe.zero.prefetch = 0;
+    (recipe.zero.prefetch, recipe.parallel.async_tensor) = (0, false);
     let batch = recipe.batch(world.size())?;
     recipe.batch.global_batch_size = None;
     recipe.batch.micro_batch_size = Some(batch.micro_batch_size);
@@ -308,6 +309,7 @@ fn measure_costs(
         shards_optimizer: recipe.zero.stage >= 1,
         micro_batches: shape.micro_batches,
         micro_batch_tokens: shape.tokens,
+        tensor: recipe.parallel.tensor,
         hosts,
         ranks_per_host: options.ranks_here,
         cores_per_host: std::thread::available_parallelism().map_or(1, usize::from),

@@ -1,8 +1,8 @@
 //! What a step costs in time, as measured by `shardwise profile`, and what another step would cost.
 //!
 //! The costs belong to a model and a machine. They do not depend on how the step is sharded, so the time of a step with another
-//! stage, prefetch, batch or number of ranks can be simulated from them. They are kept in a JSON file that can be edited: to ask
-//! what a faster link would change, write its bandwidth into the file.
+//! stage, prefetch, batch, `parallel.tensor`, `parallel.pipeline` or number of ranks can be simulated from them. They are kept in a
+//! JSON file that can be edited: to ask what a faster link would change, write its bandwidth into the file.
 
 use std::path::Path;
 
@@ -23,6 +23,8 @@ use crate::error::{Error, Result};
 pub struct StepCosts {
     /// The number of tokens in the micro-batches that were measured.
     pub micro_batch_tokens: usize,
+    /// The number of ranks that shared each layer in the steps that were measured (`parallel.tensor`).
+    pub tensor: usize,
     /// The time of a step that belongs to no unit.
     pub overhead_s: f64,
     /// The cores of a host.
@@ -52,7 +54,7 @@ pub struct Link {
     pub cpu_s_per_byte: f64,
 }
 
-/// The times of a unit.
+/// The times of a unit, on each of the ranks that share it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct UnitTimes {
@@ -108,6 +110,7 @@ impl StepCosts {
         let accounted_s: f64 = profile.units.iter().map(|unit| unit.total_s()).sum();
         StepCosts {
             micro_batch_tokens: measured.micro_batch_tokens,
+            tensor: measured.tensor,
             overhead_s: undisturbed * (profile.step_s - accounted_s).max(0.),
             cores_per_host: measured.cores_per_host,
             threads_per_rank: measured.threads_per_rank,
@@ -131,7 +134,7 @@ impl StepCosts {
         let share = |unit: &UnitSpec, is_sharded: bool| {
             layout.kept_trainable(unit, is_sharded) as f64 / unit.trainable.max(1) as f64
         };
-        let per_micro_batch = shape.tokens as f64 / self.micro_batch_tokens.max(1) as f64 / speedup;
+        let per_micro_batch = self.scale_pass(shape.tokens, place.size) / speedup;
         let recomputed = match policy.activation_checkpointing {
             ActivationCheckpointing::Selective => SELECTIVE_RECOMPUTATION,
             ActivationCheckpointing::None | ActivationCheckpointing::Full => 0.,
@@ -139,12 +142,23 @@ impl StepCosts {
         for ((cost, times), unit) in costs.units.iter_mut().zip(&self.units).zip(&units) {
             cost.forward_s = times.forward_s * per_micro_batch;
             cost.backward_s = (times.backward_s + recomputed * times.forward_s) * per_micro_batch;
-            cost.update_s = times.update_s * share(unit, options.sharding.optimizer);
-            cost.norm_s = times.norm_s * share(unit, true);
+            cost.update_s = times.update_s * self.scale_layer(place.size) * share(unit, options.sharding.optimizer);
+            cost.norm_s = times.norm_s * self.scale_layer(place.size) * share(unit, true);
         }
         let programs = checked_programs(&units, &options, &topology.mesh, shape.micro_batches)?;
         let simulation = simulate(&programs, &units, &policy, &topology, &costs);
         Ok(SimulatedStep { step_s: simulation.step_s + self.overhead_s, simulation })
+    }
+
+    /// How many times as long a unit's pass takes as the one that was measured, for this many tokens on this many ranks that share it.
+    pub(crate) fn scale_pass(&self, tokens: usize, tensor: usize) -> f64 {
+        self.scale_layer(tensor) * tokens as f64 / self.micro_batch_tokens.max(1) as f64
+    }
+
+    /// How many times as large a rank's part of a unit is as the one that was measured, if this many ranks share it. What every rank
+    /// has, such as a norm, is small enough to ignore.
+    fn scale_layer(&self, tensor: usize) -> f64 {
+        self.tensor.max(1) as f64 / tensor as f64
     }
 
     fn topology(&self, recipe: &Recipe, options: &Options, ranks: usize) -> Result<Topology> {
@@ -186,6 +200,7 @@ pub(crate) struct MeasuredStep<'a> {
     pub(crate) shards_optimizer: bool,
     pub(crate) micro_batches: usize,
     pub(crate) micro_batch_tokens: usize,
+    pub(crate) tensor: usize,
     pub(crate) hosts: usize,
     pub(crate) ranks_per_host: usize,
     pub(crate) cores_per_host: usize,
@@ -251,4 +266,33 @@ pub(crate) fn unit_times(units: usize, step: &SimulatedStep) -> Vec<f64> {
         before_s = span.end_s;
     }
     times
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::build::tests::recipe;
+
+    #[test]
+    fn ranks_that_share_layers_divide_their_times() {
+        let recipe = |tensor: usize| recipe(&format!("[zero]\nstage = 0\n[parallel]\ntensor = {tensor}\n"));
+        let times =
+            |name: &str| UnitTimes { name: name.to_string(), forward_s: 1., backward_s: 2., update_s: 0.5, norm_s: 0. };
+        let free = Link { latency_s: 0., bytes_per_s: f64::INFINITY, cpu_s_per_byte: 0. };
+        let costs = StepCosts {
+            micro_batch_tokens: 8,
+            tensor: 2,
+            overhead_s: 0.,
+            cores_per_host: 64,
+            threads_per_rank: 1,
+            ranks_per_host: None,
+            within_host: free,
+            between_hosts: free,
+            units: ["embedding", "block.0", "head"].map(times).to_vec(),
+        };
+        for (tensor, expected_s) in [(1, 21.), (2, 10.5), (3, 7.)] {
+            let step = costs.simulate(&recipe(tensor), tensor, 1.).unwrap();
+            assert!((step.step_s - expected_s).abs() < 1e-9, "tensor {tensor}: {} s", step.step_s);
+        }
+    }
 }

@@ -6,9 +6,9 @@
 //! mpirun -n 2 target/release/examples/vision 2   # two ranks share each layer
 //! ```
 
-use shardwise::model::TensorPlacement::{self, ReplicatedWhole, Split};
+use shardwise::model::TensorPlacement::{self, ReplicatedWhole};
 use shardwise::model::{
-    self, Batch, Init, Layer, Model, Parameter, Parameters, Pass, Result, TensorParallel, Unit, splitmix64,
+    Batch, Init, Layer, Model, Parameter, Parameters, Pass, Result, TensorParallel, Unit, splitmix64,
 };
 use shardwise::schedule::Kind;
 use shardwise::tch::{self, Reduction, Tensor};
@@ -58,9 +58,9 @@ struct Head;
 
 impl Layer for Head {
     fn forward(&self, p: &Parameters<'_>, input: Option<&Tensor>, batch: &Batch, pass: &Pass) -> Result<Tensor> {
-        let x =
-            pass.parallel.gather(input.expect("the head has an input"), (batch.inputs.size()[0] * PATCHES) as usize)?;
-        let scores = self.logits(p, &x, &pass.parallel)?.expect("the head has logits");
+        let x = input.expect("the head has an input");
+        let x = &pass.parallel.gather(x, (batch.inputs.size()[0] * PATCHES) as usize)?;
+        let scores = self.logits(p, x, &pass.parallel)?.expect("the head has logits");
         Ok(scores.f_cross_entropy_loss(&batch.targets, None::<&Tensor>, Reduction::Sum, -100, 0.)?)
     }
 
@@ -78,17 +78,16 @@ fn vision_transformer(blocks: usize) -> Result<Model> {
     let matrix = |name: String, out: usize, into: usize| Parameter::matrix(name, [out, into], (into as f64).powf(-0.5));
     let patch = matrix("patch".to_string(), HIDDEN_SIZE, (PATCH * PATCH) as usize).placed(ReplicatedWhole);
     let place = Parameter::matrix("place", [PATCHES as usize, HIDDEN_SIZE], 0.02).placed(ReplicatedWhole);
-    let heads = |dimension, blocks| Split(model::Split { dimension, blocks, items: HEADS, shared_by: 1 });
-    let [outputs, inputs] = [TensorPlacement::by_outputs, TensorPlacement::by_inputs].map(|by| by(4 * HIDDEN_SIZE));
     let mut units = vec![Unit::new("patches", vec![patch, place], Patches)];
     for index in 0..blocks {
         let name = |ending: &str| format!("block.{index}.{ending}");
         let parameters = vec![
-            matrix(name("qkv"), 3 * HIDDEN_SIZE, HIDDEN_SIZE).placed(heads(0, 3)),
-            matrix(name("out"), HIDDEN_SIZE, HIDDEN_SIZE).placed(heads(1, 1)),
-            matrix(name("up"), 4 * HIDDEN_SIZE, HIDDEN_SIZE).placed(outputs),
-            Parameter::vector(name("up_bias"), 4 * HIDDEN_SIZE, Init::Zeros).placed(outputs),
-            matrix(name("down"), HIDDEN_SIZE, 4 * HIDDEN_SIZE).placed(inputs),
+            matrix(name("qkv"), 3 * HIDDEN_SIZE, HIDDEN_SIZE).placed(TensorPlacement::by_outputs(HEADS).fused(3)),
+            matrix(name("out"), HIDDEN_SIZE, HIDDEN_SIZE).placed(TensorPlacement::by_inputs(HEADS)),
+            matrix(name("up"), 4 * HIDDEN_SIZE, HIDDEN_SIZE).placed(TensorPlacement::by_outputs(4 * HIDDEN_SIZE)),
+            Parameter::vector(name("up_bias"), 4 * HIDDEN_SIZE, Init::Zeros)
+                .placed(TensorPlacement::by_outputs(4 * HIDDEN_SIZE)),
+            matrix(name("down"), HIDDEN_SIZE, 4 * HIDDEN_SIZE).placed(TensorPlacement::by_inputs(4 * HIDDEN_SIZE)),
         ];
         units.push(Unit::new(format!("block.{index}"), parameters, Block));
     }
@@ -128,7 +127,8 @@ fn main() -> std::result::Result<(), SourceError> {
     let (readers, is_first) = (ranks.data_size(), ranks.world.rank() == 0);
     let model = vision_transformer(2)?;
     if is_first {
-        println!("{} parameters at stage 3 on {readers} × {tensor} ranks; chance is 25.0%", model.elements());
+        let (elements, size) = (model.elements(), ranks.world.size());
+        println!("{elements} parameters at stage 3 on {size} ranks; chance is 25.0%");
     }
     let schedule = Schedule { lr: 3e-3, warmup_steps: 20, steps: 300, kind: Kind::Cosine { min_lr_ratio: 0.1 } };
     let options = Options::new(Sharding::stage(3)?, Optimizer::AdamW(AdamW::default()), schedule);

@@ -1,5 +1,5 @@
-//! The bytes that a program sends, by collective and group, are exactly those that its execution sends. The number of collectives
-//! inside shared layers is, too.
+//! The bytes that a program sends, by collective and group, are exactly those that its execution sends. In tensor-parallel layers
+//! this holds layer by layer, and for the number of calls, too.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
@@ -81,12 +81,23 @@ fn compare_with(tokens: usize, model: Model, ranks: &Ranks, options: Options, mi
             let simulated = of(&expected.step) + of(&expected.update);
             let name = group.name();
             let counts = metered.iter().filter(|(key, _)| key.verb == verb && &*key.group == name);
-            let sent: Count = counts.map(|(_, count)| *count).sum();
+            let sent: Count = counts.clone().map(|(_, count)| *count).sum();
             assert_eq!(sent.bytes, simulated, "{} {}, {setting}", kind.name(), collective.name());
-            if kind == GroupKind::Tensor {
-                let is_such = |call: &Call| call.collective.group == kind && call.collective.kind == collective;
-                let issued = calls.iter().filter(|(_, call)| call.op == CallOp::Issue && is_such(call)).count();
-                assert_eq!(sent.calls, issued as u64, "calls of {}, {setting}", collective.name());
+            if kind != GroupKind::Tensor {
+                continue;
+            }
+            let is_such = |call: &Call| call.collective.group == kind && call.collective.kind == collective;
+            let issued = calls.iter().filter(|(_, call)| call.op == CallOp::Issue && is_such(call)).count();
+            assert_eq!(sent.calls, issued as u64, "calls of {}, {setting}", collective.name());
+            for (index, unit) in units.iter().enumerate() {
+                let of_unit = counts.clone().filter(|(key, _)| *key.label == *unit.name);
+                let sent: Count = of_unit.map(|(_, count)| *count).sum();
+                let is_issued =
+                    |call: &&Call| call.op == CallOp::Issue && is_such(call) && call.collective.unit == Some(index);
+                let issued: Vec<&Call> = calls.iter().map(|(_, call)| call).filter(is_issued).collect();
+                let bytes: u64 = issued.iter().map(|call| layout.sent_bytes(&call.collective) as u64).sum();
+                let expected = (issued.len() as u64, bytes);
+                assert_eq!((sent.calls, sent.bytes), expected, "{} of {}, {setting}", collective.name(), unit.name);
             }
         }
     }

@@ -228,7 +228,7 @@ impl Expansion<'_> {
         let between = collectives_of(&Instruction::WaitReduceScatter(unit), self.units, self.policy);
         for (reduction, between) in issued.into_iter().zip(between.iter().cycle()) {
             self.wait(position, vec![reduction]);
-            let issued = self.issue(position, Collective { codec: reduction.0.codec, ..*between });
+            let issued = self.issue(position, Collective { codec: reduction.0.codec, ..*between }, 0.);
             self.pending[unit].between_replicas.push(issued);
         }
     }
@@ -236,7 +236,7 @@ impl Expansion<'_> {
     /// Issues the collectives of an instruction, and waits for each before the next.
     fn issue_and_wait(&mut self, position: usize, instruction: &Instruction) {
         for collective in collectives_of(instruction, self.units, self.policy) {
-            let issued = self.issue(position, collective);
+            let issued = self.issue(position, collective, 0.);
             self.wait(position, vec![issued]);
         }
     }
@@ -248,19 +248,18 @@ impl Expansion<'_> {
         for inner in inner_collectives(instruction, &self.units[unit]) {
             let Some(collective) = of_pass(unit, inner) else { continue };
             let overlap = if is_half { 0. } else { inner.overlap };
-            self.calls.push((position, Call { collective, op: CallOp::Issue, overlap }));
-            let issued = (collective, Some(self.calls.len() - 1));
+            let issued = self.issue(position, collective, overlap);
             self.wait(position, vec![issued]);
         }
     }
 
     fn issue_all(&mut self, position: usize, instruction: &Instruction) -> Vec<Issued> {
         let collectives = collectives_of(instruction, self.units, self.policy);
-        collectives.into_iter().map(|collective| self.issue(position, collective)).collect()
+        collectives.into_iter().map(|collective| self.issue(position, collective, 0.)).collect()
     }
 
-    fn issue(&mut self, position: usize, collective: Collective) -> Issued {
-        self.calls.push((position, Call { collective, op: CallOp::Issue, overlap: 0. }));
+    fn issue(&mut self, position: usize, collective: Collective, overlap: f64) -> Issued {
+        self.calls.push((position, Call { collective, op: CallOp::Issue, overlap }));
         (collective, Some(self.calls.len() - 1))
     }
 

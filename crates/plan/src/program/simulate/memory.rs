@@ -123,6 +123,8 @@ struct Tracker<'a> {
     has_backward: bool,
     /// The units of its stage.
     named: BTreeSet<usize>,
+    /// Whether there are other stages, so that the shares of a tied parameter's gradient are summed apart.
+    is_pipeline: bool,
     /// The gradients that the last backward pass returned.
     returned: usize,
     parameters: usize,
@@ -186,6 +188,7 @@ impl<'a> Tracker<'a> {
             held: vec![Held::default(); units.len()],
             input_grad: 0,
             activations: BTreeMap::new(),
+            is_pipeline: named.len() < units.len(),
             named,
         }
     }
@@ -284,9 +287,8 @@ impl<'a> Tracker<'a> {
             // The gradients that the backward pass returned are freed once they are added.
             Instruction::Accumulate { unit, .. } => {
                 self.start_accumulating(unit);
-                let is_pipeline = self.named.len() < self.units.len();
                 match self.units[unit].tied.filter(|&owner| self.units[owner].trainable > 0) {
-                    Some(owner) if is_pipeline => {
+                    Some(owner) if self.is_pipeline => {
                         let summed = if self.named.contains(&owner) { owner } else { unit };
                         self.held[summed].tied_gradients = self.units[unit].tied_elements * self.layout.gradient_bytes;
                     }
