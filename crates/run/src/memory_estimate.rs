@@ -20,15 +20,12 @@ use crate::build::{self, step_shape};
 use crate::error::Result;
 use crate::memory_limit::MemoryLimit;
 
-/// The memory of a process with libtorch, without a model: measured with libtorch 2.13 on the CPU, one thread.
-const PROCESS_BYTES: usize = 170 << 20;
+/// The memory of a process with libtorch and MPI, without a model: measured with libtorch 2.13 on the CPU, one thread, and Open MPI on
+/// one host. The number of ranks, and what they send each other, make no measurable difference.
+const PROCESS_BYTES: usize = 160 << 20;
 
-/// What the reductions of data-parallel ranks add: measured with Open MPI on one host. Messages between the stages of a pipeline,
-/// and collectives inside layers, add nothing measurable.
-const COMMUNICATION_BYTES: usize = 85 << 20;
-
-/// What counts as data of both, for limits on a process's data: no libraries, no memory shared with other ranks, but memory that is
-/// mapped and not used. Measured like the others, with `cargo xtask show program/limits`.
+/// What counts as data of that, for limits on a process's data: no libraries, no memory shared with other ranks, but memory that is
+/// mapped and not used. Measured with `cargo xtask show program/limits`.
 const PROCESS_DATA_BYTES: usize = 120 << 20;
 
 /// The peak memory of the rank that needs the most, in bytes.
@@ -52,7 +49,6 @@ impl MemoryEstimate {
         let peak_instruction = program.instructions.get(memory.peak_position);
         let mesh = recipe.mesh(ranks)?;
         let stages = stages_of_units(model.units().len(), &options, &mesh)?;
-        let data_ranks = mesh.size(Axis::Shard) * mesh.size(Axis::Replicate);
         Ok(MemoryEstimate {
             step: memory.peak(),
             peak_instruction: peak_instruction.map(|peak| program.describe(peak)).unwrap_or_default(),
@@ -61,7 +57,7 @@ impl MemoryEstimate {
                 let buffer = if checkpoints.background { checkpoints.buffer_bytes } else { 0 };
                 saving(&model, &options, &mesh, &stages, buffer)
             }),
-            process: PROCESS_BYTES + if data_ranks > 1 { COMMUNICATION_BYTES } else { 0 },
+            process: PROCESS_BYTES,
         })
     }
 
