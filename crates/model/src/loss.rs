@@ -220,7 +220,7 @@ impl Vocabulary<'_> {
         let index = local.f_masked_fill(&is_own.f_logical_not()?, 0)?;
         let picked = logits.f_gather(1, &index, false)?.f_mul(&is_own)?;
         let largest = logits.f_amax([1i64], true)?;
-        let sum = logits.f_sub(&largest)?.f_exp()?.f_sum_dim_intlist([1i64].as_slice(), true, logits.kind())?;
+        let sum = logits.f_sub(&largest)?.f_exp_()?.f_sum_dim_intlist([1i64].as_slice(), true, logits.kind())?;
         // Every rank's largest logit, the sum of its exponentials relative to it, and its targets' logits.
         let all = self.parallel.stack(&Tensor::f_cat(&[&largest, &sum, &picked], 1)?)?.f_view([-1, count, 3])?;
         let column = |index: i64| all.f_narrow(2, index, 1);
