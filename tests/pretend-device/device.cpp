@@ -4,13 +4,19 @@
 // `Device::Mps` as MPS, and reports a device that it does not know as `Device::Mps`. So a request for memory on MPS gets
 // PrivateUse1 memory, and to tch both are one device.
 //
-// Most operators have no kernel here. The fallback runs the CPU's on the same memory, so results have the CPU's bits.
+// Most operators have no kernel here. The fallback runs the CPU's on the same memory, so results have the CPU's bits. It runs on a
+// stream, after the call has returned, if the shape of the result can be told without running it.
+#include "driver.h"
+
 #include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <cstdio>
 #include <cstring>
-#include <map>
+#include <functional>
 #include <mutex>
-#include <sys/mman.h>
+#include <set>
+#include <thread>
 #include <unordered_map>
 #include <vector>
 
@@ -21,7 +27,8 @@
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/to_native.h>
 #include <ATen/ops/view_native.h>
-#include <c10/core/Allocator.h>
+#include <ATen/Parallel.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
@@ -34,11 +41,13 @@ struct Counts {
   uint64_t allocations;
 };
 void sw_pretend_counts(Counts *out);
+void sw_pretend_set_seed(uint64_t seed);
+void sw_pretend_set_shapes_only();
 }
 
 namespace {
 
-using c10::DeviceIndex, c10::DeviceType, c10::IntArrayRef, c10::SymIntArrayRef, c10::Stream;
+using c10::DeviceIndex, c10::DeviceType, c10::IntArrayRef, c10::StreamId, c10::SymIntArrayRef;
 
 const c10::Device DEVICE(DeviceType::PrivateUse1, 0);
 
@@ -46,98 +55,217 @@ struct {
   std::atomic<uint64_t> launches, host_to_device, device_to_host, synchronizations, allocations;
 } counts;
 
-// ---- memory -----------------------------------------------------------------------------------------------------
+// ---- streams ----------------------------------------------------------------------------------------------------
 
-// Device memory has two addresses. Tensors have the one in `device`, where nothing can be read or written: host code that
-// follows a tensor's pointer gets a segmentation fault. Kernels use the one in `kernel`.
-class Arena {
+void check(CUresult result) {
+  const char *name = "an error";
+  cuGetErrorName(result, &name);
+  TORCH_CHECK(result == CUDA_SUCCESS, "the pretend driver reports ", name);
+}
+
+// libtorch's streams, by their number. The first is the default stream.
+class Streams {
 public:
-  Arena() : device(reserve(PROT_NONE)), kernel(reserve(PROT_READ | PROT_WRITE)) {}
+  Streams() { create(); }
 
-  void *allocate(size_t bytes) {
+  StreamId create() {
     std::lock_guard<std::mutex> guard(mutex);
-    counts.allocations++;
-    auto found = free_blocks.lower_bound(bytes);
-    if (found != free_blocks.end() && found->first <= bytes + bytes / WASTE) {
-      size_t reused_bytes = found->first;
-      void *reused = found->second.back();
-      found->second.pop_back();
-      if (found->second.empty())
-        free_blocks.erase(found);
-      used_blocks[reused] = reused_bytes;
-      return reused;
-    }
-    bytes = (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
-    TORCH_CHECK(bytes <= ARENA_BYTES - end, "the pretend device has no memory left for ", bytes, " bytes");
-    void *fresh = device + end;
-    end += bytes;
-    used_blocks[fresh] = bytes;
-    poison(fresh, bytes);
-    return fresh;
+    CUcontext context;
+    check(cuInit(0));
+    check(cuDevicePrimaryCtxRetain(&context, 0));
+    check(cuCtxSetCurrent(context));
+    CUstream stream;
+    check(cuStreamCreate(&stream, 0));
+    streams.push_back(stream);
+    return streams.size() - 1;
   }
 
-  // The next allocation of that size gets this block: whoever still reads it reads something else.
-  void release(void *data) {
+  CUstream get(StreamId id) {
     std::lock_guard<std::mutex> guard(mutex);
-    auto found = used_blocks.find(data);
-    TORCH_INTERNAL_ASSERT(found != used_blocks.end());
-    poison(data, found->second);
-    free_blocks[found->second].push_back(data);
-    used_blocks.erase(found);
+    return streams.at(id);
   }
 
-  // The address that kernels use.
-  void *for_kernel(void *data) const {
-    return data == nullptr ? nullptr : kernel + (static_cast<char *>(data) - device);
+  std::vector<CUstream> all() {
+    std::lock_guard<std::mutex> guard(mutex);
+    return streams;
   }
 
 private:
-  static constexpr size_t ARENA_BYTES = size_t(64) << 30;
-  static constexpr size_t ALIGNMENT = 512;
-  // A reused block may be larger than the request by an eighth.
-  static constexpr size_t WASTE = 8;
-  // A NaN in every floating-point type, and an index that is out of bounds.
-  static constexpr int POISON = 0xFF;
-
-  // Address space only: pages become resident when they are first written.
-  static char *reserve(int protection) {
-    void *data = mmap(nullptr, ARENA_BYTES, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    TORCH_CHECK(data != MAP_FAILED, "the pretend device cannot reserve its address space");
-    return static_cast<char *>(data);
-  }
-
-  void poison(void *data, size_t bytes) { std::memset(for_kernel(data), POISON, bytes); }
-
-  char *const device, *const kernel;
   std::mutex mutex;
-  size_t end = 0;
-  std::map<size_t, std::vector<void *>> free_blocks;
-  std::unordered_map<void *, size_t> used_blocks;
+  std::vector<CUstream> streams;
 };
 
-Arena &arena() {
+Streams &streams() {
   // Never destroyed: tensors may outlive everything.
-  static Arena *arena = new Arena;
-  return *arena;
+  static Streams *streams = new Streams;
+  return *streams;
 }
 
-void release(void *data) {
-  if (data != nullptr)
-    arena().release(data);
+thread_local StreamId current_stream = 0;
+
+CUstream stream() { return streams().get(current_stream); }
+
+// Waits for the current stream, without counting it: a GPU would not have to.
+void drain() { check(cuStreamSynchronize(stream())); }
+
+void synchronize() {
+  counts.synchronizations++;
+  drain();
 }
 
-struct Allocator final : c10::Allocator {
+// The program ends: its queued kernels are not run, because libtorch is about to be taken apart.
+std::atomic<bool> is_ending{false};
+
+void end() {
+  is_ending = true;
+  auto is_idle = [](CUstream stream) { return cuStreamQuery(stream) == CUDA_SUCCESS; };
+  // A stream may wait for another process that has gone.
+  for (int i = 0; i < 3000; i++) {
+    std::vector<CUstream> all = streams().all();
+    if (std::all_of(all.begin(), all.end(), is_idle))
+      return;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+// Called by a stream when a kernel has run. The first call of an operator may make variables of libtorch that live until the program
+// ends, and they are destroyed in reverse order: so `end` is registered once more, to be called before that.
+void end_before_variables_of(const std::string &kernel) {
+  static std::mutex mutex;
+  static std::set<std::string> known;
+  std::lock_guard<std::mutex> guard(mutex);
+  if (known.insert(kernel).second)
+    std::atexit(end);
+}
+
+using Kernel = std::function<void()>;
+
+// Called by a stream. An error ends the program, as one in a kernel leaves a GPU unusable.
+void run_kernel(void *data) {
+  static thread_local bool is_new = true;
+  if (std::exchange(is_new, false))
+    at::init_num_threads();
+  std::unique_ptr<Kernel> kernel(static_cast<Kernel *>(data));
+  if (is_ending)
+    return;
+  try {
+    at::NoGradGuard no_grad;
+    at::AutoDispatchBelowADInplaceOrView guard;
+    (*kernel)();
+  } catch (const std::exception &error) {
+    std::fprintf(stderr, "a kernel on the pretend device failed: %s\n", error.what());
+    std::abort();
+  }
+}
+
+void launch(Kernel kernel) {
+  if (!pretend_has_shapes_only())
+    check(cuLaunchHostFunc(stream(), &run_kernel, new Kernel(std::move(kernel))));
+}
+
+// ---- memory -----------------------------------------------------------------------------------------------------
+
+void *for_kernel(const void *data) { return pretend_kernel_address(data); }
+
+class Allocator final : public c10::DeviceAllocator {
+public:
   c10::DataPtr allocate(size_t bytes) override {
-    void *data = bytes == 0 ? nullptr : arena().allocate(bytes);
-    return {data, data, &release, DEVICE};
+    if (bytes == 0)
+      return {nullptr, nullptr, &release, DEVICE};
+    counts.allocations++;
+    CUdeviceptr data;
+    TORCH_CHECK_WITH(OutOfMemoryError, cuMemAllocAsync(&data, bytes, stream()) == CUDA_SUCCESS,
+                     "the pretend device has no memory left for ", bytes, " bytes");
+    void *address = reinterpret_cast<void *>(data);
+    std::lock_guard<std::mutex> guard(mutex);
+    blocks[address] = {bytes, current_stream, {}};
+    allocated += bytes;
+    peak = std::max(peak, allocated);
+    return {address, address, &release, DEVICE};
   }
+
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
+
   void copy_data(void *to, const void *from, size_t count) const override {
-    std::memcpy(arena().for_kernel(to), arena().for_kernel(const_cast<void *>(from)), count);
+    launch([=] { std::memcpy(for_kernel(to), for_kernel(from), count); });
   }
+
+  bool initialized() override { return true; }
+  void emptyCache(c10::MempoolId_t) override {}
+
+  void recordStream(const c10::DataPtr &data, c10::Stream stream) override {
+    std::lock_guard<std::mutex> guard(mutex);
+    auto found = blocks.find(data.get());
+    if (found != blocks.end() && found->second.stream != stream.id())
+      found->second.users.insert(stream.id());
+  }
+
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex) override {
+    std::lock_guard<std::mutex> guard(mutex);
+    c10::CachingDeviceAllocator::DeviceStats stats;
+    auto &bytes = stats.allocated_bytes[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
+    bytes.current = allocated;
+    bytes.peak = peak;
+    // It keeps no free memory.
+    stats.reserved_bytes[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)].current = allocated;
+    return stats;
+  }
+
+  void resetAccumulatedStats(DeviceIndex) override {}
+
+  void resetPeakStats(DeviceIndex) override {
+    std::lock_guard<std::mutex> guard(mutex);
+    peak = allocated;
+  }
+
+  std::pair<size_t, size_t> getMemoryInfo(DeviceIndex) override {
+    size_t free, total;
+    check(cuMemGetInfo_v2(&free, &total));
+    return {free, total};
+  }
+
+private:
+  struct Block {
+    size_t bytes;
+    StreamId stream;
+    // The other streams that have been recorded as using it.
+    std::set<StreamId> users;
+  };
+
+  static void release(void *data);
+  void free(void *data);
+
+  std::mutex mutex;
+  std::unordered_map<void *, Block> blocks;
+  size_t allocated = 0, peak = 0;
 };
 
-Allocator allocator;
+Allocator &allocator() {
+  static Allocator *allocator = new Allocator;
+  return *allocator;
+}
+
+void Allocator::release(void *data) {
+  if (data != nullptr)
+    allocator().free(data);
+}
+
+void Allocator::free(void *data) {
+  std::lock_guard<std::mutex> guard(mutex);
+  auto found = blocks.find(data);
+  TORCH_INTERNAL_ASSERT(found != blocks.end());
+  CUstream own = streams().get(found->second.stream);
+  for (StreamId user : found->second.users) {
+    CUevent event;
+    check(cuEventCreate(&event, 0));
+    check(cuEventRecord(event, streams().get(user)));
+    check(cuStreamWaitEvent(own, event, 0));
+    check(cuEventDestroy_v2(event));
+  }
+  allocated -= found->second.bytes;
+  blocks.erase(found);
+  check(cuMemFreeAsync(reinterpret_cast<CUdeviceptr>(data), own));
+}
 
 // ---- what libtorch asks of a back end -----------------------------------------------------------------------------
 
@@ -148,30 +276,57 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   c10::Allocator *getPinnedMemoryAllocator() const override { return c10::GetAllocator(DeviceType::CPU); }
 };
 
-// One device with one stream, on which every call has ended when it returns.
 template <DeviceType TYPE> struct Guard final : c10::impl::DeviceGuardImplInterface {
   DeviceType type() const override { return TYPE; }
   c10::Device exchangeDevice(c10::Device) const override { return getDevice(); }
   c10::Device getDevice() const override { return c10::Device(TYPE, 0); }
   void setDevice(c10::Device) const override {}
   void uncheckedSetDevice(c10::Device) const noexcept override {}
-  Stream getStream(c10::Device device) const override { return Stream(Stream::DEFAULT, device); }
-  Stream getDefaultStream(c10::Device device) const override { return Stream(Stream::DEFAULT, device); }
-  Stream exchangeStream(Stream stream) const override { return stream; }
   DeviceIndex deviceCount() const noexcept override { return 1; }
-  void record(void **event, const Stream &, const DeviceIndex, const c10::EventFlag) const override { *event = this_event(); }
-  void block(void *, const Stream &) const override {}
-  bool queryEvent(void *) const override { return true; }
-  void destroyEvent(void *, const DeviceIndex) const noexcept override {}
-  bool queryStream(const Stream &) const override { return true; }
-  void synchronizeStream(const Stream &) const override { counts.synchronizations++; }
-  void synchronizeEvent(void *) const override { counts.synchronizations++; }
-  void synchronizeDevice(const DeviceIndex) const override { counts.synchronizations++; }
-  void recordDataPtrOnStream(const c10::DataPtr &, const Stream &) const override {}
+
+  c10::Stream getStream(c10::Device device) const override { return named(device, current_stream); }
+  c10::Stream getDefaultStream(c10::Device device) const override { return named(device, 0); }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return named(device, streams().create()); }
+  c10::Stream getNewStream(c10::Device device, int) const override { return named(device, streams().create()); }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    return named(stream.device(), std::exchange(current_stream, stream.id()));
+  }
+  void *getStreamNativeHandle(const c10::Stream stream) const override { return streams().get(stream.id()); }
+  bool queryStream(const c10::Stream &stream) const override { return cuStreamQuery(streams().get(stream.id())) == CUDA_SUCCESS; }
+  void synchronizeStream(const c10::Stream &stream) const override {
+    counts.synchronizations++;
+    check(cuStreamSynchronize(streams().get(stream.id())));
+  }
+  void synchronizeDevice(const DeviceIndex) const override {
+    counts.synchronizations++;
+    for (CUstream stream : streams().all())
+      check(cuStreamSynchronize(stream));
+  }
+  void recordDataPtrOnStream(const c10::DataPtr &data, const c10::Stream &stream) const override {
+    allocator().recordStream(data, stream);
+  }
+
+  void record(void **event, const c10::Stream &stream, const DeviceIndex, const c10::EventFlag) const override {
+    if (*event == nullptr)
+      check(cuEventCreate(reinterpret_cast<CUevent *>(event), 0));
+    check(cuEventRecord(static_cast<CUevent>(*event), streams().get(stream.id())));
+  }
+  void block(void *event, const c10::Stream &stream) const override {
+    if (event != nullptr)
+      check(cuStreamWaitEvent(streams().get(stream.id()), static_cast<CUevent>(event), 0));
+  }
+  bool queryEvent(void *event) const override { return event == nullptr || cuEventQuery(static_cast<CUevent>(event)) == CUDA_SUCCESS; }
+  void synchronizeEvent(void *event) const override {
+    counts.synchronizations++;
+    check(cuEventSynchronize(static_cast<CUevent>(event)));
+  }
+  void destroyEvent(void *event, const DeviceIndex) const noexcept override {
+    if (event != nullptr)
+      cuEventDestroy_v2(static_cast<CUevent>(event));
+  }
 
 private:
-  // Not null, which would be no event.
-  void *this_event() const { return const_cast<Guard *>(this); }
+  static c10::Stream named(c10::Device device, StreamId id) { return c10::Stream(c10::Stream::UNSAFE, device, id); }
 };
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard<DeviceType::PrivateUse1>);
@@ -181,8 +336,8 @@ Hooks hooks;
 const bool is_registered = [] {
   c10::register_privateuse1_backend("pretend");
   at::RegisterPrivateUse1HooksInterface(&hooks);
-  c10::SetAllocator(DeviceType::PrivateUse1, &allocator);
-  c10::SetAllocator(DeviceType::MPS, &allocator);
+  c10::SetAllocator(DeviceType::PrivateUse1, &allocator());
+  c10::SetAllocator(DeviceType::MPS, &allocator());
   return true;
 }();
 
@@ -196,17 +351,17 @@ using MemoryFormat = std::optional<at::MemoryFormat>;
 const c10::DispatchKeySet KEYS(c10::DispatchKey::PrivateUse1);
 
 at::Tensor empty(SymIntArrayRef size, Kind kind, Layout, Place, std::optional<bool>, MemoryFormat format) {
-  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &allocator, KEYS, kind.value_or(at::kFloat), format);
+  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &allocator(), KEYS, kind.value_or(at::kFloat), format);
 }
 
 at::Tensor empty_strided(SymIntArrayRef size, SymIntArrayRef stride, Kind kind, Layout, Place, std::optional<bool>) {
-  return at::detail::empty_strided_generic(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), &allocator, KEYS,
+  return at::detail::empty_strided_generic(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), &allocator(), KEYS,
                                            kind.value_or(at::kFloat));
 }
 
 // A tensor on the CPU with the memory of a tensor on the device, for kernels.
 at::Tensor on_host(const at::Tensor &tensor) {
-  void *data = arena().for_kernel(tensor.storage().mutable_data());
+  void *data = for_kernel(tensor.storage().mutable_data());
   int64_t len = tensor.storage().nbytes() / tensor.element_size();
   return at::from_blob(data, {len}, tensor.options().device(at::kCPU))
       .as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset());
@@ -214,21 +369,26 @@ at::Tensor on_host(const at::Tensor &tensor) {
 
 // libtorch waits for the CUDA device in a copy to or from pageable memory, unless it is `non_blocking`.
 at::Tensor &copy_(at::Tensor &to, const at::Tensor &from, bool non_blocking) {
-  if (to.is_cpu() || from.is_cpu()) {
-    (to.is_cpu() ? counts.device_to_host : counts.host_to_device)++;
-    if (!non_blocking)
-      counts.synchronizations++;
-  } else {
+  bool is_local = !to.is_cpu() && !from.is_cpu();
+  if (is_local)
     counts.launches++;
-  }
-  at::Tensor target = to.is_cpu() ? to : on_host(to);
-  target.copy_(from.is_cpu() ? from : on_host(from));
+  else
+    (to.is_cpu() ? counts.device_to_host : counts.host_to_device)++;
+  // CUDA has read pageable memory when the call returns.
+  at::Tensor source = !from.is_cpu() ? on_host(from) : non_blocking ? from.detach().clone() : from.detach();
+  at::Tensor target = to.is_cpu() ? to.detach() : on_host(to);
+  if (to.is_cpu() && pretend_has_shapes_only())
+    target.copy_(source);
+  else
+    launch([source, target]() mutable { target.copy_(source); });
+  if (!is_local && !non_blocking)
+    synchronize();
   return to;
 }
 
 at::Scalar local_scalar_dense(const at::Tensor &tensor) {
   counts.device_to_host++;
-  counts.synchronizations++;
+  synchronize();
   return on_host(tensor).item();
 }
 
@@ -261,9 +421,14 @@ at::Tensor argument(const at::Tensor &tensor) {
   return tensor.numel() == 0 ? at::empty(tensor.sizes(), tensor.options().device(at::kCPU)) : on_host(tensor);
 }
 
+at::Tensor empty_like_on_device(const at::Tensor &tensor) {
+  return at::detail::empty_strided_generic(tensor.sizes(), tensor.strides(), &allocator(), KEYS, tensor.scalar_type());
+}
+
+// Of a result that is there.
 at::Tensor to_device(const at::Tensor &host) {
-  at::Tensor result = at::detail::empty_strided_generic(host.sizes(), host.strides(), &allocator, KEYS, host.scalar_type());
-  on_host(result).copy_(host);
+  at::Tensor result = empty_like_on_device(host);
+  launch([to = on_host(result), host]() mutable { to.copy_(host); });
   return result;
 }
 
@@ -276,49 +441,168 @@ void take_resized(const Argument &argument) {
   impl->set_sizes_and_strides(resized.sizes(), resized.strides());
 }
 
-class Call {
-public:
-  Call(const c10::OperatorHandle &op, torch::jit::Stack *stack) : op(op), stack(stack) {}
-
-  void run() {
-    for_each(op.schema().arguments().size(), [this](const at::Tensor &tensor) { return enter(tensor); });
-    {
-      at::AutoDispatchBelowADInplaceOrView guard;
-      op.callBoxed(stack);
+// Replaces the tensors among the last `count` values of a stack.
+template <typename Replace> void replace_tensors(torch::jit::Stack &stack, size_t count, c10::Device device, Replace replace) {
+  for (size_t at = stack.size() - count; at < stack.size(); at++) {
+    c10::IValue &value = stack[at];
+    if (value.isTensor()) {
+      value = replace(value.toTensor());
+    } else if (value.isTensorList()) {
+      c10::List<at::Tensor> list;
+      for (const at::Tensor &tensor : value.toTensorVector())
+        list.push_back(replace(tensor));
+      value = list;
+    } else if (value.isOptionalTensorList()) {
+      c10::List<std::optional<at::Tensor>> list;
+      for (const std::optional<at::Tensor> &tensor : value.toOptionalTensorVector())
+        list.push_back(tensor ? std::optional(replace(*tensor)) : std::nullopt);
+      value = list;
+    } else if (value.isDevice()) {
+      value = device;
     }
-    for (const Argument &argument : arguments)
-      take_resized(argument);
-    for_each(op.schema().returns().size(), [this](const at::Tensor &tensor) { return leave(tensor); });
+  }
+}
+
+// The operators whose results have shapes that only the CPU's kernel can tell.
+class WithoutMeta {
+public:
+  bool contains(const c10::OperatorName &name) {
+    std::lock_guard<std::mutex> guard(mutex);
+    return names.count(c10::toString(name)) > 0;
+  }
+  void insert(const c10::OperatorName &name) {
+    std::lock_guard<std::mutex> guard(mutex);
+    names.insert(c10::toString(name));
   }
 
 private:
-  // Replaces the tensors among the last `count` values of the stack.
-  template <typename Replace> void for_each(size_t count, Replace replace) {
-    for (size_t at = stack->size() - count; at < stack->size(); at++) {
-      c10::IValue &value = (*stack)[at];
-      if (value.isTensor()) {
-        value = replace(value.toTensor());
-      } else if (value.isTensorList()) {
-        c10::List<at::Tensor> list;
-        for (const at::Tensor &tensor : value.toTensorVector())
-          list.push_back(replace(tensor));
-        value = list;
-      } else if (value.isOptionalTensorList()) {
-        c10::List<std::optional<at::Tensor>> list;
-        for (const std::optional<at::Tensor> &tensor : value.toOptionalTensorVector())
-          list.push_back(tensor ? std::optional(replace(*tensor)) : std::nullopt);
-        value = list;
-      } else if (value.isDevice()) {
-        value = at::Device(at::kCPU);
-      }
+  std::mutex mutex;
+  std::set<std::string> names;
+};
+
+WithoutMeta without_meta;
+
+class Call {
+public:
+  Call(const c10::OperatorHandle &op, torch::jit::Stack *stack) : op(op), stack(stack), inputs(op.schema().arguments().size()) {}
+
+  // Runs on the stream, after this has returned, if the results' shapes are known.
+  void run(bool waits) {
+    std::optional<torch::jit::Stack> results;
+    if (!waits && !has_empty())
+      results = infer();
+    torch::jit::Stack host(stack->end() - inputs, stack->end());
+    replace_tensors(host, inputs, at::kCPU, [this](const at::Tensor &tensor) { return enter(tensor); });
+    if (results) {
+      queue(std::move(host), std::move(*results));
+      return;
     }
+    drain();
+    {
+      at::AutoDispatchBelowADInplaceOrView guard;
+      op.callBoxed(&host);
+    }
+    for (const Argument &argument : arguments)
+      take_resized(argument);
+    replace_tensors(host, host.size(), DEVICE, [this](const at::Tensor &tensor) { return leave(tensor); });
+    finish(std::move(host));
+  }
+
+private:
+  // Replaces the arguments on the stack by the results.
+  void finish(torch::jit::Stack results) {
+    torch::jit::drop(*stack, inputs);
+    for (c10::IValue &result : results)
+      stack->push_back(std::move(result));
+  }
+
+  void queue(torch::jit::Stack host, torch::jit::Stack results) {
+    std::vector<at::Tensor> targets;
+    replace_tensors(results, results.size(), DEVICE, [&](const at::Tensor &result) {
+      targets.push_back(is_on_device(result) ? at::Tensor() : result);
+      if (!result.defined() || is_on_device(result))
+        return result;
+      at::Tensor device = empty_like_on_device(result);
+      targets.back() = on_host(device);
+      return device;
+    });
+    std::string kernel = c10::toString(op.operator_name());
+    if (!arguments.empty())
+      kernel += c10::toString(arguments[0].host.scalar_type());
+    launch([op = op, host, targets, kernel]() mutable {
+      op.callBoxed(&host);
+      end_before_variables_of(kernel);
+      size_t next = 0;
+      replace_tensors(host, host.size(), at::kCPU, [&](const at::Tensor &result) {
+        at::Tensor &target = targets.at(next++);
+        if (target.defined()) {
+          TORCH_CHECK(target.sizes() == result.sizes() && target.scalar_type() == result.scalar_type(), op.operator_name(),
+                      " returned a shape that its meta kernel had not announced");
+          target.copy_(result);
+        }
+        return result;
+      });
+    });
+    finish(std::move(results));
+  }
+
+  bool has_empty() const {
+    bool found = false;
+    torch::jit::Stack arguments(stack->end() - inputs, stack->end());
+    replace_tensors(arguments, inputs, DEVICE, [&](const at::Tensor &tensor) {
+      found |= is_on_device(tensor) && tensor.numel() == 0;
+      return tensor;
+    });
+    return found;
+  }
+
+  // The results: arguments that the operator changes, and meta tensors with the shapes of new tensors. Nothing if that is not known.
+  std::optional<torch::jit::Stack> infer() const {
+    const auto &returns = op.schema().returns();
+    torch::jit::Stack results;
+    for (const c10::Argument &value : returns)
+      if (value.alias_info())
+        if (const c10::IValue *changed = argument_that_is(value))
+          results.push_back(*changed);
+    if (results.size() == returns.size())
+      return results;
+    if (!results.empty() || without_meta.contains(op.operator_name()))
+      return std::nullopt;
+    results.assign(stack->end() - inputs, stack->end());
+    replace_tensors(results, inputs, at::kMeta, [](const at::Tensor &tensor) {
+      return is_on_device(tensor) ? at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta)) : tensor;
+    });
+    try {
+      at::AutoDispatchBelowADInplaceOrView guard;
+      op.callBoxed(&results);
+    } catch (const std::exception &) {
+      // There is no meta kernel, or the arguments are wrong. The CPU's kernel tells.
+      without_meta.insert(op.operator_name());
+      return std::nullopt;
+    }
+    bool has_only_tensors = std::all_of(results.begin(), results.end(), [](const c10::IValue &value) {
+      return value.isTensor() || value.isTensorList();
+    });
+    return has_only_tensors ? std::optional(results) : std::nullopt;
+  }
+
+  // The argument that a return value is.
+  const c10::IValue *argument_that_is(const c10::Argument &value) const {
+    const auto &declared = op.schema().arguments();
+    for (size_t at = 0; at < inputs; at++) {
+      const c10::IValue &argument = (*stack)[stack->size() - inputs + at];
+      if (declared[at].alias_info() && *declared[at].alias_info() == *value.alias_info() && argument.isTensor())
+        return &argument;
+    }
+    return nullptr;
   }
 
   at::Tensor enter(const at::Tensor &tensor) {
     if (!is_on_device(tensor)) {
       TORCH_CHECK(!tensor.defined() || tensor.dim() == 0, op.operator_name(), " on the pretend device got a tensor of shape ",
                   tensor.sizes(), " on ", tensor.device());
-      return tensor;
+      bool may_change = tensor.defined() && !tensor.unsafeGetTensorImpl()->is_wrapped_number();
+      return may_change ? tensor.detach().clone() : tensor;
     }
     for (const Argument &argument : arguments)
       if (argument.device.is_same(tensor))
@@ -341,6 +625,7 @@ private:
 
   const c10::OperatorHandle &op;
   torch::jit::Stack *stack;
+  size_t inputs;
   std::vector<Argument> arguments;
 };
 
@@ -356,11 +641,12 @@ bool waits(const c10::OperatorHandle &op) {
 
 void run_on_cpu(const c10::OperatorHandle &op, torch::jit::Stack *stack) {
   counts.launches++;
-  if (waits(op)) {
+  bool is_awaited = waits(op);
+  if (is_awaited) {
     counts.device_to_host++;
     counts.synchronizations++;
   }
-  Call(op, stack).run();
+  Call(op, stack).run(is_awaited);
 }
 
 // ---- attention ----------------------------------------------------------------------------------------------------
@@ -428,3 +714,6 @@ TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
 void sw_pretend_counts(Counts *out) {
   *out = Counts{counts.launches, counts.host_to_device, counts.device_to_host, counts.synchronizations, counts.allocations};
 }
+
+void sw_pretend_set_seed(uint64_t seed) { pretend_set_seed(seed); }
+void sw_pretend_set_shapes_only() { pretend_set_shapes_only(); }

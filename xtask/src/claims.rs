@@ -16,6 +16,7 @@ fn all() -> impl Iterator<Item = &'static Claim> {
         crate::tensor::CLAIMS,
         crate::pipeline::CLAIMS,
         crate::compiled::CLAIMS,
+        crate::device::CLAIMS,
         crate::checkpoints::CLAIMS,
         crate::text::CLAIMS,
         crate::supervision::CLAIMS,

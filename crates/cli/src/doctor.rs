@@ -72,7 +72,7 @@ struct MpiProbe {
 
 #[derive(Deserialize)]
 struct NcclProbe {
-    version: Option<String>,
+    version: String,
 }
 
 /// Runs a command that prints a line of JSON. The error is the first line of its standard error, or its status.
@@ -139,11 +139,8 @@ fn mpi_launcher(rank_program: &Path) -> Finding {
 
 fn nccl(rank_program: &Path) -> Finding {
     match probe_rank_program::<NcclProbe>(rank_program, "nccl") {
-        Ok(NcclProbe { version: Some(version) }) => Finding::Ok(version),
-        Ok(NcclProbe { version: None }) => {
-            Finding::Absent("not built in; for GPU ranks: cargo build --release --features cuda".into())
-        }
-        Err(problem) => Finding::Wrong { problem, remedy: "apt-get install libnccl2, or scripts/setup".to_string() },
+        Ok(NcclProbe { version }) => Finding::Ok(version),
+        Err(problem) => Finding::Wrong { problem, remedy: "apt-get install libnccl-dev, or scripts/setup".to_string() },
     }
 }
 
@@ -153,9 +150,6 @@ fn cuda(rank_program: &Path) -> Finding {
     match (driver, devices) {
         (_, 1..) => Finding::Ok(format!("{devices} devices")),
         (None, _) => Finding::Absent("no NVIDIA driver; ranks use the CPU".to_string()),
-        (Some(_), _) if cfg!(not(feature = "cuda")) => Finding::Absent(
-            "driver found, but GPU support is not built in: cargo build --release --features cuda".to_string(),
-        ),
         (Some(_), _) => Finding::Wrong {
             problem: "there is an NVIDIA driver, but libtorch sees no device".to_string(),
             remedy: "run nvidia-smi to check driver and device; libtorch 2.13 needs a driver for CUDA 13".to_string(),

@@ -9,7 +9,6 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::Duration;
 
-use serde_json::{Value, json};
 use shardwise_harness::rank_pids;
 use support::{Folder, good, said, shardwise, short_timeouts};
 
@@ -179,21 +178,7 @@ fn damaged_checkpoints_are_not_counted_among_the_last() {
 fn eval_and_generate_use_the_checkpoint_before_a_damaged_one() {
     let recipe = RECIPE.replace("seed = 7", "seed = 7\ncorpus = \"tokens.bin\"\ntoken_bytes = 2");
     let folder = Folder::new(&recipe.replace("steps = 12", "steps = 8"));
-    let tokens: Vec<u8> = (0..400u32).flat_map(|place| ((place * place % 61) as u16).to_le_bytes()).collect();
-    std::fs::write(folder.path("tokens.bin"), tokens).unwrap();
-    let words: serde_json::Map<String, Value> = (0..61).map(|word| (format!("w{word}"), json!(word))).collect();
-    let tokenizer = json!({
-        "version": "1.0",
-        "truncation": null,
-        "padding": null,
-        "added_tokens": [],
-        "normalizer": null,
-        "pre_tokenizer": { "type": "Whitespace" },
-        "post_processor": null,
-        "decoder": null,
-        "model": { "type": "WordLevel", "vocab": words, "unk_token": "w0" },
-    });
-    std::fs::write(folder.path("tokenizer.json"), tokenizer.to_string()).unwrap();
+    folder.write_tokens_and_tokenizer();
     folder.train(2);
     truncate_a_file(&folder.path("saved/step-00000008"));
 

@@ -175,7 +175,7 @@ fn errors_in_a_recipe_are_reported_before_ranks_start() {
             &["2 ranks cannot be divided into 3 replicas"],
         ),
         ("bytes", "corpus = \"tokens.bin\"\n", "", &["there is no `data.corpus`"]),
-        ("cuda", "steps = 12", "steps = 12\ndevice = \"cuda\"", &["built without it"]),
+        ("cuda", "steps = 12", "steps = 12\ndevice = \"cuda\"", &["no GPU is visible"]),
         ("zero", "steps = 12", "steps = 0", &["`run.steps` is 0, but must be at least 1"]),
         (
             "huge",

@@ -80,6 +80,12 @@ impl Group {
         self.instruments.flight_recorder()
     }
 
+    /// Fails if a call has failed although its `wait` has returned. On a device, `wait` only queues what comes after the call; so before
+    /// the host believes what it has read from the device, it must ask.
+    pub fn check(&self) -> Result<()> {
+        self.transport.check()
+    }
+
     /// The same ranks and records over another backend.
     pub(crate) fn over(&self, name: &str, transport: Arc<dyn Transport>) -> Group {
         Group::new(name, self.ranks, self.rank, transport, self.instruments.clone())

@@ -14,14 +14,14 @@
 //! # Ok::<(), shardwise_comm::Error>(())
 //! ```
 //!
-//! There are three backends: [`single`] for a group of one rank, [`mpi`] between CPU ranks, and `nccl` between GPU ranks (a
-//! cargo feature). [`staged`] carries the memory of any other device over one of these. They share a front end, which adds checks
-//! of lengths and dtypes, labels, the [`Meter`] that counts sent bytes, and the [`FlightRecorder`], which shows where each rank is
-//! when a run hangs ([`FlightRecorder::group_status`]). Over MPI, ranks can also compare every collective before they send anything
-//! ([`mpi::Options::verify_collectives`]), and inject faults to test how mismatches and hangs are reported ([`CallFault`]).
+//! There are three backends: [`single`] for a group of one rank, [`mpi`] between CPU ranks, and [`nccl`] between GPU ranks. They
+//! share a front end, which adds checks of lengths and dtypes, labels, the [`Meter`] that counts sent bytes, and the
+//! [`FlightRecorder`], which shows where each rank is when a run hangs ([`FlightRecorder::group_status`]). Over MPI, ranks can also
+//! compare every collective before they send anything ([`mpi::Options::verify_collectives`]), and inject faults to test how mismatches
+//! and hangs are reported ([`CallFault`]).
 //!
 //! # Note: deterministic reductions
-//! A reduction adds contributions in rank order, in f32 (f64 for f64, i64 for i64), and rounds once at the end. The bits of
+//! Over MPI, a reduction adds contributions in rank order, in f32 (f64 for f64, i64 for i64), and rounds once at the end. The bits of
 //! the result depend on the inputs and the size of the group, not on timing, message sizes or load.
 //!
 //! This crate knows nothing about tensor shapes, what a buffer means, or when to call which collective; `shardwise-zero` does.
@@ -33,12 +33,10 @@ mod fault;
 mod group;
 mod instruments;
 pub mod mpi;
-#[cfg(feature = "nccl")]
 pub mod nccl;
 mod pending;
 mod reduce;
 pub mod single;
-pub mod staged;
 mod transport;
 
 pub use buffer::{Part, Payload, PayloadMut};

@@ -1,6 +1,7 @@
 //! A group of one rank. A call copies at most one buffer, and has completed when it returns.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use shardwise_plan::RankSet;
 use shardwise_torch::copy_bytes;
@@ -57,6 +58,10 @@ impl Transport for Single {
         job.handle.mark_ended(&result);
         let buffers = job.buffers;
         Box::new(move || result.map(|()| buffers))
+    }
+
+    fn timeout(&self) -> Duration {
+        Duration::MAX
     }
 
     fn split(&self, _: RankSet, _: &Arc<str>) -> Result<Arc<dyn Transport>> {

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 use shardwise_plan::{Partition, RankSet};
 use shardwise_torch::tch::Device;
@@ -20,6 +21,14 @@ pub(crate) trait Transport: Send + Sync {
 
     /// Creates a subgroup on the same backend; all of its ranks must call this, in the same order.
     fn split(&self, ranks: RankSet, name: &Arc<str>) -> Result<Arc<dyn Transport>>;
+
+    /// How long a call may make no progress before it fails.
+    fn timeout(&self) -> Duration;
+
+    /// Fails if a call has failed after its completion was returned, which only happens on a device.
+    fn check(&self) -> Result<()> {
+        Ok(())
+    }
 
     /// Ends the processes of all ranks. Returns only if the backend cannot do that.
     fn abort(&self) {}

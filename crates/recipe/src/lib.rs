@@ -143,7 +143,7 @@ pub struct LlamaRecipe {
     pub sliding_window: Option<usize>,
     /// The standard deviation of the initial values of weight matrices. Defaults to 0.02.
     pub initializer_range: Option<f64>,
-    /// The number of tokens whose logits are computed at a time. Defaults to 256.
+    /// The number of tokens whose logits are computed at a time. Defaults to 256, and on a GPU to what fits into half a gibibyte.
     pub loss_chunk_tokens: Option<usize>,
     /// Whether the head and the embedding share one weight matrix.
     #[serde(default)]
@@ -170,7 +170,7 @@ pub struct Gpt2Recipe {
     pub n_layer: usize,
     /// The number of attention heads.
     pub n_head: usize,
-    /// The number of tokens whose logits are computed at a time. Defaults to 256.
+    /// The number of tokens whose logits are computed at a time. Defaults to 256, and on a GPU to what fits into half a gibibyte.
     pub loss_chunk_tokens: Option<usize>,
 }
 
@@ -314,8 +314,8 @@ impl Default for ParallelRecipe {
 pub struct PrecisionRecipe {
     /// The dtype of parameters in forward and backward passes and in all-gathers.
     pub param_dtype: FloatRecipe,
-    /// The dtype in which gradients are accumulated and sent. They are summed in f32, or in f64 if they are f64. Defaults to f64 if
-    /// `param_dtype` is f64, and to f32 otherwise.
+    /// The dtype in which gradients are accumulated and sent. Over MPI they are summed in f32, or in f64 if they are f64; NCCL sums in the
+    /// dtype itself. Defaults to f64 if `param_dtype` is f64, and to f32 otherwise.
     pub reduce_dtype: Option<FloatRecipe>,
     /// The initial loss scale, for f16. Defaults to 65536.
     pub loss_scale_initial: Option<f64>,
@@ -472,6 +472,9 @@ pub struct RunRecipe {
     /// The device that ranks compute on.
     #[serde(default)]
     pub device: DeviceRecipe,
+    /// Allow several ranks to use the same GPU. NCCL must allow it, too.
+    #[serde(default)]
+    pub share_devices: bool,
     /// What to do when the loss or the gradients are not finite. Defaults to skip for f16 and to stop for other dtypes.
     pub on_nonfinite: Option<NonFiniteRecipe>,
     /// The folder for the journal, traces and reports. Defaults to checkpoints.folder if that is a local folder, otherwise to

@@ -13,7 +13,7 @@ use shardwise_plan::schedule::{Kind, Schedule};
 use shardwise_plan::{DynamicScale, Gpt2Config, LlamaConfig, ModelConfig};
 
 use super::source::Invalid;
-use super::{FloatRecipe, NonFiniteRecipe, OptimizerKind, Recipe, Result, ScheduleKind};
+use super::{DeviceRecipe, FloatRecipe, NonFiniteRecipe, OptimizerKind, Recipe, Result, ScheduleKind};
 
 /// The maximum micro-batch size, micro-batches per step, and tokens per micro-batch: far beyond any real run, and far below where
 /// sizes could overflow.
@@ -126,6 +126,18 @@ impl Recipe {
         Ok(config)
     }
 
+    /// The number of tokens whose logits are computed at a time. Every chunk adds to the gradient of the whole weight matrix. On a CPU, where
+    /// a chunk should fit into the cache, that is cheap next to the products. On a GPU it is not, so a chunk's logits and their softmax
+    /// take up to half a gibibyte.
+    fn loss_chunk_tokens(&self, given: Option<usize>, vocab_size: usize) -> usize {
+        const CPU: usize = 256;
+        const GPU_BYTES: usize = 512 << 20;
+        given.unwrap_or(match self.run.device {
+            DeviceRecipe::Cpu => CPU,
+            DeviceRecipe::Cuda => (GPU_BYTES / (8 * vocab_size.max(1)) / CPU * CPU).max(CPU),
+        })
+    }
+
     /// The configuration of the model that the recipe names, compiled or not.
     fn read_named_config(&self) -> Either<ModelConfig, Invalid> {
         let model = &self.model;
@@ -146,7 +158,7 @@ impl Recipe {
                     rms_norm_eps: llama.rms_norm_eps.unwrap_or(plain.rms_norm_eps),
                     sliding_window: llama.sliding_window,
                     initializer_range: llama.initializer_range.unwrap_or(plain.initializer_range),
-                    loss_chunk_tokens: llama.loss_chunk_tokens.unwrap_or(plain.loss_chunk_tokens),
+                    loss_chunk_tokens: self.loss_chunk_tokens(llama.loss_chunk_tokens, llama.vocab_size),
                     tie_word_embeddings: llama.tie_word_embeddings,
                     qkv_bias: llama.qkv_bias,
                     qk_norm: llama.qk_norm,
@@ -155,12 +167,25 @@ impl Recipe {
             }
             (None, Some(gpt2), None, None) => {
                 let plain = Gpt2Config::new(gpt2.vocab_size, gpt2.n_positions, gpt2.n_embd, gpt2.n_layer, gpt2.n_head);
-                let loss_chunk_tokens = gpt2.loss_chunk_tokens.unwrap_or(plain.loss_chunk_tokens);
+                let loss_chunk_tokens = self.loss_chunk_tokens(gpt2.loss_chunk_tokens, gpt2.vocab_size);
                 Ok(ModelConfig::Gpt2(Gpt2Config { loss_chunk_tokens, ..plain }))
             }
-            (None, None, Some(config), None) => ModelConfig::from_hugging_face(config).map_err(|error| {
-                Invalid::at("model.from_pretrained", format!("model.from_pretrained: config.json: {error}"))
-            }),
+            (None, None, Some(config), None) => {
+                let config = ModelConfig::from_hugging_face(config).map_err(|error| {
+                    Invalid::at("model.from_pretrained", format!("model.from_pretrained: config.json: {error}"))
+                })?;
+                Ok(match config {
+                    ModelConfig::Llama(llama) => {
+                        let loss_chunk_tokens = self.loss_chunk_tokens(None, llama.vocab_size);
+                        ModelConfig::Llama(LlamaConfig { loss_chunk_tokens, ..llama })
+                    }
+                    ModelConfig::Gpt2(gpt2) => {
+                        let loss_chunk_tokens = self.loss_chunk_tokens(None, gpt2.vocab_size);
+                        ModelConfig::Gpt2(Gpt2Config { loss_chunk_tokens, ..gpt2 })
+                    }
+                    compiled @ ModelConfig::Compiled(_) => compiled,
+                })
+            }
             (None, None, None, Some(package)) => {
                 self.check_package(package)?;
                 Ok(ModelConfig::Compiled(package.clone()))

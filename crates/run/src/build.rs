@@ -14,6 +14,7 @@ use shardwise_plan::program::Programs;
 use shardwise_recipe::{
     ActivationCheckpointingRecipe, DeviceRecipe, NonFiniteRecipe, Recipe, ResolvedOptimizer, SupervisionRecipe,
 };
+use shardwise_torch::device::accelerators;
 use shardwise_torch::tch::Device;
 use shardwise_train::{
     ActivationCheckpointing, LossScale, OnNonFinite, Options, PipelineSchedule, StepShape, checked_programs,
@@ -21,10 +22,7 @@ use shardwise_train::{
 };
 use shardwise_zero::{AdamW, Lamb, Optimizer, Precision, Sgd, Sharding};
 
-use crate::error::{Error, Result};
-
-const NO_CUDA: &str =
-    "run.device is \"cuda\", and this program was built without it: cargo build --release --features cuda";
+use crate::error::Result;
 
 /// Builds the model, with the parameters of `model.frozen` frozen, and with the layers that the recipe asks for: libtorch's or compiled
 /// ones.
@@ -90,21 +88,21 @@ pub(crate) fn step_shape(recipe: &Recipe, ranks: usize) -> Result<StepShape> {
     Ok(StepShape { tokens: batch.micro_batch_size * positions, positions, micro_batches })
 }
 
-/// Fails if the recipe needs a GPU and this program was built without cuda.
+/// Fails if the recipe needs a GPU and this process sees none.
 pub fn check_device(recipe: &Recipe) -> Result<()> {
-    match recipe.run.device == DeviceRecipe::Cuda && cfg!(not(feature = "cuda")) {
-        true => Err(missing_cuda(recipe)),
-        false => Ok(()),
+    if recipe.run.device == DeviceRecipe::Cpu {
+        return Ok(());
     }
-}
-
-pub(crate) fn missing_cuda(recipe: &Recipe) -> Error {
-    recipe.sources.error_at("run.device", NO_CUDA).into()
+    let problem = match accelerators() {
+        Ok(devices) if devices.is_empty() => "no GPU is visible to this process; see `shardwise doctor`".to_string(),
+        Ok(_) => return Ok(()),
+        Err(error) => format!("libtorch's CUDA part cannot be loaded: {error}"),
+    };
+    Err(recipe.sources.error_at("run.device", format!("run.device is \"cuda\", and {problem}")).into())
 }
 
 /// The trainer's options, for a device.
 pub fn options(recipe: &Recipe, device: Device) -> Result<Options> {
-    check_device(recipe)?;
     let sharding = Sharding::stage(recipe.zero.stage)
         .map_err(|error| recipe.sources.error_at("zero.stage", format!("zero.stage: {error}")))?;
     let schedule = recipe.pipeline_schedule()?;
@@ -215,13 +213,12 @@ pub(crate) mod tests {
         }
     }
 
-    #[cfg(not(feature = "cuda"))]
     #[test]
-    fn a_program_without_cuda_says_so() {
-        let text = options(&recipe("device = \"cuda\"\n"), Device::Cpu).unwrap_err().to_string();
-        assert!(
-            text.contains("recipe.toml:15: run.device is \"cuda\", and this program was built without it"),
-            "{text}"
-        );
+    fn a_host_without_a_gpu_is_refused() {
+        if std::path::Path::new("/proc/driver/nvidia/version").exists() {
+            return;
+        }
+        let text = check_device(&recipe("device = \"cuda\"\n")).unwrap_err().to_string();
+        assert!(text.contains("recipe.toml:15: run.device is \"cuda\", and no GPU is visible"), "{text}");
     }
 }

@@ -12,7 +12,9 @@
 mod advice;
 mod agreement;
 pub mod build;
+mod check_collectives;
 pub mod data;
+mod device;
 mod error;
 mod evaluate;
 mod expected_traffic;
@@ -50,6 +52,7 @@ mod take_snapshot;
 mod trace;
 
 pub use advice::Recommendation;
+pub use check_collectives::{CheckedOperation, check_collectives};
 pub use error::{Error, Result};
 pub use evaluate::EvaluationMetrics;
 pub use fault_injection::{FaultInjection, FaultKind};

@@ -18,7 +18,7 @@ use shardwise_train::{
 
 use crate::build::{self, step_shape};
 use crate::error::Result;
-use crate::memory_limit::MemoryLimit;
+use crate::memory_limit::{Counted, MemoryLimit};
 
 /// The memory of a process with libtorch and MPI, without a model: measured with libtorch 2.13 on the CPU, one thread, and Open MPI on
 /// one host. The number of ranks, and what they send each other, make no measurable difference.
@@ -64,8 +64,19 @@ impl MemoryEstimate {
     /// The same estimate as a limit counts it.
     #[must_use]
     pub fn as_counted_by(self, limit: &MemoryLimit) -> Self {
-        let process = if limit.counts_only_data() { PROCESS_DATA_BYTES } else { self.process };
+        let process = match limit.counts {
+            Counted::Data => PROCESS_DATA_BYTES,
+            Counted::Resident | Counted::AddressSpace => self.process,
+            // What CUDA itself holds is not part of the limit, and saving needs memory of the host.
+            Counted::Device(_) => return MemoryEstimate { process: 0, saving: 0, ..self },
+        };
         MemoryEstimate { process, ..self }
+    }
+
+    /// What a rank that computes on a device needs on its host.
+    #[must_use]
+    pub fn on_host(&self) -> Self {
+        MemoryEstimate { step: Memory::default(), peak_instruction: String::new(), ..self.clone() }
     }
 
     /// The tensors of a step and of a save.

@@ -4,28 +4,29 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use serde::Serialize;
 use shardwise_plan::program::{MemoryUse, Program};
-use shardwise_torch::take_peak_bytes;
-use shardwise_torch::tch::Tensor;
+use shardwise_torch::tch::{Device, Tensor};
 use shardwise_train::{Probe, StepPhase};
 
+use crate::memory_limit::take_tensor_peak;
 use crate::run_probe::RunProbe;
 
 /// A [`Probe`] that also measures the peak memory of each phase.
 pub(crate) struct MemoryProbe {
+    device: Device,
     inner: Arc<RunProbe>,
     /// The peaks of the current step: from its start, and then of each phase in the order in which the trainer enters them.
     peaks: Mutex<Vec<usize>>,
 }
 
 impl MemoryProbe {
-    pub(crate) fn new(inner: Arc<RunProbe>) -> Self {
-        MemoryProbe { inner, peaks: Mutex::default() }
+    pub(crate) fn new(device: Device, inner: Arc<RunProbe>) -> Self {
+        MemoryProbe { device, inner, peaks: Mutex::default() }
     }
 
     /// The peaks of the step that has just ended.
     pub(crate) fn take_peaks(&self) -> Vec<usize> {
         let mut peaks = std::mem::take(&mut *self.lock());
-        peaks.extend([take_peak_bytes()]);
+        peaks.extend([take_tensor_peak(self.device)]);
         peaks
     }
 
@@ -38,11 +39,11 @@ impl Probe for MemoryProbe {
     fn start_step(&self, step: u64) {
         self.inner.start_step(step);
         self.lock().clear();
-        take_peak_bytes();
+        take_tensor_peak(self.device);
     }
 
     fn enter(&self, phase: StepPhase, unit: usize) {
-        self.lock().push(take_peak_bytes());
+        self.lock().push(take_tensor_peak(self.device));
         self.inner.enter(phase, unit);
     }
 

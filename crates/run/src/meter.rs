@@ -10,13 +10,13 @@ use std::time::{Duration, Instant};
 use shardwise_comm::{Count, Group, ReduceOp, Verb};
 use shardwise_journal::{RANKS_KEPT_MAX, RankMemory, Step, StepTraffic, VerbTraffic};
 use shardwise_plan::Dtype;
-use shardwise_torch::take_peak_bytes;
 use shardwise_torch::tch::Device;
 use shardwise_train::{Report, Trainer};
 use shardwise_zero::Bytes;
 
 use crate::error::Result;
 use crate::expected_traffic::{ByVerb, ExpectedTraffic};
+use crate::memory_limit::{memory_now_and_peak, take_tensor_peak};
 use crate::peak_flops::{PeakFlops, measure_peak_flops};
 use crate::spike::Spike;
 
@@ -154,7 +154,8 @@ impl<'a> Meter<'a> {
         let mut sent_bytes = sent.iter().map(|count| count.bytes).sum();
         let (mut survey, mut remeasures_peak) = (None, false);
         if is_printed || surveys {
-            let mut own = vec![resident_bytes("VmRSS:"), resident_bytes("VmHWM:"), sent_bytes, 0, 0];
+            let [now, peak] = memory_now_and_peak(trainer.options().device);
+            let mut own = vec![now, peak, sent_bytes, 0, 0];
             if surveys {
                 own[3] = if self.world.rank() == 0 { report.step + steps_within(SURVEY_PERIOD, step_s) } else { 0 };
                 // Rank 0's figures are the ones that are printed.
@@ -294,18 +295,13 @@ fn steps_within(time: Duration, step_s: f64) -> u64 {
 fn rank_memory(rank: usize, trainer: &Trainer) -> RankMemory {
     let (Bytes { parameters, gradients, optimizer }, unsharded) = trainer.bytes();
     let held = parameters + gradients + optimizer + unsharded;
-    let activations = take_peak_bytes().saturating_sub(held);
-    let process = (resident_bytes("VmRSS:") as usize).saturating_sub(held + activations);
+    let device = trainer.options().device;
+    let activations = take_tensor_peak(device).saturating_sub(held);
+    let [now, _] = memory_now_and_peak(device);
+    let process = (now as usize).saturating_sub(held + activations);
     let [parameters, gradients, optimizer, unsharded, activations, process] =
         [parameters, gradients, optimizer, unsharded, activations, process].map(|bytes| bytes as u64);
     RankMemory { rank, parameters, gradients, optimizer, unsharded, activations, process }
-}
-
-/// A field of `/proc/self/status`, in bytes.
-pub(crate) fn resident_bytes(key: &str) -> u64 {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let line = status.lines().find(|line| line.starts_with(key));
-    line.and_then(|line| line.split_whitespace().nth(1)?.parse::<u64>().ok()).map_or(0, |kib| kib << 10)
 }
 
 #[cfg(test)]

@@ -5,14 +5,15 @@
 
 use shardwise_recipe::Recipe;
 use shardwise_torch::allocated_bytes;
+use shardwise_torch::device::memory;
+use shardwise_torch::tch::Device;
 use shardwise_train::Trainer;
 use shardwise_zero::Bytes;
 
 use crate::error::Error;
 use crate::host;
 use crate::memory_estimate::{MemoryEstimate, find_settings_that_fit};
-use crate::memory_limit::memory_limit;
-use crate::meter::resident_bytes;
+use crate::memory_limit::{Counted, MemoryLimit};
 use crate::out_of_memory_report::{MemoryInUse, OutOfMemoryReport};
 use crate::phase::Phase;
 
@@ -20,10 +21,11 @@ use crate::phase::Phase;
 pub(crate) fn explain_out_of_memory(recipe: &Recipe, trainer: &Trainer, phase: Phase, error: Error) -> Error {
     let Some(out) = error.out_of_memory() else { return error };
     let (Bytes { parameters, gradients, optimizer }, unsharded) = trainer.bytes();
-    let allocated = out.in_use_bytes.unwrap_or_else(allocated_bytes);
-    let limit = memory_limit(host::ranks_here(trainer.ranks().world.size()), resident_bytes("VmRSS:") as usize);
+    let device = trainer.options().device;
+    let allocated = out.in_use_bytes.unwrap_or_else(|| allocated_on(device));
+    let limit = MemoryLimit::of(device, host::ranks_here(trainer.ranks().world.size()));
     // Memory of tensors that were freed since the failure counts towards the process.
-    let counted = resident_bytes(limit.map_or("VmRSS:", |limit| limit.counts)) as usize;
+    let counted = limit.map_or(Counted::Resident, |limit| limit.counts).read();
     let in_use = MemoryInUse {
         parameters,
         gradients,
@@ -54,6 +56,14 @@ pub(crate) fn explain_out_of_memory(recipe: &Recipe, trainer: &Trainer, phase: P
     }))
 }
 
+/// The memory that tensors hold.
+fn allocated_on(device: Device) -> usize {
+    match device {
+        Device::Cpu => allocated_bytes(),
+        device => memory(device).map_or(0, |memory| memory.allocated_bytes),
+    }
+}
+
 /// The largest estimate that should fit, and by how much the estimate was too low. The recipe that just failed must not seem to fit.
 fn remaining_room(limit: usize, estimate: usize, measured: usize, asked: usize) -> (usize, usize) {
     let low = measured.saturating_sub(estimate);
@@ -63,7 +73,6 @@ fn remaining_room(limit: usize, estimate: usize, measured: usize, asked: usize) 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory_limit::MemoryLimit;
 
     #[test]
     fn an_estimate_that_was_too_low_is_corrected() {
@@ -87,7 +96,7 @@ mod tests {
             process: mib(200),
         };
         let limit =
-            MemoryLimit { bytes: mib(600), what: "the limit of a process's data (ulimit -d)", counts: "VmData:" };
+            MemoryLimit { bytes: mib(600), what: "the limit of a process's data (ulimit -d)", counts: Counted::Data };
         let shortage = OutOfMemoryReport {
             location: "the forward pass of unit block.3".to_string(),
             asked_bytes: Some(mib(64)),

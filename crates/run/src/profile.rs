@@ -24,9 +24,8 @@ use crate::data::Data;
 use crate::error::{Error, Result};
 use crate::host;
 use crate::memory_estimate::{MemoryEstimate, simulate_memory};
-use crate::memory_limit::memory_limit;
+use crate::memory_limit::{MemoryLimit, memory_now_and_peak};
 use crate::memory_probe::{MemoryProbe, PhaseMemory, compare_memory};
-use crate::meter::resident_bytes;
 use crate::peak_flops::measure_peak_flops;
 use crate::phase::Phase;
 use crate::position::PositionTracker;
@@ -123,14 +122,15 @@ pub fn profile(
     let mut recipe = recipe.clone();
     (recipe.checkpoints, recipe.evaluation) = (None, None);
     recipe.run.steps = recipe.run.steps.max(WARM_UP + options.steps);
-    let baseline = trace_steps(&recipe, world, position, options)?;
+    let (device, baseline) = trace_steps(&recipe, world, position, options)?;
     // Read the peak now: the measurements below use memory of their own.
-    let peak = world.all_reduce("memory", ReduceOp::Max, vec![resident_bytes("VmHWM:") as i64]).wait()?[0] as usize;
+    let [_, peak] = memory_now_and_peak(device);
+    let peak = world.all_reduce("memory", ReduceOp::Max, vec![peak as i64]).wait()?[0] as usize;
     let machine = Machine::measure(&recipe, world)?;
     let hosts = count_hosts(world)?;
     let costs = measure_costs(&recipe, world, position, options, hosts, machine.latency_s)?;
     let simulated = costs.as_ref().map(|costs| costs.simulate(&recipe, world.size(), 1.)).transpose()?;
-    let room = memory_limit(options.ranks_here, resident_bytes("VmRSS:") as usize).map(|limit| limit.bytes);
+    let room = MemoryLimit::of(device, options.ranks_here).map(|limit| limit.bytes);
     // The host with the least memory decides.
     let room = room.map_or(i64::MAX, |bytes| bytes as i64);
     let room = -world.all_reduce("room", ReduceOp::Max, vec![-room]).wait()?[0] as usize;
@@ -241,8 +241,9 @@ fn trace_steps(
     world: &Arc<Group>,
     position: &Arc<PositionTracker>,
     options: &ProfileOptions,
-) -> Result<Option<Baseline>> {
+) -> Result<(Device, Option<Baseline>)> {
     let (data, mut trainer) = set_up(recipe, world, position)?;
+    let device = trainer.options().device;
     let memory_probe = observe_memory(&mut trainer, position);
     let planned =
         PlannedTrace { steps: Some(StepRange(WARM_UP + 1..=WARM_UP + options.steps)), ..PlannedTrace::default() };
@@ -261,11 +262,11 @@ fn trace_steps(
     let peaks = memory_probe.take_peaks();
     let path = trace.map_or(Err("no step was traced".to_string()), |trace| trace.path).map_err(Error::Options)?;
     if world.rank() != 0 {
-        return Ok(None);
+        return Ok((device, None));
     }
     let read = Trace::read(&path).map_err(|error| Error::Options(error.to_string()))?;
     let (program, simulated) = simulate_memory(recipe, trainer.model(), trainer.options(), world.size())?;
-    Ok(Some(Baseline {
+    let baseline = Baseline {
         memory: compare_memory(&program, &simulated, &peaks),
         units: trainer.unit_specs().to_vec(),
         layout: trainer.ranks().layout(trainer.options().precision),
@@ -275,7 +276,8 @@ fn trace_steps(
         trace: path,
         parameters: trainer.model().elements(),
         flops_per_token: trainer.model().flops_per_token(recipe.batch.seq_len),
-    }))
+    };
+    Ok((device, Some(baseline)))
 }
 
 /// Measures what a step costs, on rank 0. Nothing is prefetched, and layers wait for their collectives, so that computation and
@@ -298,8 +300,8 @@ fn measure_costs(
     recipe.parallel.pipeline = 1;
     let folder = options.folder.join("without-prefetch");
     let options = ProfileOptions { folder, ..options.clone() };
-    let Some(Baseline { profile, units, layout, least_step_s, .. }) = trace_steps(&recipe, world, position, &options)?
-    else {
+    let (_, baseline) = trace_steps(&recipe, world, position, &options)?;
+    let Some(Baseline { profile, units, layout, least_step_s, .. }) = baseline else {
         return Ok(None);
     };
     let shape = step_shape(&recipe, world.size())?;
@@ -330,7 +332,8 @@ fn set_up(recipe: &Recipe, world: &Arc<Group>, position: &Arc<PositionTracker>) 
 
 /// Also measures memory from now on.
 fn observe_memory(trainer: &mut Trainer, position: &Arc<PositionTracker>) -> Arc<MemoryProbe> {
-    let probe = Arc::new(MemoryProbe::new(Arc::new(RunProbe::new(position.clone(), Arc::default()))));
+    let probe =
+        Arc::new(MemoryProbe::new(trainer.options().device, Arc::new(RunProbe::new(position.clone(), Arc::default()))));
     trainer.set_probe(probe.clone());
     probe
 }

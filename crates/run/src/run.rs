@@ -22,8 +22,8 @@ use crate::fault_injection::FaultKind;
 use crate::host::ranks_here;
 use crate::lr_range_test::LrRangeTest;
 use crate::memory_estimate::MemoryEstimate;
-use crate::memory_limit::memory_limit;
-use crate::meter::{Meter, StepMetrics, Survey, Workload, resident_bytes};
+use crate::memory_limit::MemoryLimit;
+use crate::meter::{Meter, StepMetrics, Survey, Workload};
 use crate::out_of_memory::explain_out_of_memory;
 use crate::peak_flops::measure_peak_flops;
 use crate::phase::Phase;
@@ -481,8 +481,7 @@ fn journal_start(recipe: &Recipe, trainer: &Trainer, workload: &Workload, resume
         first_step: trainer.steps() + 1,
         steps: recipe.run.steps,
         resumed_from,
-        memory_limit_bytes: memory_limit(ranks_per_host, resident_bytes("VmRSS:") as usize)
-            .map(|limit| limit.bytes as u64),
+        memory_limit_bytes: MemoryLimit::of(trainer.options().device, ranks_per_host).map(|limit| limit.bytes as u64),
         memory_estimate_bytes: MemoryEstimate::of(recipe, ranks).unwrap_or_default().total() as u64,
         flops_per_token: workload.flops_per_token,
         peak_flops_per_s: workload.peak_flops_per_s,

@@ -8,12 +8,14 @@ use shardwise_comm::Group;
 use shardwise_model::Model;
 use shardwise_model::init::splitmix64;
 use shardwise_recipe::{DeviceRecipe, Recipe};
+use shardwise_torch::device::use_deterministic_algorithms;
 use shardwise_torch::tch::Device;
 use shardwise_train::init::{from_seed, from_weights};
 use shardwise_train::{Options, Ranks, Trainer};
 
 use crate::agreement::agree;
 use crate::build;
+use crate::device::choose_gpu;
 use crate::error::{Error, Result};
 
 /// Fails if `about` differs between ranks, because their hosts have different files: some would train on other data than the run reports.
@@ -50,20 +52,14 @@ pub(crate) fn place_ranks(recipe: &Recipe, world: Arc<Group>) -> Result<(Ranks, 
             let mesh = recipe.mesh(world.size())?;
             Ok((Ranks::on_mesh(world, mesh)?, build::options(recipe, Device::Cpu)?))
         }
-        DeviceRecipe::Cuda => on_gpu(recipe, world),
+        DeviceRecipe::Cuda => {
+            let mesh = recipe.mesh(world.size())?;
+            let device = choose_gpu(recipe, &world)?;
+            if recipe.supervision.spot_check_every.is_some() {
+                // They compare bits.
+                use_deterministic_algorithms().map_err(|error| Error::Options(error.to_string()))?;
+            }
+            Ok((Ranks::on_gpu(world, mesh, device)?, build::options(recipe, device)?))
+        }
     }
-}
-
-#[cfg(feature = "cuda")]
-fn on_gpu(recipe: &Recipe, world: Arc<Group>) -> Result<(Ranks, Options)> {
-    let local = ["OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"];
-    let device = local.iter().find_map(|name| std::env::var(name).ok()?.parse().ok()).unwrap_or(0);
-    let mesh = recipe.mesh(world.size())?;
-    let ranks = Ranks::on_gpu(world, mesh, device)?;
-    Ok((ranks, build::options(recipe, Device::Cuda(device))?))
-}
-
-#[cfg(not(feature = "cuda"))]
-fn on_gpu(recipe: &Recipe, _: Arc<Group>) -> Result<(Ranks, Options)> {
-    Err(build::missing_cuda(recipe))
 }

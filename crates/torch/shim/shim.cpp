@@ -229,10 +229,6 @@ Message sw_tensor_access(at::Tensor *tensor, Access *out) {
   });
 }
 
-bool sw_has_device(int8_t device_type) {
-  return c10::impl::hasDeviceGuardImpl(static_cast<c10::DeviceType>(device_type));
-}
-
 Message sw_copy_bytes(int8_t from_type, int8_t from_index, const void *from, int8_t to_type, int8_t to_index, void *to,
                       size_t bytes) {
   return guarded([&] {

@@ -47,11 +47,30 @@ struct Access {
 };
 Message sw_tensor_access(at::Tensor *tensor, Access *out);
 
-// Whether libtorch has a back end for this type of device.
-bool sw_has_device(int8_t device_type);
 // Copies between two addresses, each on its device.
 Message sw_copy_bytes(int8_t from_type, int8_t from_index, const void *from, int8_t to_type, int8_t to_index, void *to,
                       size_t bytes);
+
+// ---- devices ----------------------------------------------------------------------------------------------------
+// Whether libtorch has a back end for this type of device.
+bool sw_has_device(int8_t device_type);
+// Loads libtorch_cuda.so from libtorch's folder.
+Message sw_device_load_cuda();
+size_t sw_device_count(int8_t device_type);
+// The handle of the stream on which this thread's work is queued, for the device's own library.
+Message sw_device_stream(int8_t device_type, int8_t device_index, void **out);
+
+struct DeviceMemory {
+  size_t free_bytes;
+  size_t total_bytes;
+  size_t allocated_bytes;
+  size_t peak_bytes;
+  size_t reserved_bytes;
+};
+Message sw_device_memory(int8_t device_type, int8_t device_index, DeviceMemory *out);
+Message sw_device_reset_peak(int8_t device_type, int8_t device_index);
+// Kernels that give the same bits every time, where there are any.
+Message sw_use_deterministic_algorithms();
 
 // ---- autograd ---------------------------------------------------------------------------------------------------
 // `grads`: one tensor per output, null if it has no gradient. `saved`: as passed to `sw_function`. The callee owns the tensors

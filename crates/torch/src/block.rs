@@ -164,7 +164,7 @@ impl Drop for Block {
 }
 
 /// libtorch's number of the device type.
-const MPS: i8 = 13;
+pub(crate) const MPS: i8 = 13;
 
 /// libtorch's type and index of a device. Fails if no tensor of a trainer can be there.
 pub(crate) fn device_code(device: Device) -> Result<(i8, i8)> {

@@ -26,6 +26,22 @@ pub(crate) struct Access {
     pub(crate) cpu: bool,
 }
 
+/// The memory of a device, as libtorch and the driver see it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct DeviceMemory {
+    /// Not in use by any process.
+    pub free_bytes: usize,
+    /// What the device has.
+    pub total_bytes: usize,
+    /// In use by this process's tensors.
+    pub allocated_bytes: usize,
+    /// The most that was in use by tensors since the start, or since [`reset_peak`](crate::device::reset_peak).
+    pub peak_bytes: usize,
+    /// Held by libtorch: in use by tensors, or kept for later ones.
+    pub reserved_bytes: usize,
+}
+
 pub(crate) type Backward = unsafe extern "C" fn(
     closure: *mut c_void,
     grads: *mut *mut Tensor,
@@ -61,6 +77,12 @@ unsafe extern "C" {
     pub(crate) fn sw_tensor_access(tensor: *mut Tensor, out: *mut Access) -> Message;
 
     pub(crate) fn sw_has_device(device_type: i8) -> bool;
+    pub(crate) fn sw_device_load_cuda() -> Message;
+    pub(crate) fn sw_device_count(device_type: i8) -> usize;
+    pub(crate) fn sw_device_stream(device_type: i8, device_index: i8, out: *mut *mut c_void) -> Message;
+    pub(crate) fn sw_device_memory(device_type: i8, device_index: i8, out: *mut DeviceMemory) -> Message;
+    pub(crate) fn sw_use_deterministic_algorithms() -> Message;
+    pub(crate) fn sw_device_reset_peak(device_type: i8, device_index: i8) -> Message;
     pub(crate) fn sw_copy_bytes(
         from_type: i8,
         from_index: i8,
@@ -116,9 +138,6 @@ unsafe extern "C" {
         weight_decay: f64,
         eps: f64,
     ) -> Message;
-
-    #[cfg(feature = "cuda")]
-    pub(crate) fn sw_cuda_current_stream(device_index: i8, out: *mut *mut c_void) -> Message;
 }
 
 /// Collects raw pointers to tensors. The tensors must outlive every use of the pointers.

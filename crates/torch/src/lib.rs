@@ -8,6 +8,7 @@
 //! - [`enable_caching_allocator`], [`allocated_bytes`] and [`take_peak_bytes`]: a caching allocator for CPU tensors, and its
 //!   statistics.
 //! - [`exclusive`]: a tensor's elements as a Rust slice, if no other handle can access them.
+//! - [`device`]: the devices other than the CPU, their streams and their memory.
 //! - [`copy_bytes`]: copies between addresses on any two devices.
 //!
 //! This is not a second tensor library: it works on `tch`'s tensors, and knows nothing about ranks or models. The C++ side is a
@@ -16,8 +17,7 @@
 
 pub mod autograd;
 mod block;
-#[cfg(feature = "cuda")]
-pub mod cuda;
+pub mod device;
 mod element;
 mod error;
 mod ffi;

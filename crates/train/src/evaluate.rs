@@ -55,6 +55,8 @@ impl Trainer {
         // The ranks that share the head have the same loss.
         let loss_sum = if self.ranks.tensor.rank() == 0 { loss_sum } else { 0. };
         let loss_sum = self.ranks.world.all_reduce("evaluation", ReduceOp::Sum, vec![loss_sum]).wait()?[0];
+        // The host has read what the device has computed. Only now is it known whether all collectives have succeeded.
+        self.ranks.check()?;
         Ok(Evaluation { loss_sum, tokens })
     }
 

@@ -144,7 +144,9 @@ impl Trainer {
                 .map_err(|error| Error::of_model(unit.name(), error))
         })?;
         let fail = |error: TchError| Error::Model { unit: "head".to_string(), error: error.into() };
-        logits.map(|logits| Vec::try_from(logits.to_kind(Kind::Float).view(-1)).map_err(fail)).transpose()
+        let read = logits.map(|logits| Vec::try_from(logits.to_kind(Kind::Float).view(-1)).map_err(fail)).transpose();
+        // Only now is it known whether all collectives have succeeded.
+        self.ranks.check().and(read)
     }
 }
 

@@ -30,6 +30,11 @@ impl MessageGroups {
         Ok(MessageGroups(groups.try_into().unwrap_or_else(|_| unreachable!("one group for each class"))))
     }
 
+    /// The groups of all classes.
+    pub(crate) fn all(&self) -> impl Iterator<Item = &Arc<Group>> {
+        self.0.iter()
+    }
+
     /// The group for messages from one stage to another.
     pub(crate) fn between(&self, from: usize, to: usize) -> &Group {
         &self.0[class(from, to)]

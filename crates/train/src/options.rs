@@ -8,6 +8,7 @@ use shardwise_plan::pipeline::PipelineSchedule;
 use shardwise_plan::program::{ActivationCheckpointing, Layout, Place, Policy};
 use shardwise_plan::schedule::Schedule;
 use shardwise_plan::{Axis, Dtype, DynamicScale, Mesh};
+use shardwise_torch::Block;
 use shardwise_torch::tch::Device;
 use shardwise_zero::{Groups, Optimizer, Precision, Sharding};
 
@@ -217,6 +218,13 @@ impl Ranks {
         Ranks { world: self.stage.clone(), pipeline, messages, mesh, ..self.clone() }
     }
 
+    /// Fails if a call of one of the groups has failed; see [`Group::check`].
+    pub(crate) fn check(&self) -> Result<()> {
+        let groups = [&self.groups, &self.replicated].map(|groups| [&groups.shard, &groups.replicate]);
+        let mut all = groups.iter().flatten().copied().chain([&self.tensor, &self.pipeline]).chain(self.messages.all());
+        Ok(all.try_for_each(|group| group.check())?)
+    }
+
     /// The mesh of all ranks.
     pub fn mesh(&self) -> Mesh {
         self.mesh
@@ -252,9 +260,8 @@ impl Ranks {
         Ok((first != i64::MIN).then(|| (-first as usize / ranks, -first as usize % ranks)))
     }
 
-    /// The ranks of a mesh with this rank's tensors on GPU `device` (cargo feature `cuda`).
-    #[cfg(feature = "cuda")]
-    pub fn on_gpu(world: Arc<Group>, mesh: Mesh, device: usize) -> Result<Self> {
+    /// The ranks of a mesh with this rank's tensors on `device`, a GPU.
+    pub fn on_gpu(world: Arc<Group>, mesh: Mesh, device: Device) -> Result<Self> {
         Ranks::on_device(world, mesh, |control| shardwise_comm::nccl::connect(control, device))
     }
 
@@ -282,11 +289,25 @@ impl Ranks {
         };
         let messages = match pipeline.size() {
             1 => MessageGroups::same(&pipeline),
-            _ => MessageGroups::new(|| over(Arc::new(world.split_along(&mesh, &[Axis::Pipeline])?)))?,
+            _ => MessageGroups::new(|| {
+                let group = over(Arc::new(world.split_along(&mesh, &[Axis::Pipeline])?))?;
+                connect_pairs(&group)?;
+                Ok(group)
+            })?,
         };
         let (tensor, pipeline) = (over_unless_single(tensor)?, over_unless_single(pipeline)?);
         Ok(Ranks { world, groups, replicated, tensor, pipeline, messages, stage, mesh })
     }
+}
+
+/// Lets every two ranks of a group exchange a message. NCCL connects them when they first do, and makes each wait for the other; in a
+/// step, which stages exchange messages in an order of their own, that could be forever.
+fn connect_pairs(group: &Group) -> Result<()> {
+    let block = || Block::new(Dtype::U8, group.size(), group.device());
+    let [send, receive] = [block(), block()];
+    let fail = |error: shardwise_torch::Error| Error::Options(error.to_string());
+    group.all_to_all("connect", send.map_err(fail)?, receive.map_err(fail)?).wait()?;
+    Ok(())
 }
 
 #[cfg(test)]

@@ -382,7 +382,9 @@ impl Trainer {
     /// partly accumulated or parameters partly updated, so any further result would be silently wrong.
     pub(crate) fn unless_broken<T>(&mut self, work: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
         self.check_unbroken()?;
+        // On a device, a collective can fail after it was waited for, and what was computed from it is wrong.
         let result = work(self);
+        let result = self.ranks.check().and(result);
         if let Err(error) = &result
             && !error.leaves_trainer_unchanged()
         {

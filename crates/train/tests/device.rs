@@ -4,15 +4,16 @@
 
 mod support;
 
+use std::num::NonZeroU64;
 use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::Duration;
 
-use shardwise_comm::{Group, mpi, single, staged};
-use shardwise_harness::ranks;
+use shardwise_comm::{CallFault, CallFaultKind, Verb, mpi, single};
+use shardwise_harness::{Launch, ranks, scale_timeout};
 use shardwise_model::{Batch, IGNORED, Model, Parameter};
 use shardwise_plan::{Axis, Mesh};
-use shardwise_pretend_device::device;
+use shardwise_pretend_device::{device, set_seed};
 use shardwise_torch::tch::{self, Device, Kind, Tensor};
 use shardwise_train::{ActivationCheckpointing, Options, Ranks, Sampling, Schedule, Trainer, generate, init};
 use shardwise_zero::{AdamW, FloatsMut, Lamb, Optimizer, Precision, Sgd, Sharding};
@@ -31,11 +32,6 @@ fn options(stage: u8, device: Device) -> Options {
 fn alone(device: Device) -> Ranks {
     let mesh = Mesh::new(&[(Axis::Shard, 1)]).unwrap();
     Ranks::on_device(Arc::new(single::group()), mesh, |_| Ok(single::group_on(device))).unwrap()
-}
-
-/// Ranks whose tensors are on a device, and travel through the host.
-fn over_host(world: Arc<Group>, mesh: Mesh, device: Device) -> Ranks {
-    Ranks::on_device(world, mesh, |control| Ok(staged::connect(control, device))).unwrap()
 }
 
 /// A micro-batch of a step by its global index. Some targets are ignored.
@@ -113,6 +109,8 @@ fn every_optimizer_and_precision_on_a_device_has_the_bits_of_the_cpu() {
 #[test]
 fn two_ranks_on_devices_have_the_bits_of_the_cpu() {
     ranks!(2, || {
+        // libtorch looks for devices at the first backward pass.
+        let device = device();
         let world = mpi::world(mpi::Options { timeout: Duration::from_secs(60), ..mpi::Options::default() }).unwrap();
         let world = Arc::new(world);
         for axis in [Axis::Shard, Axis::Tensor, Axis::Pipeline] {
@@ -120,10 +118,66 @@ fn two_ranks_on_devices_have_the_bits_of_the_cpu() {
             for stage in if axis == Axis::Shard { vec![1, 3] } else { vec![0] } {
                 let expected =
                     train(llama(), &Ranks::on_mesh(world.clone(), mesh).unwrap(), options(stage, Device::Cpu));
-                let found = train(llama(), &over_host(world.clone(), mesh, device()), options(stage, device()));
+                let ranks = Ranks::on_gpu(world.clone(), mesh, device).unwrap();
+                let found = train(llama(), &ranks, options(stage, device));
                 assert_eq!(found.0, expected.0, "{axis} at stage {stage}");
                 assert!(found.1 == expected.1, "{axis} at stage {stage}");
             }
+        }
+    });
+}
+
+/// As many seeds as a claim asks for; a few otherwise.
+fn seeds() -> impl Iterator<Item = NonZeroU64> {
+    let count = std::env::var("SHARDWISE_SEEDS").map_or(5, |count| count.parse().unwrap());
+    (1..=count).filter_map(NonZeroU64::new)
+}
+
+/// Streams that pause at random, and nothing else, differ between these runs.
+#[test]
+fn two_ranks_on_devices_have_the_same_bits_for_every_seed() {
+    let launch = Launch::ranks(2).timeout(Duration::from_secs(3000));
+    ranks!(launch, || {
+        let device = device();
+        let world = mpi::world(mpi::Options { timeout: Duration::from_secs(60), ..mpi::Options::default() }).unwrap();
+        let world = Arc::new(world);
+        let layouts = [(Axis::Shard, 3), (Axis::Shard, 2), (Axis::Tensor, 0), (Axis::Pipeline, 0)];
+        let settings = layouts.map(|(axis, stage)| {
+            let ranks = Ranks::on_gpu(world.clone(), Mesh::new(&[(axis, 2)]).unwrap(), device).unwrap();
+            let expected = train(llama(), &ranks, options(stage, device));
+            (axis, stage, ranks, expected)
+        });
+        for seed in seeds() {
+            set_seed(Some(seed));
+            // The seeds take turns with the layouts.
+            let (axis, stage, ranks, expected) = &settings[seed.get() as usize % settings.len()];
+            let found = train(llama(), ranks, options(*stage, device));
+            assert_eq!(found.0, expected.0, "{axis} at stage {stage}, seed {seed}");
+            assert!(found.1 == expected.1, "{axis} at stage {stage}, seed {seed}");
+        }
+    });
+}
+
+#[test]
+fn a_collective_that_fails_on_a_device_fails_the_step() {
+    let launch = Launch::ranks(2).timeout(Duration::from_secs(120));
+    ranks!(launch, || {
+        let device = device();
+        let is_first = std::env::var("OMPI_COMM_WORLD_RANK").or(std::env::var("PMI_RANK")).unwrap() == "0";
+        // The last collective of the step, whose result is read on the device only.
+        let skipped =
+            CallFault { verb: Some(Verb::AllReduce), label: "embedding".into(), nth: 1, kind: CallFaultKind::Skip };
+        let fault = Some(skipped).filter(|_| !is_first);
+        let timeout = scale_timeout(Duration::from_secs(3));
+        let limits = mpi::Options { timeout, fault, ..mpi::Options::default() };
+        let (world, mesh) = (Arc::new(mpi::world(limits).unwrap()), Mesh::new(&[(Axis::Shard, 2)]).unwrap());
+        let ranks = Ranks::on_gpu(world.clone(), mesh, device).unwrap();
+        let mut trainer = Trainer::new(llama(), ranks, options(0, device), &mut init::from_seed(5)).unwrap();
+        let result = trainer.step(&[batch(0, world.rank() as i64)]);
+        if is_first {
+            let error = result.unwrap_err().to_string();
+            // It made no progress, or the other rank has already given up.
+            assert!(error.contains("of 'embedding'"), "{error}");
         }
     });
 }

@@ -5,16 +5,17 @@
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 use shardwise_comm::single;
-use shardwise_model::{Batch, LlamaConfig, Model};
+use shardwise_model::{Batch, LlamaConfig, Model, Parameter};
 use shardwise_plan::{Axis, Mesh};
-use shardwise_pretend_device::{Counts, device};
+use shardwise_pretend_device::{Counts, device, set_shapes_only};
 use shardwise_torch::autograd::{self, Graph};
 use shardwise_torch::tch::{Device, Kind, Tensor};
 use shardwise_train::{Options, Probe, Ranks, Schedule, StepPhase, Trainer, init};
-use shardwise_zero::{AdamW, Lamb, Optimizer, Precision, Sharding};
+use shardwise_zero::{AdamW, FloatsMut, Lamb, Optimizer, Precision, Sharding};
 
 const POSITIONS: i64 = 32;
 
@@ -68,13 +69,23 @@ struct Step {
 
 /// The second step, when everything that is kept from step to step exists.
 fn count_step(model: LlamaConfig, options: Options, micro_batches: usize) -> Step {
+    count_step_of(model, options, micro_batches, true)
+}
+
+/// If nothing is computed, parameters need no values.
+fn count_step_of(model: LlamaConfig, options: Options, micro_batches: usize, is_computed: bool) -> Step {
     let mesh = Mesh::new(&[(Axis::Shard, 1)]).unwrap();
     let ranks = Ranks::on_device(Arc::new(single::group()), mesh, |_| Ok(single::group_on(device()))).unwrap();
     let tokens = Tensor::arange(POSITIONS + 1, (Kind::Int64, Device::Cpu)).view([1, -1]);
     let batch = || Batch::new(tokens.narrow(1, 0, POSITIONS).copy(), tokens.narrow(1, 1, POSITIONS).copy());
     let batches: Vec<Batch> = (0..micro_batches).map(|_| batch()).collect();
     let model = Model::from_config(model).unwrap();
-    let mut trainer = Trainer::new(model, ranks, options, &mut init::from_seed(5)).unwrap();
+    let mut from_seed = init::from_seed(5);
+    let mut init = |parameter: &Parameter, range: Range<usize>, elements: FloatsMut<'_>| match is_computed {
+        true => from_seed(parameter, range, elements),
+        false => Ok(()),
+    };
+    let mut trainer = Trainer::new(model, ranks, options, &mut init).unwrap();
     trainer.step(&batches).unwrap();
     let units = Arc::new(Tally::default());
     trainer.set_probe(units.clone());
@@ -161,9 +172,22 @@ fn a_step_of_42_million_parameters_stays_within_its_budgets() {
         let options = Options { precision, ..adamw() };
         let [small, large] = [small(8), llama_42m()].map(|model| count_step(model, options.clone(), 1));
         println!("{kind:?}: {:?}", large.whole);
-        assert_passes_launch_like_plain_pytorch(&large.units, kind);
+        assert_passes_launch_like_plain_pytorch(&large.units, &llama_42m(), kind);
         assert_sizes_do_not_matter(&small, &large, 10, update_launches_max);
     }
+}
+
+#[test]
+fn a_step_of_7_billion_parameters_stays_within_its_budgets() {
+    set_shapes_only();
+    let llama_7b = LlamaConfig::new(32_000, 4096, 32, 32, 11_008);
+    let options = Options { precision: Precision::BF16, ..adamw() };
+    let small = LlamaConfig { tie_word_embeddings: false, ..small(32) };
+    let [small, large] = [small, llama_7b.clone()].map(|model| count_step_of(model, options.clone(), 1, false));
+    println!("{:?}", large.whole);
+    assert_eq!((large.whole.synchronizations, large.whole.host_to_device), (1, 2), "{:?}", large.whole);
+    assert_passes_launch_like_plain_pytorch(&large.units, &llama_7b, Kind::BFloat16);
+    assert_sizes_do_not_matter(&small, &large, 34, 5);
 }
 
 #[test]
@@ -177,9 +201,9 @@ fn lamb_waits_for_no_norm() {
 }
 
 /// The passes of a block launch at most 1.3 times as many kernels as plain PyTorch's.
-fn assert_passes_launch_like_plain_pytorch(units: &Tally, kind: Kind) {
-    let plain = count_plain_block(&llama_42m(), kind);
-    for unit in 1..=8 {
+fn assert_passes_launch_like_plain_pytorch(units: &Tally, config: &LlamaConfig, kind: Kind) {
+    let plain = count_plain_block(config, kind);
+    for unit in 1..=config.num_hidden_layers {
         for (phase, plain) in [("forward", plain[0].launches), ("backward", plain[1].launches)] {
             let found = units.of(phase, unit).launches;
             println!("unit {unit}: {phase} launches {found}, in plain PyTorch {plain}");

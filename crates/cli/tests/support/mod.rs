@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::process::{Command, Output};
 use std::time::Duration;
 
+use serde_json::json;
 use shardwise_harness::{Stopwatch, scale_timeout};
 
 /// A small run.
@@ -59,6 +60,26 @@ impl Folder {
 
     pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.0.path().join(name)
+    }
+
+    /// Writes a corpus that can be learned, of tokens below 61, and a tokenizer with a word for each.
+    pub(crate) fn write_tokens_and_tokenizer(&self) {
+        let tokens: Vec<u8> = (0..400u32).flat_map(|place| ((place * place % 61) as u16).to_le_bytes()).collect();
+        std::fs::write(self.path("tokens.bin"), tokens).unwrap();
+        let words: serde_json::Map<String, serde_json::Value> =
+            (0..61).map(|word| (format!("w{word}"), json!(word))).collect();
+        let tokenizer = json!({
+            "version": "1.0",
+            "truncation": null,
+            "padding": null,
+            "added_tokens": [],
+            "normalizer": null,
+            "pre_tokenizer": { "type": "Whitespace" },
+            "post_processor": null,
+            "decoder": null,
+            "model": { "type": "WordLevel", "vocab": words, "unk_token": "w0" },
+        });
+        std::fs::write(self.path("tokenizer.json"), tokenizer.to_string()).unwrap();
     }
 
     /// A subcommand of the program on the recipe.

@@ -203,6 +203,10 @@ impl Transport for MpiGroup {
         Ok(Arc::new(MpiGroup { thread: self.thread.clone(), id }))
     }
 
+    fn timeout(&self) -> Duration {
+        self.thread.timeout
+    }
+
     fn abort(&self) {
         std::thread::sleep(OUTPUT_GRACE);
         if self.thread.send(Message::Abort).is_ok() {

@@ -7,7 +7,8 @@ use std::time::Duration;
 use half::{bf16, f16};
 use shardwise_comm::{CallFault, Error, Group, Pending, ReduceOp, mpi};
 use shardwise_plan::{Dtype, Partition};
-use shardwise_torch::{Block, Element};
+use shardwise_torch::tch::Device;
+use shardwise_torch::{Block, Element, copy_bytes};
 
 pub(crate) fn world() -> Group {
     world_with_timeout(Duration::from_secs(30))
@@ -180,6 +181,24 @@ pub(crate) fn assert_same<T: Value>(what: &str, found: &[T], expected: &[T]) {
     }
 }
 
+/// A block on the group's device with these elements.
+pub(crate) fn upload<T: Value>(group: &Group, elements: &[T]) -> Block {
+    let block = Block::new(T::DTYPE, elements.len(), group.device()).unwrap();
+    let from = (Device::Cpu, elements.as_ptr().cast());
+    // SAFETY: as many bytes on both sides, and nobody else has the block.
+    unsafe { copy_bytes(from, (group.device(), block.as_ptr()), size_of_val(elements)) }.unwrap();
+    block
+}
+
+/// A block's elements, wherever it is.
+pub(crate) fn download<T: Value>(block: &Block) -> Vec<T> {
+    let mut elements = vec![T::default(); block.len()];
+    let to = (Device::Cpu, elements.as_mut_ptr().cast());
+    // SAFETY: as many bytes on both sides.
+    unsafe { copy_bytes((block.device(), block.as_ptr()), to, size_of_val(&elements[..])) }.unwrap();
+    elements
+}
+
 /// Waits for a running call and checks its result.
 pub(crate) type Check = Box<dyn FnOnce()>;
 
@@ -220,45 +239,42 @@ fn start_typed<T: Value>(group: &Group, mut rng: Rng) -> Check {
     let expected_sum = move |range: std::ops::Range<usize>| -> Vec<T> {
         range.map(|index| T::reduce(&(0..size).map(|r| element(seed, r, index)).collect::<Vec<T>>(), how)).collect()
     };
+    let own = |len: usize| upload(group, &input::<T>(seed, rank, len));
+    let empty = |len: usize| upload(group, &vec![T::default(); len]);
     let refused = T::DTYPE == Dtype::U8 || (T::DTYPE == Dtype::I64 && how == ReduceOp::Mean);
     match rng.below(10) {
         0 => {
             let whole_input = input::<T>(seed, 0, len);
-            let part = whole_input[partition.range(rank)].to_vec();
-            // Into memory allocated by libtorch.
-            let whole = Block::from_slice(&vec![T::default(); len]).unwrap();
-            let pending = group.all_gather("random", part, whole);
-            Box::new(move || {
-                assert_same(&what("all-gather"), pending.wait().unwrap().1.as_slice::<T>().unwrap(), &whole_input);
-            })
+            let part = upload(group, &whole_input[partition.range(rank)]);
+            let pending = group.all_gather("random", part, empty(len));
+            Box::new(move || assert_same(&what("all-gather"), &download(&pending.wait().unwrap().1), &whole_input))
         }
         1 => {
-            let part = vec![T::default(); partition.part_len(rank)];
-            let pending = group.reduce_scatter("random", how, input::<T>(seed, rank, len), part);
+            let pending = group.reduce_scatter("random", how, own(len), empty(partition.part_len(rank)));
             Box::new(move || match refused {
                 true => assert_refused(pending),
                 false => {
                     let (_, part) = pending.wait().unwrap();
-                    assert_same(&what("reduce-scatter"), &part, &expected_sum(partition.range(rank)));
+                    assert_same(&what("reduce-scatter"), &download(&part), &expected_sum(partition.range(rank)));
                 }
             })
         }
         2 => {
-            let pending = group.all_reduce("random", how, input::<T>(seed, rank, len));
+            let pending = group.all_reduce("random", how, own(len));
             Box::new(move || match refused {
                 true => assert_refused(pending),
-                false => assert_same(&what("all-reduce"), &pending.wait().unwrap(), &expected_sum(0..len)),
+                false => assert_same(&what("all-reduce"), &download(&pending.wait().unwrap()), &expected_sum(0..len)),
             })
         }
         3 => {
             let len = len / size * size;
             let part = len / size;
-            let pending = group.all_to_all("random", input::<T>(seed, rank, len), vec![T::default(); len]);
+            let pending = group.all_to_all("random", own(len), empty(len));
             Box::new(move || {
                 let expected: Vec<T> = (0..size)
                     .flat_map(|from| (rank * part..(rank + 1) * part).map(move |index| element(seed, from, index)))
                     .collect();
-                assert_same(&what("all-to-all"), &pending.wait().unwrap().1, &expected);
+                assert_same(&what("all-to-all"), &download(&pending.wait().unwrap().1), &expected);
             })
         }
         4 => {
@@ -269,8 +285,7 @@ fn start_typed<T: Value>(group: &Group, mut rng: Rng) -> Check {
             };
             let sends: Vec<usize> = (0..size).map(|to| count(rank, to)).collect();
             let receives: Vec<usize> = (0..size).map(|from| count(from, rank)).collect();
-            let send = input::<T>(seed, rank, sends.iter().sum());
-            let receive = vec![T::default(); receives.iter().sum()];
+            let (send, receive) = (own(sends.iter().sum()), empty(receives.iter().sum()));
             let pending = group.all_to_all_counts("random", send, &sends, receive, &receives);
             Box::new(move || {
                 let expected: Vec<T> = (0..size)
@@ -279,29 +294,32 @@ fn start_typed<T: Value>(group: &Group, mut rng: Rng) -> Check {
                         (start..start + count(from, rank)).map(move |index| element(seed, from, index))
                     })
                     .collect();
-                assert_same(&what("all-to-all with counts"), &pending.wait().unwrap().1, &expected);
+                assert_same(&what("all-to-all with counts"), &download(&pending.wait().unwrap().1), &expected);
             })
         }
         5 => {
             let root = (seed % size as u64) as usize;
-            let pending = group.broadcast("random", root, input::<T>(seed, rank, len));
-            Box::new(move || assert_same(&what("broadcast"), &pending.wait().unwrap(), &input::<T>(seed, root, len)))
+            let pending = group.broadcast("random", root, own(len));
+            let expected = input::<T>(seed, root, len);
+            Box::new(move || assert_same(&what("broadcast"), &download(&pending.wait().unwrap()), &expected))
         }
         6 => {
             let whole_input = input::<T>(seed, 0, len);
             // Every rank has its own part in place, and other values elsewhere.
             let mut whole = input::<T>(seed, rank + 1, len);
             whole[partition.range(rank)].copy_from_slice(&whole_input[partition.range(rank)]);
-            let pending = group.all_gather_in_place("random", whole);
-            Box::new(move || assert_same(&what("all-gather in place"), &pending.wait().unwrap(), &whole_input))
+            let pending = group.all_gather_in_place("random", upload(group, &whole));
+            Box::new(move || {
+                assert_same(&what("all-gather in place"), &download(&pending.wait().unwrap()), &whole_input);
+            })
         }
         7 => {
-            let pending = group.reduce_scatter_in_place("random", how, input::<T>(seed, rank, len));
+            let pending = group.reduce_scatter_in_place("random", how, own(len));
             Box::new(move || match refused {
                 true => assert_refused(pending),
                 false => {
                     let part = partition.range(rank);
-                    let found = pending.wait().unwrap();
+                    let found = download::<T>(&pending.wait().unwrap());
                     assert_same(&what("reduce-scatter in place"), &found[part.clone()], &expected_sum(part.clone()));
                     // The other parts are unchanged.
                     let mut expected = input::<T>(seed, rank, len);
@@ -311,12 +329,22 @@ fn start_typed<T: Value>(group: &Group, mut rng: Rng) -> Check {
             })
         }
         8 if size > 1 => {
-            // Around the ring; everyone sends before anyone receives.
             let (up, down) = ((rank + 1) % size, (rank + size - 1) % size);
-            let send = group.send("random", up, input::<T>(seed, rank, len));
-            let receive = group.receive("random", down, vec![T::default(); len]);
+            let send = || group.send("random", up, own(len));
+            let receive = || group.receive("random", down, empty(len));
+            // Around the ring; everyone sends before anyone receives. On a device, messages run one after the other.
+            let (send, receive) = match group.device() == Device::Cpu || rank == 0 {
+                true => {
+                    let send = send();
+                    (send, receive())
+                }
+                false => {
+                    let receive = receive();
+                    (send(), receive)
+                }
+            };
             Box::new(move || {
-                assert_same(&what("receive"), &receive.wait().unwrap(), &input::<T>(seed, down, len));
+                assert_same(&what("receive"), &download(&receive.wait().unwrap()), &input::<T>(seed, down, len));
                 send.wait().unwrap();
             })
         }

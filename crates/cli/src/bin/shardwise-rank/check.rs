@@ -8,13 +8,15 @@ use serde_json::json;
 use shardwise_cli::flags::TrainFlags;
 use shardwise_journal::format::format_memory_fixed;
 use shardwise_plan::program::Programs;
-use shardwise_recipe::Recipe;
-use shardwise_run::build::programs;
+use shardwise_recipe::{DeviceRecipe, Recipe};
+use shardwise_run::build::{check_device, programs};
 use shardwise_run::memory_estimate::{MemoryEstimate, find_settings_that_fit};
-use shardwise_run::memory_limit::{MemoryLimit, memory_limit};
+use shardwise_run::memory_limit::MemoryLimit;
 use shardwise_run::{StepCosts, describe_simulated_step};
 use shardwise_supervisor::RankCount;
 use shardwise_supervisor::exit_codes::REFUSED;
+use shardwise_torch::device::accelerators;
+use shardwise_torch::tch::Device;
 
 use crate::flags::{parse_faults, parse_trace};
 use crate::recipe_arguments::RecipeArguments;
@@ -64,7 +66,15 @@ fn check(arguments: &RecipeArguments, flags: &CheckFlags) -> Result<String, Stri
         here if here == Some(0) || flags.train.force => {
             MemoryEstimate::of(&recipe, ranks).map_err(|error| error.to_string())?
         }
-        here => check_memory(arguments, &recipe, ranks, here.unwrap_or(ranks))?,
+        here => {
+            check_device(&recipe).map_err(|error| error.to_string())?;
+            // They are usually alike. In ranks, which hold on to what they open, each would ask for its own.
+            let device = match recipe.run.device {
+                DeviceRecipe::Cpu => Device::Cpu,
+                DeviceRecipe::Cuda => accelerators().map_err(|error| error.to_string())?[0],
+            };
+            check_memory(arguments, &recipe, ranks, here.unwrap_or(ranks), device)?
+        }
     };
     let mut text = format!("a rank needs about {} of memory:\n{estimate}", format_memory_fixed(estimate.total()));
     if let Some(file) = &flags.costs {
@@ -106,15 +116,32 @@ fn world_sizes(recipe: &Recipe, asked: RankCount) -> Result<Vec<usize>, String> 
     Ok(found.into_iter().map(|(ranks, _)| ranks).collect())
 }
 
-/// Estimates the memory of a rank. If it does not fit, the error has the figures, and the settings with which it would fit.
+/// Estimates the memory of a rank. If it does not fit, the error has the figures, and the settings with which it would fit. For a rank on a GPU,
+/// checks that of `device`, or the host's alone if that is the CPU.
 pub(crate) fn check_memory(
     arguments: &RecipeArguments,
     recipe: &Recipe,
     ranks: usize,
     ranks_here: usize,
+    device: Device,
 ) -> Result<MemoryEstimate, String> {
     let estimate = MemoryEstimate::of(recipe, ranks).map_err(|error| error.to_string())?;
-    let Some(limit) = memory_limit(ranks_here, 0) else { return Ok(estimate) };
+    let host = MemoryLimit::of_host(ranks_here, 0);
+    if let Some(MemoryLimit { bytes, what, .. }) = host.filter(|_| recipe.run.device == DeviceRecipe::Cuda) {
+        let needed = estimate.on_host().total();
+        if needed > bytes {
+            let [needed, bytes] = [needed, bytes].map(format_memory_fixed);
+            return Err(format!(
+                "a rank needs about {needed} of host memory, besides its GPU's, but {what} is {bytes}"
+            ));
+        }
+    }
+    let limit = match (recipe.run.device, device) {
+        (DeviceRecipe::Cpu, _) => host,
+        (DeviceRecipe::Cuda, Device::Cpu) => None,
+        (DeviceRecipe::Cuda, device) => MemoryLimit::of(device, ranks_here),
+    };
+    let Some(limit) = limit else { return Ok(estimate) };
     let estimate = estimate.as_counted_by(&limit);
     let MemoryLimit { bytes, what, .. } = limit;
     if estimate.total() <= bytes {

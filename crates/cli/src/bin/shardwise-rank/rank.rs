@@ -11,6 +11,7 @@ use shardwise_run::build::comm_options;
 use shardwise_run::{Error, RunOutcome};
 use shardwise_supervisor::exit_codes::{REFUSED, RESUME};
 use shardwise_supervisor::launcher_env::launcher_env;
+use shardwise_torch::tch::Device;
 use shardwise_watch::FailureKind;
 
 use crate::check::check_memory;
@@ -56,7 +57,7 @@ pub(crate) fn run_ranks(
     }
     let recipe = recipe.and_then(|recipe| {
         if let MemoryCheck::Training = memory {
-            check_memory(arguments, &recipe, ranks, launcher.local_size.unwrap_or(ranks))?;
+            check_memory(arguments, &recipe, ranks, launcher.local_size.unwrap_or(ranks), Device::Cpu)?;
         }
         Ok(recipe)
     });

@@ -4,7 +4,6 @@ use std::path::PathBuf;
 
 use shardwise_cli::flags::Layers;
 use shardwise_recipe::Recipe;
-use shardwise_run::build::check_device;
 use shardwise_supervisor::RankCount;
 
 /// A recipe and its layers.
@@ -21,8 +20,6 @@ pub(crate) struct RecipeArguments {
 impl RecipeArguments {
     pub(crate) fn read(&self) -> Result<Recipe, String> {
         let Layers { deepspeed, set } = &self.layers;
-        let recipe = Recipe::read_layered(&self.path, deepspeed.as_deref(), set).map_err(|error| error.to_string())?;
-        check_device(&recipe).map_err(|error| error.to_string())?;
-        Ok(recipe)
+        Recipe::read_layered(&self.path, deepspeed.as_deref(), set).map_err(|error| error.to_string())
     }
 }

@@ -1,0 +1,35 @@
+//! Claims about devices, on the one that tests pretend to have.
+
+use std::process::Command;
+
+use anyhow::Result;
+
+use crate::claim::{Claim, Verdict};
+use crate::workspace::root;
+
+pub(crate) const CLAIMS: &[Claim] = &[Claim {
+    group: "device",
+    name: "seeds",
+    what: "1,000 seeds of pauses in streams change no bit: of steps on two devices, and of the work around collectives",
+    heavy: true,
+    measure: seeds,
+}];
+
+/// The tests of CI try a few.
+fn seeds() -> Result<Verdict> {
+    let mut command = Command::new("cargo");
+    command.current_dir(root()).args([
+        "nextest",
+        "run",
+        "--release",
+        "--workspace",
+        "--test",
+        "device",
+        "--test",
+        "nccl",
+        "for_every_seed",
+    ]);
+    let holds = command.env("SHARDWISE_SEEDS", "1000").status()?.success();
+    let figure = if holds { "all have the same bits" } else { "some differ" }.to_string();
+    Ok(Verdict { figure, bar: "no bit".to_string(), holds })
+}
