@@ -19,6 +19,7 @@ mod running_buffers;
 mod watcher;
 
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use cudarc::driver::{result as cuda, sys as cuda_sys};
 use cudarc::nccl::{result as nccl, sys as nccl_sys};
@@ -41,11 +42,17 @@ pub fn library_version() -> Result<String> {
     Ok(format!("{}.{}.{}", code / 10_000, code / 100 % 100, code % 100))
 }
 
-/// Creates a group for buffers on `device`, a GPU, with the same ranks as `control`, a group of CPU ranks.
+/// Creates a group for buffers on `device`, a GPU, with the same ranks and timeout as `control`, a group of CPU ranks.
 pub fn connect(control: Group, device: Device) -> Result<Group> {
+    let timeout = control.transport().timeout();
+    connect_with_timeout(control, device, timeout)
+}
+
+/// Like [`connect`], with a timeout of its own.
+pub fn connect_with_timeout(control: Group, device: Device, timeout: Duration) -> Result<Group> {
     require_library("the CUDA driver", "libcuda.so.1", has_cuda())?;
     require_library("NCCL", "libnccl.so", has_nccl())?;
-    let transport = Arc::new(NcclGroup::connect(control, device)?);
+    let transport = Arc::new(NcclGroup::connect(control, device, timeout)?);
     Ok(transport.control.over("gpu", transport.clone()))
 }
 
@@ -87,7 +94,7 @@ struct NcclGroup {
 }
 
 impl NcclGroup {
-    fn connect(control: Group, device: Device) -> Result<Self> {
+    fn connect(control: Group, device: Device, timeout: Duration) -> Result<Self> {
         let setup = |what: &str, error: &str| {
             Error::Setup(format!("{what} for {device:?} in group '{}' failed: {error}", control.name()))
         };
@@ -101,7 +108,7 @@ impl NcclGroup {
         let id = share_id(&control)?.map_err(|error| setup("creating an NCCL id", &error))?;
         let communicator = Communicator::connect(id, control.rank(), control.size())
             .map_err(|error| setup("connecting NCCL", &error))?;
-        let watch = Watch::new(communicator.handle().clone(), context, control.transport().timeout());
+        let watch = Watch::new(communicator.handle().clone(), context, timeout);
         Ok(NcclGroup { control, device, context, communicator: Mutex::new(communicator), watch })
     }
 
@@ -222,11 +229,11 @@ impl Transport for NcclGroup {
     }
 
     fn split(&self, ranks: RankSet, _: &Arc<str>) -> Result<Arc<dyn Transport>> {
-        Ok(Arc::new(NcclGroup::connect(self.control.subgroup("gpu", ranks)?, self.device)?))
+        Ok(Arc::new(NcclGroup::connect(self.control.subgroup("gpu", ranks)?, self.device, self.watch.timeout())?))
     }
 
-    fn timeout(&self) -> std::time::Duration {
-        self.control.transport().timeout()
+    fn timeout(&self) -> Duration {
+        self.watch.timeout()
     }
 
     fn check(&self) -> Result<()> {

@@ -57,6 +57,10 @@ impl Watch {
         watch
     }
 
+    pub(super) fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
     /// Fails if the group can no longer be used.
     pub(super) fn check(&self) -> Result<()> {
         self.failure.get().map_or(Ok(()), |failure| Err(failure.clone()))
