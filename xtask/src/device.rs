@@ -1,11 +1,9 @@
 //! Claims about devices, on the one that tests pretend to have.
 
-use std::process::Command;
-
 use anyhow::Result;
 
 use crate::claim::{Claim, Verdict};
-use crate::workspace::root;
+use crate::workspace::run_tests;
 
 pub(crate) const CLAIMS: &[Claim] = &[Claim {
     group: "device",
@@ -17,19 +15,8 @@ pub(crate) const CLAIMS: &[Claim] = &[Claim {
 
 /// The tests of CI try a few.
 fn seeds() -> Result<Verdict> {
-    let mut command = Command::new("cargo");
-    command.current_dir(root()).args([
-        "nextest",
-        "run",
-        "--release",
-        "--workspace",
-        "--test",
-        "device",
-        "--test",
-        "nccl",
-        "for_every_seed",
-    ]);
-    let holds = command.env("SHARDWISE_SEEDS", "1000").status()?.success();
+    let tests = ["--test", "device", "--test", "nccl", "for_every_seed"];
+    let holds = run_tests(&tests, &[("SHARDWISE_SEEDS", "1000")])?;
     let figure = if holds { "all have the same bits" } else { "some differ" }.to_string();
     Ok(Verdict { figure, bar: "no bit".to_string(), holds })
 }

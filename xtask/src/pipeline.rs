@@ -1,13 +1,11 @@
 //! The claims about pipeline parallelism.
 
-use std::process::Command;
-
 use anyhow::Result;
 
 use crate::claim::{Claim, Verdict};
 use crate::pipeline_hosts::compare_on_hosts;
 use crate::setting::{BASE, M21, M58, Setting, compare_memory};
-use crate::workspace::root;
+use crate::workspace::run_tests;
 
 pub(crate) const CLAIMS: &[Claim] = &[
     Claim {
@@ -51,35 +49,22 @@ pub(crate) const CLAIMS: &[Claim] = &[
 
 /// The tests of CI train for a few steps, and combine settings in pairs.
 fn equality() -> Result<Verdict> {
-    let mut command = Command::new("cargo");
-    command.current_dir(root()).args(["nextest", "run", "--release", "--workspace", "--test", "pipeline"]);
-    command.args(["--run-ignored", "all", "-E", "package(shardwise-train) - test(bubbles)"]);
-    let holds = command.status()?.success();
+    let chosen = ["--run-ignored", "all", "-E", "package(shardwise-train) - test(bubbles)"];
+    let holds = run_tests(&[&["--test", "pipeline"][..], &chosen].concat(), &[])?;
     let figure = if holds { "all settings agree" } else { "some settings differ" }.to_string();
     Ok(Verdict { figure, bar: "the same bits".to_string(), holds })
 }
 
 /// Layers that sleep, because idle ranks speed up busy ones on a machine with few cores.
 fn bubbles() -> Result<Verdict> {
-    let mut command = Command::new("cargo");
-    command.current_dir(root()).args([
-        "nextest",
-        "run",
-        "--release",
-        "--workspace",
-        "--test",
-        "pipeline",
-        "--no-capture",
-    ]);
-    let holds = command.args(["--run-ignored", "only", "-E", "test(bubbles)"]).status()?.success();
+    let chosen = ["--run-ignored", "only", "-E", "test(bubbles)"];
+    let holds = run_tests(&[&["--test", "pipeline", "--no-capture"][..], &chosen].concat(), &[])?;
     let figure = if holds { "all within 5 points" } else { "some differ" }.to_string();
     Ok(Verdict { figure, bar: "5 points".to_string(), holds })
 }
 
 fn partition() -> Result<Verdict> {
-    let mut command = Command::new("cargo");
-    command.current_dir(root()).args(["nextest", "run", "--release", "--workspace", "--test", "pipeline_partition"]);
-    let holds = command.args(["--run-ignored", "all"]).status()?.success();
+    let holds = run_tests(&["--test", "pipeline_partition", "--run-ignored", "all"], &[])?;
     let figure = if holds { "never slower" } else { "slower, or no profiles" }.to_string();
     Ok(Verdict { figure, bar: "never slower".to_string(), holds })
 }

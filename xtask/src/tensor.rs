@@ -1,12 +1,10 @@
 //! The claims about tensor and sequence parallelism.
 
-use std::process::Command;
-
 use anyhow::Result;
 
 use crate::claim::{Claim, Verdict};
 use crate::setting::{BASE, M21, M58, Setting, compare_memory, measure_step, predict_step, profile, shardwise};
-use crate::workspace::{Scratch, median, root};
+use crate::workspace::{Scratch, median, run_tests};
 
 pub(crate) const CLAIMS: &[Claim] = &[
     Claim {
@@ -41,9 +39,7 @@ pub(crate) const CLAIMS: &[Claim] = &[
 
 /// The tests of CI train for 20 steps in some settings only.
 fn equality() -> Result<Verdict> {
-    let mut command = Command::new("cargo");
-    command.current_dir(root()).args(["nextest", "run", "--release", "--workspace", "--test", "tensor"]);
-    let holds = command.env("SHARDWISE_THOROUGH", "1").status()?.success();
+    let holds = run_tests(&["--test", "tensor"], &[("SHARDWISE_THOROUGH", "1")])?;
     let figure = if holds { "all settings agree" } else { "some settings differ" }.to_string();
     Ok(Verdict { figure, bar: "1e-12".to_string(), holds })
 }

@@ -1,4 +1,4 @@
-//! Helpers for all commands: those of `shardwise-compare`, the folder of developers' tools, and the peak memory of a command.
+//! Helpers for all commands: those of `shardwise-compare`, the folder of developers' tools, tests, and the peak memory of a command.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -13,6 +13,13 @@ pub(crate) fn tools() -> Result<PathBuf> {
     let home = std::env::var("SHARDWISE_HOME").map(PathBuf::from);
     let home = home.or_else(|_| std::env::var("HOME").map(|home| Path::new(&home).join(".cache/shardwise")))?;
     Ok(home.join("tools"))
+}
+
+/// Runs tests of the workspace with these arguments and variables. Returns whether they pass.
+pub(crate) fn run_tests(arguments: &[&str], variables: &[(&str, &str)]) -> Result<bool> {
+    let mut command = Command::new("cargo");
+    command.current_dir(root()).args(["nextest", "run", "--release", "--workspace"]);
+    Ok(command.args(arguments).envs(variables.iter().copied()).status()?.success())
 }
 
 /// The peak memory of a command. The kernel's figure never falls, so polling it often is enough.

@@ -181,6 +181,31 @@ fn a_call_that_nobody_waits_for_keeps_its_buffers() {
 }
 
 #[test]
+fn a_failure_is_known_as_soon_as_its_result_can_be_read() {
+    ranks!(2, || {
+        let device = device();
+        let world = world();
+        let mesh = Mesh::new(&[(Axis::Shard, 2)]).unwrap();
+        for round in 0..10 {
+            let group = nccl::connect(world.split_along(&mesh, &[Axis::Shard]).unwrap(), device).unwrap();
+            match world.rank() {
+                // Its connections close, as if it had died.
+                1 => drop(group),
+                _ => {
+                    let lost = group.all_reduce("lost", ReduceOp::Sum, upload(&group, &[1f32; 100])).wait();
+                    // Unless it has failed before it was waited for.
+                    if let Ok(lost) = lost {
+                        let _ = download::<f32>(&lost);
+                        assert!(group.check().is_err(), "round {round}");
+                    }
+                }
+            }
+            world.barrier("round").wait().unwrap();
+        }
+    });
+}
+
+#[test]
 fn a_call_has_ended_when_the_device_has_got_to_its_end() {
     ranks!(2, || {
         let group = gpu_world();

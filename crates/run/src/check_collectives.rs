@@ -8,7 +8,7 @@ use shardwise_torch::{Block, storage};
 use crate::device::choose_device;
 use crate::error::{Error, Result};
 
-/// An operation that was checked, such as `all-gather of 17 bf16`, and what was wrong with it on this rank.
+/// An operation that was checked, such as `all-gather of 17 BFloat16`, and what was wrong with it on this rank.
 pub type CheckedOperation = (String, std::result::Result<(), String>);
 
 /// Checks every operation on the GPUs of all ranks, with parts of equal and of different lengths. All ranks call it together.
@@ -73,10 +73,12 @@ const OPERATIONS: [(&str, Operation); 7] = [
     ("all-to-all", |checker| {
         let (rank, size) = (checker.rank(), checker.size());
         let element = |from: usize, to: usize| ((7 * from + to) % 100) as f64;
-        let own: Vec<f64> = (0..size).map(|to| element(rank, to)).collect();
-        let received = checker.upload(&vec![0.; size])?;
+        // As many as can be divided by the number of ranks.
+        let each = checker.len / size;
+        let own: Vec<f64> = (0..size).flat_map(|to| vec![element(rank, to); each]).collect();
+        let received = checker.upload(&vec![0.; size * each])?;
         let (_, received) = checker.group.all_to_all("check", checker.upload(&own)?, received).wait().map_err(text)?;
-        Ok((download(received)?, (0..size).map(|from| element(from, rank)).collect()))
+        Ok((download(received)?, (0..size).flat_map(|from| vec![element(from, rank); each]).collect()))
     }),
     ("send and receive", |checker| {
         // Pairs of ranks; the last of an odd number has none.

@@ -1,7 +1,6 @@
 //! Which device a rank computes on.
 
 use shardwise_comm::{Group, nccl};
-use shardwise_model::init::splitmix64;
 use shardwise_recipe::Recipe;
 use shardwise_torch::device::accelerators;
 use shardwise_torch::tch::Device;
@@ -35,8 +34,9 @@ pub(crate) fn choose_device(world: &Group, may_share: bool) -> Result<std::resul
         Ok(chosen) => chosen,
         Err(problem) => return Ok(Err(problem)),
     };
-    let uuids = gather(world, "gpus", uuid)?;
-    Ok(match find_pair(&uuids).filter(|_| !may_share) {
+    let own = uuid.map(u64::cast_signed).to_vec();
+    let (_, uuids) = world.all_gather("gpus", own, vec![0i64; 2 * world.size()]).wait()?;
+    Ok(match find_pair(uuids.as_chunks().0).filter(|_| !may_share) {
         Some((first, second)) => Err(format!(
             "ranks {first} and {second} would use the same GPU; start one rank per GPU, or set run.share_devices = true"
         )),
@@ -57,21 +57,13 @@ fn index_for(local: usize, visible: usize) -> std::result::Result<usize, String>
 
 /// The number of lower ranks on the same host.
 fn local_rank(world: &Group) -> Result<usize> {
-    let own = host::name().bytes().fold(0u64, |hash, byte| splitmix64(hash ^ u64::from(byte)));
-    let hosts = gather(world, "hosts", [own, 0])?;
-    Ok(hosts[..world.rank()].iter().filter(|host| host[0] == own).count())
-}
-
-/// The numbers of all ranks.
-fn gather(world: &Group, label: &str, own: [u64; 2]) -> Result<Vec<[u64; 2]>> {
-    let all = vec![0i64; 2 * world.size()];
-    let (_, all) = world.all_gather(label, own.map(u64::cast_signed).to_vec(), all).wait()?;
-    Ok(all.chunks_exact(2).map(|pair| [pair[0].cast_unsigned(), pair[1].cast_unsigned()]).collect())
+    let hosts = host::hosts_of_ranks(world)?;
+    Ok(hosts[..world.rank()].iter().filter(|&&host| host == hosts[world.rank()]).count())
 }
 
 /// The first two ranks with the same device.
-fn find_pair(uuids: &[[u64; 2]]) -> Option<(usize, usize)> {
-    let first_with = |uuid: &[u64; 2]| uuids.iter().position(|other| other == uuid);
+fn find_pair(uuids: &[[i64; 2]]) -> Option<(usize, usize)> {
+    let first_with = |uuid: &[i64; 2]| uuids.iter().position(|other| other == uuid);
     uuids.iter().enumerate().find_map(|(rank, uuid)| Some((first_with(uuid)?, rank)).filter(|(first, _)| *first < rank))
 }
 

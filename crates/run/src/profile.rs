@@ -366,13 +366,11 @@ fn minimum(times: &[f64]) -> f64 {
 
 /// Counts the hosts of all ranks.
 fn count_hosts(world: &Group) -> Result<usize> {
-    let own =
-        host::name().bytes().fold(1u64, |hash, byte| shardwise_model::init::splitmix64(hash ^ u64::from(byte))) as i64;
     // The only cost that grows with the world size is this all-gather of one word per rank.
-    let (_, mut all) = world.all_gather("hosts", vec![own], vec![0i64; world.size()]).wait()?;
-    all.sort_unstable();
-    all.dedup();
-    Ok(all.len())
+    let mut hosts = host::hosts_of_ranks(world)?;
+    hosts.sort_unstable();
+    hosts.dedup();
+    Ok(hosts.len())
 }
 
 /// The measured performance of the machine.

@@ -6,7 +6,6 @@ use shardwise_checkpoint::Store;
 use shardwise_checkpoint::hugging_face::Weights;
 use shardwise_comm::Group;
 use shardwise_model::Model;
-use shardwise_model::init::splitmix64;
 use shardwise_recipe::{DeviceRecipe, Recipe};
 use shardwise_torch::device::use_deterministic_algorithms;
 use shardwise_torch::tch::Device;
@@ -17,10 +16,11 @@ use crate::agreement::agree;
 use crate::build;
 use crate::device::choose_gpu;
 use crate::error::{Error, Result};
+use crate::host::hash_text;
 
 /// Fails if `about` differs between ranks, because their hosts have different files: some would train on other data than the run reports.
 pub(crate) fn check_same_on_all_ranks(world: &Group, about: &str) -> Result<()> {
-    let own = about.bytes().fold(0u64, |hash, byte| splitmix64(hash ^ u64::from(byte))) as i64;
+    let own = hash_text(about);
     let first = world.broadcast("data", 0, vec![own]).wait()?[0];
     let differs =
         "its corpora, checkpoints or compiled package differ from those of rank 0; all hosts need the same files"

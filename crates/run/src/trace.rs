@@ -16,7 +16,6 @@ use std::time::{Duration, Instant};
 use rustix::time::{ClockId, clock_gettime};
 use shardwise_comm::{Call, Entry, Group, RecordedCalls, Verb};
 use shardwise_journal::spans::{Kind, Span, SpanCall, Thread, TraceInfo, TraceRank, TraceWriter, events};
-use shardwise_model::init::splitmix64;
 
 use shardwise_train::Ranks;
 
@@ -308,7 +307,7 @@ fn monotonic_ns() -> i64 {
 /// Identifies the machine and its current boot; ranks with the same value share a monotonic clock.
 fn boot() -> i64 {
     let id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-    id.bytes().fold(0, |hash, byte| splitmix64(hash ^ u64::from(byte))) as i64
+    host::hash_text(&id)
 }
 
 /// The names and sizes of a trainer's groups.

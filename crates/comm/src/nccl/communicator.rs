@@ -14,27 +14,20 @@ use super::event::{Context, CudaResult, explain};
 use crate::ReduceOp;
 use crate::transport::Operation;
 
-/// A communicator and its stream. NCCL allows one call at a time.
-pub(super) struct Communicator {
-    handle: Handle,
-    pub(super) stream: cuda_sys::CUstream,
-}
-// SAFETY: the handles may be used from any thread, one at a time, which a mutex around this guarantees.
-unsafe impl Send for Communicator {}
-
-/// A stream, on its way to the thread that destroys it.
-struct SendStream(cuda_sys::CUstream);
-// SAFETY: a handle that may be used from any thread.
-unsafe impl Send for SendStream {}
+/// Makes the calls on a communicator. NCCL allows one at a time.
+pub(super) struct Communicator(Handle);
 
 /// What may be done to a communicator on any thread, while another thread makes a call.
 #[derive(Clone)]
 pub(super) struct Handle {
     comm: nccl_sys::ncclComm_t,
+    /// The stream of its calls.
+    stream: cuda_sys::CUstream,
     /// Whether it was destroyed or aborted.
     is_gone: Arc<Mutex<bool>>,
 }
-// SAFETY: NCCL allows asking for errors and aborting on any thread, until the communicator is gone.
+// SAFETY: NCCL allows asking for errors and aborting on any thread, until the communicator is gone. Calls, which it allows one at a time,
+// are made by `Communicator` only, around which there is a mutex.
 unsafe impl Send for Handle {}
 // SAFETY: as above.
 unsafe impl Sync for Handle {}
@@ -65,6 +58,21 @@ impl Handle {
             let _ = unsafe { nccl_sys::ncclCommAbort(self.comm) };
         }
     }
+
+    /// Frees the communicator, which must have no calls under way. NCCL may wait for the other ranks to do the same; this does not.
+    pub(super) fn destroy(self, context: Context) {
+        let destroy = move || {
+            let _ = context.enter();
+            if !std::mem::replace(&mut *self.lock(), true) {
+                // SAFETY: a live communicator and its stream, of which nobody makes use any more. There is nobody to report an error to.
+                unsafe {
+                    let _ = nccl::comm_destroy(self.comm);
+                    let _ = cuda::stream::destroy(self.stream);
+                }
+            }
+        };
+        drop(std::thread::Builder::new().name("nccl destroy".to_string()).spawn(destroy));
+    }
 }
 
 impl Communicator {
@@ -78,28 +86,15 @@ impl Communicator {
                 .map_err(|error| explain_nccl("ncclCommInitRank", &error))?;
             comm.assume_init()
         };
-        Ok(Communicator { handle: Handle { comm, is_gone: Arc::default() }, stream })
+        Ok(Communicator(Handle { comm, stream, is_gone: Arc::default() }))
     }
 
     pub(super) fn handle(&self) -> &Handle {
-        &self.handle
+        &self.0
     }
 
-    /// Frees the communicator, which must have no calls under way. NCCL may wait for the other ranks to do the same; this does not.
-    pub(super) fn destroy(&mut self, context: Context) {
-        let (handle, stream) = (self.handle.clone(), SendStream(self.stream));
-        let destroyed = std::thread::Builder::new().name("nccl destroy".to_string()).spawn(move || {
-            let SendStream(stream) = { stream };
-            let _ = context.enter();
-            if !std::mem::replace(&mut *handle.lock(), true) {
-                // SAFETY: a live communicator and its stream, of which nobody makes use any more. There is nobody to report an error to.
-                unsafe {
-                    let _ = nccl::comm_destroy(handle.comm);
-                    let _ = cuda::stream::destroy(stream);
-                }
-            }
-        });
-        drop(destroyed);
+    pub(super) fn stream(&self) -> cuda_sys::CUstream {
+        self.0.stream
     }
 
     /// Queues a call. `padded` is for those that need it.
@@ -114,7 +109,7 @@ impl Communicator {
         size: usize,
         padded: Option<&Padded>,
     ) -> CudaResult<()> {
-        if *self.handle.lock() {
+        if *self.0.lock() {
             return Err("the communicator was aborted".to_string());
         }
         // SAFETY: the caller's promise.
@@ -148,7 +143,7 @@ impl Communicator {
     }
 
     unsafe fn all_gather(&self, dtype: Dtype, part: *const u8, whole: *mut u8, len: usize) -> CudaResult<()> {
-        let (comm, stream) = (self.handle.comm, self.stream.cast());
+        let (comm, stream) = (self.0.comm, self.0.stream.cast());
         // SAFETY: the caller's promise.
         let queued = unsafe { nccl::all_gather(part.cast(), whole.cast(), len, nccl_type(dtype), comm, stream) };
         queued.map(drop).map_err(|error| explain_nccl("ncclAllGather", &error))
@@ -162,7 +157,7 @@ impl Communicator {
         len: usize,
         reduce: ReduceOp,
     ) -> CudaResult<()> {
-        let (comm, stream, op) = (self.handle.comm, self.stream.cast(), nccl_reduction(reduce));
+        let (comm, stream, op) = (self.0.comm, self.0.stream.cast(), nccl_reduction(reduce));
         // SAFETY: the caller's promise.
         let queued =
             unsafe { nccl::reduce_scatter(whole.cast(), part.cast(), len, nccl_type(dtype), op, comm, stream) };
@@ -175,7 +170,7 @@ impl Communicator {
             return Ok(());
         }
         // SAFETY: the caller's promise.
-        unsafe { cuda::memcpy_dtod_async(to as u64, from as u64, bytes, self.stream) }.map_err(explain)
+        unsafe { cuda::memcpy_dtod_async(to as u64, from as u64, bytes, self.0.stream) }.map_err(explain)
     }
 
     unsafe fn call_unpadded(
@@ -185,7 +180,7 @@ impl Communicator {
         size: usize,
     ) -> std::result::Result<(), nccl::NcclError> {
         let kind = nccl_type(dtype);
-        let (comm, stream) = (self.handle.comm, self.stream.cast());
+        let (comm, stream) = (self.0.comm, self.0.stream.cast());
         // SAFETY: the caller's promise; lengths were checked by `Group`.
         unsafe {
             match operation {

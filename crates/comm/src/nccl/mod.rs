@@ -121,9 +121,9 @@ impl NcclGroup {
         // SAFETY: the streams are live and belong to the current context; the job's buffers live until the call's end.
         unsafe {
             let ready = Event::record(torch.cast())?;
-            ready.block_stream(communicator.stream)?;
+            ready.block_stream(communicator.stream())?;
             self.watch.enter(&job.call, || communicator.call(job.call.dtype, &job.operation, rank, size, padded))?;
-            let end = Arc::new(Event::record(communicator.stream)?);
+            let end = Arc::new(Event::record(communicator.stream())?);
             Ok(Queued { ready, end })
         }
     }
@@ -237,7 +237,7 @@ impl Transport for NcclGroup {
     }
 
     fn check(&self) -> Result<()> {
-        self.watch.check()
+        self.watch.check_now()
     }
 
     fn abort(&self) {
@@ -250,7 +250,7 @@ impl Drop for NcclGroup {
         let communicator = self.communicator.get_mut().unwrap_or_else(PoisonError::into_inner);
         let _ = self.context.enter();
         if self.watch.is_idle() {
-            communicator.destroy(self.context);
+            communicator.handle().clone().destroy(self.context);
         }
         // Otherwise the process is about to end because of a failure, and must not wait for the other ranks before it says why.
     }

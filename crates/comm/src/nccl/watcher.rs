@@ -61,7 +61,15 @@ impl Watch {
         self.timeout
     }
 
-    /// Fails if the group can no longer be used.
+    /// Looks at the calls right now, and fails if one of them has failed. What the host has just read from the device may come from a call
+    /// that failed a moment ago, before the watcher has looked.
+    pub(super) fn check_now(&self) -> Result<()> {
+        let _ = self.context.enter();
+        self.poll();
+        self.check()
+    }
+
+    /// Fails if the group is known to be unusable.
     pub(super) fn check(&self) -> Result<()> {
         self.failure.get().map_or(Ok(()), |failure| Err(failure.clone()))
     }

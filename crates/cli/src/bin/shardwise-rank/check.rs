@@ -68,7 +68,7 @@ fn check(arguments: &RecipeArguments, flags: &CheckFlags) -> Result<String, Stri
         }
         here => {
             check_device(&recipe).map_err(|error| error.to_string())?;
-            // They are usually alike. In ranks, which hold on to what they open, each would ask for its own.
+            // GPUs of a host are usually alike, so the first stands for all. This process ends soon; a rank would keep it open.
             let device = match recipe.run.device {
                 DeviceRecipe::Cpu => Device::Cpu,
                 DeviceRecipe::Cuda => accelerators().map_err(|error| error.to_string())?[0],
