@@ -10,8 +10,10 @@ fn main() {
         .cpp(true)
         .std("c++20")
         .warnings(false)
+        // As libtorch was compiled: some of its types have members for debugging.
+        .define("NDEBUG", None)
         .includes([libtorch.join("include"), libtorch.join("include/torch/csrc/api/include")])
-        .files(["shim/shim.cpp", "shim/device.cpp", "shim/memory.cpp", "shim/package.cpp"])
+        .files(["shim/shim.cpp", "shim/counts.cpp", "shim/device.cpp", "shim/memory.cpp", "shim/package.cpp"])
         .compile("shardwise_torch_shim");
     build_stub();
 

@@ -6,14 +6,17 @@
 //
 // Most operators have no kernel here. The fallback runs the CPU's on the same memory, so results have the CPU's bits. It runs on a
 // stream, after the call has returned, if the shape of the result can be told without running it.
+#include "device.h"
 #include "driver.h"
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <mutex>
 #include <set>
 #include <thread>
@@ -45,15 +48,14 @@ void sw_pretend_set_seed(uint64_t seed);
 void sw_pretend_set_shapes_only();
 }
 
+pretend::AtomicCounts pretend::counts;
+
 namespace {
 
+using namespace pretend;
 using c10::DeviceIndex, c10::DeviceType, c10::IntArrayRef, c10::StreamId, c10::SymIntArrayRef;
 
 const c10::Device DEVICE(DeviceType::PrivateUse1, 0);
-
-struct {
-  std::atomic<uint64_t> launches, host_to_device, device_to_host, synchronizations, allocations;
-} counts;
 
 // ---- streams ----------------------------------------------------------------------------------------------------
 
@@ -138,8 +140,6 @@ void end_before_variables_of(const std::string &kernel) {
     std::atexit(end);
 }
 
-using Kernel = std::function<void()>;
-
 // Called by a stream. An error ends the program, as one in a kernel leaves a GPU unusable.
 void run_kernel(void *data) {
   static thread_local bool is_new = true;
@@ -158,10 +158,14 @@ void run_kernel(void *data) {
   }
 }
 
-void launch(Kernel kernel) {
+} // namespace
+
+void pretend::launch(Kernel kernel) {
   if (!pretend_has_shapes_only())
     check(cuLaunchHostFunc(stream(), &run_kernel, new Kernel(std::move(kernel))));
 }
+
+namespace {
 
 // ---- memory -----------------------------------------------------------------------------------------------------
 
@@ -206,6 +210,7 @@ public:
     auto &bytes = stats.allocated_bytes[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
     bytes.current = allocated;
     bytes.peak = peak;
+    stats.allocation[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)].allocated = counts.allocations;
     // It keeps no free memory.
     stats.reserved_bytes[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)].current = allocated;
     return stats;
@@ -269,11 +274,53 @@ void Allocator::free(void *data) {
 
 // ---- what libtorch asks of a back end -----------------------------------------------------------------------------
 
+// Memory of the host from which a copy reads when its turn has come, not when it is queued.
+class PinnedAllocator final : public c10::Allocator {
+public:
+  c10::DataPtr allocate(size_t bytes) override {
+    void *data = std::malloc(std::max<size_t>(bytes, 1));
+    std::lock_guard<std::mutex> guard(mutex);
+    blocks[data] = bytes;
+    return {data, data, &release, c10::Device(c10::DeviceType::CPU)};
+  }
+
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void *to, const void *from, size_t count) const override { std::memcpy(to, from, count); }
+
+  bool contains(const void *data) {
+    std::lock_guard<std::mutex> guard(mutex);
+    auto after = blocks.upper_bound(const_cast<void *>(data));
+    if (after == blocks.begin())
+      return false;
+    auto [start, bytes] = *std::prev(after);
+    return data < static_cast<char *>(start) + std::max<size_t>(bytes, 1);
+  }
+
+private:
+  static void release(void *data);
+
+  std::mutex mutex;
+  std::map<void *, size_t> blocks;
+};
+
+PinnedAllocator &pinned_allocator() {
+  static PinnedAllocator *allocator = new PinnedAllocator;
+  return *allocator;
+}
+
+void PinnedAllocator::release(void *data) {
+  PinnedAllocator &allocator = pinned_allocator();
+  std::lock_guard<std::mutex> guard(allocator.mutex);
+  allocator.blocks.erase(data);
+  std::free(data);
+}
+
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
-  c10::Allocator *getPinnedMemoryAllocator() const override { return c10::GetAllocator(DeviceType::CPU); }
+  c10::Allocator *getPinnedMemoryAllocator() const override { return &pinned_allocator(); }
+  bool isPinnedPtr(const void *data) const override { return pinned_allocator().contains(data); }
 };
 
 template <DeviceType TYPE> struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -359,13 +406,16 @@ at::Tensor empty_strided(SymIntArrayRef size, SymIntArrayRef stride, Kind kind, 
                                            kind.value_or(at::kFloat));
 }
 
-// A tensor on the CPU with the memory of a tensor on the device, for kernels.
-at::Tensor on_host(const at::Tensor &tensor) {
+} // namespace
+
+at::Tensor pretend::on_host(const at::Tensor &tensor) {
   void *data = for_kernel(tensor.storage().mutable_data());
   int64_t len = tensor.storage().nbytes() / tensor.element_size();
   return at::from_blob(data, {len}, tensor.options().device(at::kCPU))
       .as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset());
 }
+
+namespace {
 
 // libtorch waits for the CUDA device in a copy to or from pageable memory, unless it is `non_blocking`.
 at::Tensor &copy_(at::Tensor &to, const at::Tensor &from, bool non_blocking) {
@@ -374,8 +424,9 @@ at::Tensor &copy_(at::Tensor &to, const at::Tensor &from, bool non_blocking) {
     counts.launches++;
   else
     (to.is_cpu() ? counts.device_to_host : counts.host_to_device)++;
-  // CUDA has read pageable memory when the call returns.
-  at::Tensor source = !from.is_cpu() ? on_host(from) : non_blocking ? from.detach().clone() : from.detach();
+  // CUDA has read pageable memory when the call returns. libtorch keeps pinned memory until it is read.
+  bool is_read_later = !non_blocking || (from.is_cpu() && pinned_allocator().contains(from.const_data_ptr()));
+  at::Tensor source = !from.is_cpu() ? on_host(from) : is_read_later ? from.detach() : from.detach().clone();
   at::Tensor target = to.is_cpu() ? to.detach() : on_host(to);
   if (to.is_cpu() && pretend_has_shapes_only())
     target.copy_(source);
@@ -649,29 +700,6 @@ void run_on_cpu(const c10::OperatorHandle &op, torch::jit::Stack *stack) {
   Call(op, stack).run(is_awaited);
 }
 
-// ---- attention ----------------------------------------------------------------------------------------------------
-
-// libtorch chooses a kernel by the device. Here it is the one that it would choose for the CPU.
-at::Tensor scaled_dot_product_attention(const at::Tensor &query, const at::Tensor &key, const at::Tensor &value,
-                                        const std::optional<at::Tensor> &mask, double dropout, bool is_causal,
-                                        std::optional<double> scale, bool enable_gqa) {
-  constexpr int64_t FLASH = 1;
-  std::optional<at::Tensor> bias = mask, host_bias;
-  if (mask && mask->scalar_type() == at::kBool) {
-    at::Tensor zeros = at::zeros_like(*mask, query.options());
-    bias = zeros.masked_fill(mask->logical_not(), -std::numeric_limits<double>::infinity());
-  }
-  if (bias)
-    host_bias = on_host(*bias);
-  int64_t choice = at::_fused_sdp_choice(on_host(query), on_host(key), on_host(value), host_bias, dropout, is_causal, scale,
-                                         enable_gqa);
-  if (choice == FLASH)
-    return std::get<0>(
-        at::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout, is_causal, bias, scale));
-  return std::get<0>(at::_scaled_dot_product_attention_math(query, key, value, bias, dropout, is_causal, std::nullopt, scale,
-                                                            enable_gqa));
-}
-
 // ---- registration -------------------------------------------------------------------------------------------------
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>()); }
@@ -704,7 +732,6 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 }
 
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
-  m.impl("scaled_dot_product_attention", &scaled_dot_product_attention);
   m.impl("to.device", &to_device_dtype);
   m.impl("to.dtype_layout", &to_dtype_layout);
 }

@@ -97,4 +97,8 @@ fn gpu_check_finds_that_everything_works() {
     println!("{text}");
     assert!(text.contains("Everything works."), "{text}");
     assert_eq!(text.matches("\nok      ").count(), 13, "{text}");
+    let report = std::fs::read_to_string(folder.path().join("check/output.txt")).unwrap();
+    let words = report.split_whitespace().collect::<Vec<_>>().join(" ");
+    // Inputs and targets of four micro-batches; and the norm, with the losses.
+    assert!(words.contains(" 8 copies to the device, 1 from it; times that the host waited: 1 "), "{report}");
 }

@@ -1,5 +1,6 @@
 //! Causal attention over all earlier positions, a sliding window of them, or those of the same document.
 
+use shardwise_torch::attention::{flash_attention, has_flash_attention};
 use shardwise_torch::tch::{Device, Kind, Tensor};
 
 use crate::Result;
@@ -9,9 +10,9 @@ use crate::documents::Documents;
 pub(crate) struct AttentionOutput {
     /// The concatenated heads (sequences, positions, heads × head dim).
     pub(crate) output: Tensor,
-    /// Key and value, expanded to as many heads as the query if they had fewer.
+    /// Key and value, if they were expanded to as many heads as the query.
     pub(crate) expanded: Option<[Tensor; 2]>,
-    /// The output of each document, if sequences are packed.
+    /// The output of each document, if they were computed one by one.
     pub(crate) parts: Vec<Tensor>,
 }
 
@@ -24,8 +25,14 @@ pub(crate) fn causal(
     window: Option<usize>,
     documents: Option<&Documents>,
 ) -> Result<AttentionOutput> {
-    // libtorch's fused CPU kernel needs as many key heads as query heads; letting libtorch expand them would leave the fused
-    // path.
+    let is_square = query.size()[2] == key.size()[2];
+    let knows_documents = documents.is_none_or(|documents| documents.boundaries().is_some());
+    if is_square && knows_documents && has_flash_attention(query, key, value)? {
+        let output = attend_by_flash(query, key, value, window, documents)?;
+        return Ok(AttentionOutput { output, expanded: None, parts: vec![] });
+    }
+    // Other fused kernels, the CPU's among them, need as many key heads as query heads; letting libtorch expand them would leave
+    // the fused path.
     let expanded = match query.size()[1] / key.size()[1] {
         1 => None,
         times => Some([
@@ -41,6 +48,35 @@ pub(crate) fn causal(
     let each = queries.iter().zip(keys.iter().zip(&values));
     let parts = each.map(|(query, (key, value))| attend(query, key, value, window)).collect::<Result<Vec<Tensor>>>()?;
     Ok(AttentionOutput { output: documents.join(&parts)?, expanded, parts })
+}
+
+/// Attention by a kernel that reads a key head for several query heads, skips what is outside a window, and takes all documents at once.
+fn attend_by_flash(
+    query: &Tensor,
+    key: &Tensor,
+    value: &Tensor,
+    window: Option<usize>,
+    documents: Option<&Documents>,
+) -> Result<Tensor> {
+    let size = query.size();
+    let window = window.map(|window| window as i64).filter(|window| *window < size[2]);
+    let documents = documents.and_then(Documents::boundaries);
+    let seen = match documents.is_some() || window.is_some() {
+        true => {
+            let arrange = |tensor: &Tensor| match documents.is_some() {
+                true => tensor.f_transpose(1, 2)?.f_flatten(0, 1),
+                false => tensor.f_transpose(1, 2),
+            };
+            flash_attention(&arrange(query)?, &arrange(key)?, &arrange(value)?, documents, window)?
+        }
+        // libtorch may have one that is faster still.
+        false => {
+            let shares_heads = key.size()[1] < size[1];
+            Tensor::f_scaled_dot_product_attention(query, key, value, None::<&Tensor>, 0., true, None, shares_heads)?
+                .f_transpose(1, 2)?
+        }
+    };
+    Ok(seen.f_reshape([size[0], size[2], -1])?)
 }
 
 /// Attention of new positions to themselves and all earlier ones, for generation. The extra positions of `key` and `value` come

@@ -5,7 +5,6 @@ use shardwise_plan::{Gpt2Config, ParameterShape};
 use shardwise_torch::tch::{Kind, Tensor};
 
 use crate::activation_checkpointing::recompute_in_backward;
-use crate::documents::Documents;
 use crate::head::{Head, LmHead, Sizes};
 use crate::pass::{Region, RegionWeights};
 use crate::unit::embed;
@@ -91,10 +90,10 @@ struct Embedding(Gpt2Config);
 
 impl Layer for Embedding {
     fn forward(&self, parameters: &Parameters<'_>, _: Option<&Tensor>, batch: &Batch, pass: &Pass) -> Result<Tensor> {
-        let positions = match Documents::of(batch)? {
+        let positions = match &batch.documents {
             Some(documents) => {
                 self.check("documents", documents.longest())?;
-                documents.positions(batch.inputs.device())?
+                documents.positions()?
             }
             None => {
                 self.check("sequences", batch.inputs.size()[1])?;
@@ -277,13 +276,13 @@ impl Block {
     }
 
     fn attend(&self, parameters: &Parameters<'_>, x: &Tensor, batch: &Batch, pass: &Pass) -> Result<Tensor> {
-        let (rows, head_dim, documents) = (batch.inputs.numel(), self.head_dim(), Documents::of(batch)?);
+        let (rows, head_dim, documents) = (batch.inputs.numel(), self.head_dim(), batch.documents.clone());
         let norm = Norm::new(&self.0, parameters, "ln_1");
         let normed = norm.of(x)?;
         let c_attn = [layer(parameters, "attn.c_attn")];
         let (entered, [projected]) = pass.parallel.column_parallel(&normed, rows, c_attn)?;
         let projected = projected.f_view([batch.inputs.size()[0], batch.inputs.size()[1], -1])?;
-        // Returns the output of each document, if sequences are packed, and last the whole output.
+        // Returns the output of each document, if they were computed one by one, and last the whole output.
         let core = move |projected: &Tensor| -> Result<Vec<Tensor>> {
             let [query, key, value] = heads(projected, head_dim)?;
             let attended = attention::causal(&query, &key, &value, None, documents.as_ref())?;

@@ -63,6 +63,7 @@ mod unit_functions;
 
 pub use activation_checkpointing::Activations;
 pub use cache::Cache;
+pub use documents::Documents;
 pub use linear::{DeferredGradients, Linear};
 pub use loss::{IGNORED, head_loss};
 pub use parameter::{Init, Parameter};

@@ -220,7 +220,7 @@ impl Block {
         let (entered, [query, key, value]) = parallel.column_parallel(&normed, rows, projections(parameters))?;
         let in_sequences = |rows: Tensor| rows.f_view([batch.inputs.size()[0], batch.inputs.size()[1], -1]);
         let projected = [in_sequences(query)?, in_sequences(key)?, in_sequences(value)?];
-        let core = self.core(parameters, projected, Documents::of(batch)?, parallel);
+        let core = self.core(parameters, projected, batch.documents.clone(), parallel);
         let attended = core.attend()?;
         let joined = attended.last().expect("attention has an output");
         let output = parallel.row_parallel(joined, &parameters.layer("self_attn.o_proj.weight", None))?;
@@ -339,7 +339,7 @@ struct Core {
 
 impl Core {
     /// Returns everything that attention computes: the query and key that the kernel gets; the value, if it was copied; the
-    /// output of each document, if sequences are packed; and last the whole output.
+    /// output of each document, if they were computed one by one; and last the whole output.
     fn attend(&self) -> Result<Vec<Tensor>> {
         let [query, key, value] = self.heads(0)?;
         let documents = self.documents.as_ref();

@@ -10,8 +10,10 @@ use std::sync::Arc;
 use shardwise_plan::package::Package;
 use shardwise_plan::program::{InnerCollectives, Place};
 use shardwise_plan::{ModelConfig, Partition, check_frozen_prefixes};
+use shardwise_torch::pin;
 use shardwise_torch::tch::{Device, Tensor, no_grad};
 
+use crate::documents::Documents;
 use crate::linear::Orientation;
 use crate::pass::{Pass, PassShape};
 use crate::tensor_parallel::cut;
@@ -52,9 +54,8 @@ pub struct Batch {
     /// The targets of the last unit. For a language model, the token that follows each input token. The loss of a step is the
     /// mean over all elements that are not [`crate::IGNORED`].
     pub targets: Tensor,
-    /// For packed sequences, the number of each token's document, as a 64-bit integer. A document ends where the number
-    /// changes. Tokens attend only to their own document.
-    pub documents: Option<Tensor>,
+    /// For packed sequences, where their documents end. Tokens attend only to their own document.
+    pub documents: Option<Documents>,
 }
 
 impl Batch {
@@ -63,14 +64,35 @@ impl Batch {
         Batch { inputs, targets, documents: None }
     }
 
-    /// Returns a copy on a device, for which the host does not wait. `documents` stays on the CPU, which needs to know where documents
-    /// end.
+    /// Creates a micro-batch of packed sequences. `numbers` has the number of each token's document, as a 64-bit integer. A document
+    /// ends where the number changes.
+    pub fn packed(inputs: Tensor, targets: Tensor, numbers: &Tensor) -> Result<Batch> {
+        let (shape, expected) = (numbers.size(), inputs.size());
+        if shape != expected {
+            let problem = format!("their numbers have shape {shape:?}, but the tokens have shape {expected:?}");
+            return Err(Error::Config { key: "documents", problem });
+        }
+        Ok(Batch { inputs, targets, documents: Documents::from_numbers(numbers)? })
+    }
+
+    /// Everything of it that is a tensor.
+    pub fn tensors(&self) -> impl Iterator<Item = &Tensor> {
+        [&self.inputs, &self.targets].into_iter().chain(self.documents.as_ref().and_then(Documents::tensor))
+    }
+
+    /// Moves the tensors to pinned memory, from which a device copies without making the host wait.
+    pub fn pin(&mut self) -> Result<()> {
+        pin(&mut self.inputs)?;
+        Ok(pin(&mut self.targets)?)
+    }
+
+    /// Returns a copy on a device, for which the host does not wait.
     pub fn to_device(&self, device: Device) -> Batch {
         let copy = |tensor: &Tensor| tensor.to_device_(device, tensor.kind(), true, false);
         Batch {
             inputs: copy(&self.inputs),
             targets: copy(&self.targets),
-            documents: self.documents.as_ref().map(|numbers| numbers.to_device(Device::Cpu)),
+            documents: self.documents.as_ref().map(|documents| documents.to_device(device)),
         }
     }
 }

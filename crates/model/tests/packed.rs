@@ -64,8 +64,8 @@ fn batches() -> (Batch, Vec<Batch>) {
             first += length;
         }
     }
-    let documents = Some(Tensor::from_slice(&numbers).view([2, 18]));
-    (Batch { documents, ..Batch::new(tokens, targets) }, alone)
+    let numbers = Tensor::from_slice(&numbers).view([2, 18]);
+    (Batch::packed(tokens, targets, &numbers).unwrap(), alone)
 }
 
 fn assert_close(what: &str, found: &Tensor, expected: &Tensor) {
@@ -107,9 +107,10 @@ fn sequences_of_one_document_give_the_same_bits() {
     let model = Model::from_config(config).unwrap();
     manual_seed(23);
     let (parameters, (batch, _)) = (parameters(&model), batches());
-    let one = Batch { documents: Some(batch.inputs.full_like(3)), ..batch };
+    let numbers = batch.inputs.full_like(3);
+    let one = Batch::packed(batch.inputs.copy(), batch.targets.copy(), &numbers).unwrap();
     let found = run(&model, &parameters, &one, Activations::Selective);
-    let expected = run(&model, &parameters, &Batch { documents: None, ..one }, Activations::Selective);
+    let expected = run(&model, &parameters, &Batch { documents: None, ..batch }, Activations::Selective);
     assert!(found.logits == expected.logits && found.grads == expected.grads && found.loss == expected.loss);
 }
 
@@ -124,4 +125,11 @@ fn positions_are_counted_by_document() {
     };
     embed(13).unwrap();
     assert_eq!(embed(12).unwrap_err().to_string(), "n_positions: documents have 13 positions, and the model has 12");
+}
+
+#[test]
+fn documents_of_other_tokens_are_refused() {
+    let tokens = Tensor::zeros([2, 3], (Kind::Int64, Device::Cpu));
+    let error = Batch::packed(tokens.copy(), tokens.copy(), &tokens.narrow(1, 0, 1)).err().unwrap();
+    assert_eq!(error.to_string(), "documents: their numbers have shape [2, 1], but the tokens have shape [2, 3]");
 }

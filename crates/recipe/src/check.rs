@@ -20,6 +20,7 @@ const PARTS_MAX: usize = 1 << 12;
 impl Recipe {
     pub(super) fn check(&self) -> Checked {
         self.check_counts()?;
+        self.check_run()?;
         self.check_batch()?;
         self.check_data()?;
         self.check_optimizer()?;
@@ -99,6 +100,17 @@ impl Recipe {
             }
         }
         Ok(())
+    }
+
+    fn check_run(&self) -> Checked {
+        match self.run.cuda_graphs {
+            true => Err(Invalid::at(
+                "run.cuda_graphs",
+                "`run.cuda_graphs` is not implemented yet; remove it. The guide's page \"On GPUs\" says how it is meant to work"
+                    .to_string(),
+            )),
+            false => Ok(()),
+        }
     }
 
     fn check_batch(&self) -> Checked {

@@ -475,6 +475,9 @@ pub struct RunRecipe {
     /// Allow several ranks to use the same GPU. NCCL must allow it, too.
     #[serde(default)]
     pub share_devices: bool,
+    /// Capture the passes of each unit in CUDA graphs. Not implemented yet: `true` is refused.
+    #[serde(default)]
+    pub cuda_graphs: bool,
     /// What to do when the loss or the gradients are not finite. Defaults to skip for f16 and to stop for other dtypes.
     pub on_nonfinite: Option<NonFiniteRecipe>,
     /// The folder for the journal, traces and reports. Defaults to checkpoints.folder if that is a local folder, otherwise to

@@ -121,7 +121,7 @@ impl Data {
         let micro_batch = |indices: Vec<u64>| {
             let mut rows = Rows::default();
             indices.into_iter().try_for_each(|index| self.add(index, &mut rows))?;
-            Ok(rows.batch(self.micro_batch_size))
+            rows.batch(self.micro_batch_size)
         };
         batch_size.sample_indices(step, rank, ranks).into_iter().map(micro_batch).collect()
     }
@@ -192,10 +192,16 @@ impl Rows {
         Ok(())
     }
 
-    fn batch(self, sequences: usize) -> Batch {
+    fn batch(self, sequences: usize) -> Result<Batch> {
         let tensor = |values: &[i64]| Tensor::from_slice(values).view([sequences as i64, -1]);
-        let documents = (!self.documents.is_empty()).then(|| tensor(&self.documents));
-        Batch { documents, ..Batch::new(tensor(&self.tokens), tensor(&self.targets)) }
+        let (tokens, targets) = (tensor(&self.tokens), tensor(&self.targets));
+        match self.documents.is_empty() {
+            true => Ok(Batch::new(tokens, targets)),
+            false => {
+                let packed = Batch::packed(tokens, targets, &tensor(&self.documents));
+                packed.map_err(|error| shardwise_train::Error::Batch(error).into())
+            }
+        }
     }
 }
 
@@ -300,7 +306,7 @@ impl EvaluationSet {
                     }
                 }
             }
-            Ok(rows.batch(sequences))
+            rows.batch(sequences)
         })
     }
 }

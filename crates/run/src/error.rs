@@ -77,6 +77,12 @@ impl From<shardwise_comm::Error> for Error {
     }
 }
 
+impl From<shardwise_torch::Error> for Error {
+    fn from(error: shardwise_torch::Error) -> Self {
+        Error::Train(error.into())
+    }
+}
+
 impl From<shardwise_zero::Error> for Error {
     fn from(error: shardwise_zero::Error) -> Self {
         Error::Train(error.into())

@@ -21,6 +21,7 @@ use crate::advice::{Candidate, Facts, Recommendation, candidates, recommend_outs
 use crate::build;
 use crate::build::step_shape;
 use crate::data::Data;
+use crate::device_counts::{DeviceCounts, count_step};
 use crate::error::{Error, Result};
 use crate::host;
 use crate::memory_estimate::{MemoryEstimate, simulate_memory};
@@ -98,6 +99,8 @@ pub struct ProfileReport {
     pub memory_estimate_bytes: usize,
     /// The memory of rank 0's tensors, phase by phase.
     pub memory: Vec<PhaseMemory>,
+    /// What a step asks of rank 0's device, unless that is the CPU.
+    pub device: Option<DeviceCounts>,
     /// The measured costs of a step.
     pub costs: StepCosts,
     /// The time of a step, simulated from these costs.
@@ -158,6 +161,7 @@ pub fn profile(
         memory_peak_bytes: peak,
         memory_estimate_bytes: estimate.total(),
         memory: baseline.memory,
+        device: baseline.device,
         memory_limit_bytes: (room < i64::MAX as usize).then_some(room),
         trace: baseline.trace,
         changes: Vec::new(),
@@ -229,6 +233,7 @@ struct Baseline {
     least_step_s: f64,
     trace: PathBuf,
     memory: Vec<PhaseMemory>,
+    device: Option<DeviceCounts>,
     units: Vec<UnitSpec>,
     layout: Layout,
     parameters: usize,
@@ -249,11 +254,14 @@ fn trace_steps(
         PlannedTrace { steps: Some(StepRange(WARM_UP + 1..=WARM_UP + options.steps)), ..PlannedTrace::default() };
     let requests = Requests { planned_trace: planned, ..Requests::default() };
     let mut tracer = Tracer::new(world, position, &requests, options.folder.clone());
-    let (mut times, mut trace) = (Vec::new(), None);
+    let (mut times, mut trace, mut counts) = (Vec::new(), None, None);
     for step in 1..=WARM_UP + options.steps {
         tracer.before_step(step)?;
         let began = Instant::now();
-        run_step(&data, &mut trainer, position)?;
+        match step == WARM_UP {
+            true => counts = count_step(device, || run_step(&data, &mut trainer, position))?,
+            false => run_step(&data, &mut trainer, position)?,
+        }
         if step > WARM_UP {
             times.push(began.elapsed().as_secs_f64());
         }
@@ -268,6 +276,7 @@ fn trace_steps(
     let (program, simulated) = simulate_memory(recipe, trainer.model(), trainer.options(), world.size())?;
     let baseline = Baseline {
         memory: compare_memory(&program, &simulated, &peaks),
+        device: counts,
         units: trainer.unit_specs().to_vec(),
         layout: trainer.ranks().layout(trainer.options().precision),
         profile: Profile::from_trace(&read),

@@ -11,6 +11,7 @@ use shardwise_journal::format::format_memory_fixed;
 use shardwise_journal::{Entry, EntryKind, Evaluation, JOURNAL_VERSION, Start, Step};
 use shardwise_model::Model;
 use shardwise_recipe::{Recipe, ScheduleKind, SpikeRecipe};
+use shardwise_torch::tch::Device;
 use shardwise_train::{Options, Ranks, Report, Trainer};
 
 use crate::build;
@@ -20,6 +21,7 @@ use crate::evaluate::{EvaluationMetrics, evaluate_set};
 use crate::expected_traffic::ExpectedTraffic;
 use crate::fault_injection::FaultKind;
 use crate::host::ranks_here;
+use crate::loader::Loader;
 use crate::lr_range_test::LrRangeTest;
 use crate::memory_estimate::MemoryEstimate;
 use crate::memory_limit::MemoryLimit;
@@ -148,7 +150,8 @@ struct Session<'a> {
     position: &'a Arc<PositionTracker>,
     probe: Arc<RunProbe>,
     spike_detector: SpikeDetector,
-    data: Data,
+    data: Arc<Data>,
+    loader: Loader,
     /// Everything that the order of the samples depends on.
     order: Value,
     evaluation_set: Option<EvaluationSet>,
@@ -172,7 +175,7 @@ impl<'a> Session<'a> {
         mut log: RunLog<'a>,
     ) -> Result<(Self, Trainer)> {
         let (ranks, options) = place_ranks(recipe, world.clone())?;
-        let data = Data::open(recipe, world.size())?;
+        let data = Arc::new(Data::open(recipe, world.size())?);
         let model = build::model(recipe)?;
         log.print(&describe_run(recipe, &options, model.elements(), &ranks)?);
         data.summary().iter().for_each(|summary| log.print(summary));
@@ -226,6 +229,7 @@ impl<'a> Session<'a> {
             position,
             probe,
             spike_detector: SpikeDetector::default(),
+            loader: Loader::new(data.clone(), trainer.ranks(), options.device != Device::Cpu, recipe.run.steps),
             data,
             order,
             evaluation_set,
@@ -265,11 +269,11 @@ impl<'a> Session<'a> {
     /// Runs the next step: its gradients, the checks between its halves, and its update.
     fn run_step(&mut self, trainer: &mut Trainer) -> Result<(Report, Option<Spike>)> {
         let (recipe, data) = (self.recipe, &self.data);
-        let (data_rank, data_size) = (trainer.ranks().data_rank(), trainer.ranks().data_size());
+        let data_size = trainer.ranks().data_size();
         let step = trainer.steps() + 1;
         let rank_batches = |data_rank: usize| data.step(step, data_rank, data_size);
         self.position.enter(Phase::Data);
-        let own = self.meter.time_loading(|| rank_batches(data_rank))?;
+        let own = self.meter.time_loading(|| self.loader.load(step))?;
 
         let is_checked = recipe.supervision.spot_check_every.is_some_and(|every| step.is_multiple_of(every));
         let gradients = match is_checked {

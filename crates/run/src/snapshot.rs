@@ -22,7 +22,7 @@ use bytes::Bytes;
 use shardwise_checkpoint::{ByteSource, UPLOAD_BYTES};
 use shardwise_comm::{Group, ReduceOp};
 use shardwise_torch::tch::{Device, Kind, TchError, Tensor};
-use shardwise_torch::{Block, storage};
+use shardwise_torch::{Block, Stream, read, storage};
 
 use shardwise_train::TensorLease;
 
@@ -32,6 +32,8 @@ pub(crate) struct Snapshot {
     /// By unit: its pieces.
     units: Vec<Range<usize>>,
     buffer_bytes: usize,
+    /// On which tensors are copied from a device, next to what training queues there.
+    stream: Option<Stream>,
     state: Mutex<State>,
     /// Signaled when a piece changes its state.
     changed: Condvar,
@@ -213,6 +215,12 @@ impl Source {
         bytes.and_then(|bytes| bytes.f_copy_data_u8(into, into.len())).map_err(|error| first_line(&error))
     }
 
+    /// As [`Source::read`], on the current stream. Waits for nothing else.
+    fn read_from_device(&self, tensor: &Tensor, from: usize, into: &mut [u8]) -> std::result::Result<(), String> {
+        let bytes = self.view(tensor, from, into.len()).map_err(|error| first_line(&error))?;
+        read(&bytes, into).map_err(|error| first_line(&error))
+    }
+
     /// Views a part of the range as bytes: it may start or end inside an element.
     fn view(&self, tensor: &Tensor, from: usize, len: usize) -> std::result::Result<Tensor, TchError> {
         tensor.f_view_dtype(Kind::Uint8)?.f_narrow(0, (self.bytes.start + from) as i64, len as i64)
@@ -266,8 +274,9 @@ impl Builder {
         self.files.push(OwnFile { unit, file, name, parts });
     }
 
-    /// Returns the snapshot. Its copies and detached tensors take at most `buffer_bytes`. Its writer holds a [`WriterGuard`].
-    pub(crate) fn finish(self, buffer_bytes: usize) -> Snapshot {
+    /// Returns the snapshot. Its copies and detached tensors take at most `buffer_bytes`. Its writer holds a [`WriterGuard`]. If the
+    /// tensors are on a device, `stream` has waited for everything that writes to them.
+    pub(crate) fn finish(self, buffer_bytes: usize, stream: Option<Stream>) -> Snapshot {
         let state = State {
             pieces: self.pieces,
             tensors: self.tensors,
@@ -280,7 +289,7 @@ impl Builder {
             waited: Duration::ZERO,
         };
         let (files, units) = (self.files, self.units);
-        Snapshot { files, units, buffer_bytes, state: Mutex::new(state), changed: Condvar::new() }
+        Snapshot { files, units, buffer_bytes, stream, state: Mutex::new(state), changed: Condvar::new() }
     }
 }
 
@@ -496,7 +505,12 @@ impl Snapshot {
                     // While the piece is busy, its tensor is not detached.
                     let tensor = state.tensors[source.tensor].saved.tensor.shallow_clone();
                     drop(state);
-                    let read = source.read(&tensor, from, into);
+                    let read = match &self.stream {
+                        Some(stream) => stream
+                            .run(|| source.read_from_device(&tensor, from, into))
+                            .unwrap_or_else(|error| Err(first_line(&error))),
+                        None => source.read(&tensor, from, into),
+                    };
                     drop(tensor);
                     let (mut state, tensor) = (self.lock(), source.tensor);
                     state.pieces[index] = match read.is_ok() && is_end {
@@ -580,7 +594,7 @@ mod tests {
         let header = Content::Bytes(Bytes::from_static(b"header"));
         builder.start_unit(None);
         builder.add(0, "file".to_string(), vec![header, content(0), content(1)]);
-        (Arc::new(builder.finish(buffer_bytes)), tensors, expected)
+        (Arc::new(builder.finish(buffer_bytes, None)), tensors, expected)
     }
 
     fn overwrite(tensor: &Tensor) {
@@ -588,7 +602,7 @@ mod tests {
     }
 
     /// Reads a part, a third of a piece at a time.
-    fn read(part: Vec<PieceReader<'_>>) -> Vec<u8> {
+    fn read_part(part: Vec<PieceReader<'_>>) -> Vec<u8> {
         let piece = |mut piece: PieceReader<'_>| {
             let mut bytes = vec![0; piece.remaining()];
             bytes.chunks_mut(piece.remaining().div_ceil(3)).for_each(|chunk| piece.read(chunk).unwrap());
@@ -598,7 +612,7 @@ mod tests {
     }
 
     fn joined<'a>(parts: impl Iterator<Item = Vec<PieceReader<'a>>>) -> Vec<u8> {
-        parts.flat_map(read).collect()
+        parts.flat_map(read_part).collect()
     }
 
     /// Releases tensors that cannot be detached.
@@ -612,12 +626,12 @@ mod tests {
         let writer_guard = WriterGuard::new(&snapshot);
         let mut parts = writer_guard.snapshot().parts(0);
         assert_eq!(parts.len(), 7);
-        let mut written = read(parts.next().unwrap());
+        let mut written = read_part(parts.next().unwrap());
         assert_eq!(written.len(), UPLOAD_BYTES as usize);
         assert!(snapshot.is_complete());
         assert!(release(&snapshot, TensorSet::Lent));
         overwrite(&lent);
-        written.extend(read(parts.next().unwrap()));
+        written.extend(read_part(parts.next().unwrap()));
         assert!(release(&snapshot, TensorSet::Unit(0)));
         overwrite(&other);
         written.extend(joined(parts));
@@ -670,7 +684,7 @@ mod tests {
         let (snapshot, tensors, expected) = example(buffer_bytes, true);
         let writer_guard = WriterGuard::new(&snapshot);
         let mut parts = writer_guard.snapshot().parts(0);
-        let mut written = read(parts.next().unwrap());
+        let mut written = read_part(parts.next().unwrap());
         let mut detached = Vec::new();
         let mut detach = |index: usize| {
             detached.push(index);
@@ -682,7 +696,7 @@ mod tests {
         assert!(!snapshot.release(TensorSet::Unit(0), &mut detach), "the second tensor does not fit");
         assert_eq!(snapshot.lock().buffered_bytes, buffer_bytes);
         for _ in 0..3 {
-            written.extend(read(parts.next().unwrap()));
+            written.extend(read_part(parts.next().unwrap()));
         }
         // The fourth part had the end of the first tensor, and the beginning of the second from the trainer.
         assert_eq!(snapshot.lock().buffered_bytes, 0, "the first tensor is free");

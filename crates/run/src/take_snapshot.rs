@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use shardwise_checkpoint::{SaveId, UnitLayout};
 use shardwise_comm::{Group, Pending};
-use shardwise_torch::Block;
 use shardwise_torch::tch::Device;
+use shardwise_torch::{Block, Stream};
 use shardwise_train::{Ranks, Trainer};
 use shardwise_zero::CheckpointTensor;
 
@@ -61,7 +61,15 @@ fn exchange_and_build(
             builder.add(file, name, contents);
         }
     }
-    Ok(Ok(Arc::new(builder.finish(buffer_bytes))))
+    let stream = match trainer.options().device {
+        Device::Cpu => None,
+        device => {
+            let stream = Stream::new(device)?;
+            stream.wait_for(&Stream::current(device)?)?;
+            Some(stream)
+        }
+    };
+    Ok(Ok(Arc::new(builder.finish(buffer_bytes, stream))))
 }
 
 /// A file before the ranks exchange its parts. All memory for the exchange is allocated.

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
+use std::num::NonZeroU64;
 use std::sync::Arc;
 
 use serde_json::json;
@@ -9,7 +10,7 @@ use shardwise_checkpoint::{Checkpoint, Store};
 use shardwise_comm::single;
 use shardwise_model::{Batch, LlamaConfig, Model};
 use shardwise_plan::{Axis, Mesh};
-use shardwise_pretend_device::device;
+use shardwise_pretend_device::{device, set_seed};
 use shardwise_run::save;
 use shardwise_torch::tch::{self, Device, Kind, Tensor};
 use shardwise_train::{Options, Ranks, Schedule, Trainer, init};
@@ -53,5 +54,25 @@ fn a_run_continues_on_another_device_with_the_same_bits() {
             let losses = train(&mut resumed);
             assert_eq!(losses, *expected.get_or_insert(losses), "stage {stage}, from {from:?} to {to:?}");
         }
+    }
+}
+
+/// A snapshot is copied next to what training queues, and waits for the update before it.
+#[test]
+fn a_checkpoint_has_what_the_step_left_for_every_seed() {
+    tch::set_num_threads(1);
+    let mut expected = None;
+    let device = device();
+    for seed in 0..8 {
+        set_seed(NonZeroU64::new(seed));
+        let folder = tempfile::tempdir().unwrap();
+        let store = Arc::new(Store::create(folder.path().to_str().unwrap()).unwrap());
+        let mut trainer = Trainer::new(model(), ranks(device), options(3, device), &mut init::from_seed(5)).unwrap();
+        train(&mut trainer);
+        save(&mut trainer, &store, json!({})).unwrap();
+        let checkpoint = Checkpoint::open(&store, 2).unwrap();
+        let (on_cpu, options) = (ranks(Device::Cpu), options(3, Device::Cpu));
+        let losses = train(&mut Trainer::resume(model(), on_cpu, options, &checkpoint).unwrap());
+        assert_eq!(losses, *expected.get_or_insert(losses), "seed {seed}");
     }
 }

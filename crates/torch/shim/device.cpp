@@ -2,16 +2,22 @@
 #include "guarded.h"
 #include "shim.h"
 
+#include <cstring>
 #include <dlfcn.h>
 #include <string>
 
+#include <ATen/ATen.h>
 #include <ATen/Context.h>
 #include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 namespace {
 
 c10::DeviceType type_of(int8_t device_type) { return static_cast<c10::DeviceType>(device_type); }
+
+c10::impl::VirtualGuardImpl guard_of(const c10::Stream &stream) { return c10::impl::VirtualGuardImpl(stream.device_type()); }
 
 } // namespace
 
@@ -39,10 +45,76 @@ size_t sw_device_count(int8_t device_type) {
   return static_cast<size_t>(c10::impl::VirtualGuardImpl(type_of(device_type)).deviceCount());
 }
 
-Message sw_device_stream(int8_t device_type, int8_t device_index, void **out) {
+Message sw_stream_new(int8_t device_type, int8_t device_index, c10::Stream **out) {
   return guarded([&] {
     c10::impl::VirtualGuardImpl guard(type_of(device_type));
-    *out = guard.getStreamNativeHandle(guard.getStream(c10::Device(type_of(device_type), device_index)));
+    *out = new c10::Stream(guard.getStreamFromGlobalPool(c10::Device(type_of(device_type), device_index)));
+  });
+}
+
+Message sw_stream_current(int8_t device_type, int8_t device_index, c10::Stream **out) {
+  return guarded([&] {
+    c10::impl::VirtualGuardImpl guard(type_of(device_type));
+    *out = new c10::Stream(guard.getStream(c10::Device(type_of(device_type), device_index)));
+  });
+}
+
+void sw_stream_free(c10::Stream *stream) { delete stream; }
+
+Message sw_stream_handle(const c10::Stream *stream, void **out) {
+  return guarded([&] { *out = guard_of(*stream).getStreamNativeHandle(*stream); });
+}
+
+Message sw_stream_make_current(const c10::Stream *stream) {
+  return guarded([&] { guard_of(*stream).exchangeStream(*stream); });
+}
+
+Message sw_stream_wait_for(const c10::Stream *stream, const c10::Stream *other) {
+  return guarded([&] {
+    c10::Event event(other->device_type());
+    event.record(*other);
+    event.block(*stream);
+  });
+}
+
+Message sw_stream_synchronize(const c10::Stream *stream) {
+  return guarded([&] {
+    sw_count_host_wait();
+    guard_of(*stream).synchronizeStream(*stream);
+  });
+}
+
+Message sw_stream_record(const c10::Stream *stream, const at::Tensor *tensor) {
+  return guarded([&] { guard_of(*stream).recordDataPtrOnStream(tensor->storage().data_ptr(), *stream); });
+}
+
+Message sw_tensor_pin(at::Tensor *tensor) {
+  return guarded([&] { *tensor = tensor->pin_memory(); });
+}
+
+Message sw_tensor_read(const at::Tensor *tensor, void *to, size_t bytes) {
+  return guarded([&] {
+    TORCH_CHECK(tensor->nbytes() == bytes, "a tensor of ", tensor->nbytes(), " bytes does not fill ", bytes);
+    at::Tensor host = at::empty(tensor->sizes(), tensor->options().device(at::kCPU).pinned_memory(true));
+    host.copy_(*tensor);
+    std::memcpy(to, host.const_data_ptr(), bytes);
+  });
+}
+
+Message sw_flash_attention(const at::Tensor *query, const at::Tensor *key, const at::Tensor *value,
+                           const at::Tensor *boundaries, int64_t longest, int64_t window, at::Tensor **out) {
+  return guarded([&] {
+    std::optional<at::Tensor> documents;
+    if (boundaries != nullptr)
+      documents = *boundaries;
+    std::optional<int64_t> left, right;
+    if (window >= 0) {
+      left = window - 1;
+      right = 0;
+    }
+    auto results = at::_flash_attention_forward(*query, *key, *value, documents, documents, longest, longest, /*dropout_p=*/0.,
+                                                /*is_causal=*/true, /*return_debug_mask=*/false, /*scale=*/std::nullopt, left, right);
+    *out = new at::Tensor(std::get<0>(results));
   });
 }
 
@@ -53,7 +125,8 @@ Message sw_device_memory(int8_t device_type, int8_t device_index, DeviceMemory *
     auto stats = allocator->getDeviceStats(device_index);
     auto all = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
     *out = {free, total, static_cast<size_t>(stats.allocated_bytes[all].current),
-            static_cast<size_t>(stats.allocated_bytes[all].peak), static_cast<size_t>(stats.reserved_bytes[all].current)};
+            static_cast<size_t>(stats.allocated_bytes[all].peak), static_cast<size_t>(stats.reserved_bytes[all].current),
+            static_cast<size_t>(stats.allocation[all].allocated)};
   });
 }
 

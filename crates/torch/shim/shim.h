@@ -7,6 +7,9 @@
 namespace at {
 class Tensor;
 }
+namespace c10 {
+class Stream;
+}
 struct Block;
 struct CompiledFunction;
 
@@ -57,8 +60,21 @@ bool sw_has_device(int8_t device_type);
 // Loads libtorch_cuda.so from libtorch's folder.
 Message sw_device_load_cuda();
 size_t sw_device_count(int8_t device_type);
-// The handle of the stream on which this thread's work is queued, for the device's own library.
-Message sw_device_stream(int8_t device_type, int8_t device_index, void **out);
+// The caller frees streams with `sw_stream_free`, which does not affect the device's queue.
+Message sw_stream_new(int8_t device_type, int8_t device_index, c10::Stream **out);
+Message sw_stream_current(int8_t device_type, int8_t device_index, c10::Stream **out);
+void sw_stream_free(c10::Stream *stream);
+// The handle of the device's own library.
+Message sw_stream_handle(const c10::Stream *stream, void **out);
+Message sw_stream_make_current(const c10::Stream *stream);
+Message sw_stream_wait_for(const c10::Stream *stream, const c10::Stream *other);
+Message sw_stream_synchronize(const c10::Stream *stream);
+// The tensor's memory is not used again before the work that is queued when it is freed has ended.
+Message sw_stream_record(const c10::Stream *stream, const at::Tensor *tensor);
+// Replaces a tensor on the CPU by a copy in pinned memory.
+Message sw_tensor_pin(at::Tensor *tensor);
+// Copies a tensor's bytes to the host, through pinned memory, and waits for them.
+Message sw_tensor_read(const at::Tensor *tensor, void *to, size_t bytes);
 
 struct DeviceMemory {
   size_t free_bytes;
@@ -66,11 +82,31 @@ struct DeviceMemory {
   size_t allocated_bytes;
   size_t peak_bytes;
   size_t reserved_bytes;
+  size_t allocations;
 };
 Message sw_device_memory(int8_t device_type, int8_t device_index, DeviceMemory *out);
 Message sw_device_reset_peak(int8_t device_type, int8_t device_index);
 // Kernels that give the same bits every time, where there are any.
 Message sw_use_deterministic_algorithms();
+
+// ---- counts -----------------------------------------------------------------------------------------------------
+struct OperatorCounts {
+  uint64_t operators;
+  uint64_t host_waits;
+  uint64_t to_device;
+  uint64_t to_host;
+};
+// Counts until `sw_count_stop`, on all threads. One at a time.
+Message sw_count_start(uint64_t *handle);
+void sw_count_stop(uint64_t handle, OperatorCounts *out);
+// The shim itself makes the host wait.
+void sw_count_host_wait();
+
+// ---- attention --------------------------------------------------------------------------------------------------
+// Causal flash attention. Query, key and value have shape (sequences, positions, heads, head dim); if `boundaries` is not null,
+// (tokens, heads, head dim), and documents of at most `longest` tokens attend to themselves. `window` is negative if there is none.
+Message sw_flash_attention(const at::Tensor *query, const at::Tensor *key, const at::Tensor *value,
+                           const at::Tensor *boundaries, int64_t longest, int64_t window, at::Tensor **out);
 
 // ---- autograd ---------------------------------------------------------------------------------------------------
 // `grads`: one tensor per output, null if it has no gradient. `saved`: as passed to `sw_function`. The callee owns the tensors

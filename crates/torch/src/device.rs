@@ -1,6 +1,4 @@
-//! Devices other than the CPU: which there are, their streams and their memory.
-
-use std::ffi::c_void;
+//! Devices other than the CPU: which there are, and their memory.
 
 use tch::Device;
 
@@ -29,15 +27,6 @@ pub fn accelerators() -> Result<Vec<Device>> {
 /// libtorch's number of the device type.
 const CUDA: i8 = 1;
 
-/// The stream (`cudaStream_t`) on which libtorch queues this thread's work for a device.
-pub fn current_stream(device: Device) -> Result<*mut c_void> {
-    let (device_type, device_index) = accelerator_code(device)?;
-    let mut stream = std::ptr::null_mut();
-    // SAFETY: `stream` is written if the call succeeds.
-    check(unsafe { ffi::sw_device_stream(device_type, device_index, &mut stream) })?;
-    Ok(stream)
-}
-
 /// Asks for the memory of a device.
 pub fn memory(device: Device) -> Result<DeviceMemory> {
     let (device_type, device_index) = accelerator_code(device)?;
@@ -61,7 +50,7 @@ pub fn use_deterministic_algorithms() -> Result<()> {
     check(unsafe { ffi::sw_use_deterministic_algorithms() })
 }
 
-fn accelerator_code(device: Device) -> Result<(i8, i8)> {
+pub(crate) fn accelerator_code(device: Device) -> Result<(i8, i8)> {
     match device {
         Device::Cpu => Err(Error::UnsupportedDevice(device)),
         device => device_code(device),

@@ -13,6 +13,11 @@ pub(crate) struct Block {
 }
 
 #[repr(C)]
+pub(crate) struct Stream {
+    _opaque: [u8; 0],
+}
+
+#[repr(C)]
 pub(crate) struct CompiledFunction {
     _opaque: [u8; 0],
 }
@@ -40,6 +45,22 @@ pub struct DeviceMemory {
     pub peak_bytes: usize,
     /// Held by libtorch: in use by tensors, or kept for later ones.
     pub reserved_bytes: usize,
+    /// How often memory has been asked for.
+    pub allocations: usize,
+}
+
+/// What libtorch was asked to do. The counts do not depend on how fast a device is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct OperatorCounts {
+    /// Calls of the dispatcher, also those that an operator makes itself.
+    pub operators: u64,
+    /// How often the host waited for a device.
+    pub host_waits: u64,
+    /// Copies from the host to a device.
+    pub to_device: u64,
+    /// Copies from a device to the host.
+    pub to_host: u64,
 }
 
 pub(crate) type Backward = unsafe extern "C" fn(
@@ -79,7 +100,16 @@ unsafe extern "C" {
     pub(crate) fn sw_has_device(device_type: i8) -> bool;
     pub(crate) fn sw_device_load_cuda() -> Message;
     pub(crate) fn sw_device_count(device_type: i8) -> usize;
-    pub(crate) fn sw_device_stream(device_type: i8, device_index: i8, out: *mut *mut c_void) -> Message;
+    pub(crate) fn sw_stream_new(device_type: i8, device_index: i8, out: *mut *mut Stream) -> Message;
+    pub(crate) fn sw_stream_current(device_type: i8, device_index: i8, out: *mut *mut Stream) -> Message;
+    pub(crate) fn sw_stream_free(stream: *mut Stream);
+    pub(crate) fn sw_stream_handle(stream: *const Stream, out: *mut *mut c_void) -> Message;
+    pub(crate) fn sw_stream_make_current(stream: *const Stream) -> Message;
+    pub(crate) fn sw_stream_wait_for(stream: *const Stream, other: *const Stream) -> Message;
+    pub(crate) fn sw_stream_synchronize(stream: *const Stream) -> Message;
+    pub(crate) fn sw_stream_record(stream: *const Stream, tensor: *const Tensor) -> Message;
+    pub(crate) fn sw_tensor_pin(tensor: *mut Tensor) -> Message;
+    pub(crate) fn sw_tensor_read(tensor: *const Tensor, to: *mut c_void, bytes: usize) -> Message;
     pub(crate) fn sw_device_memory(device_type: i8, device_index: i8, out: *mut DeviceMemory) -> Message;
     pub(crate) fn sw_use_deterministic_algorithms() -> Message;
     pub(crate) fn sw_device_reset_peak(device_type: i8, device_index: i8) -> Message;
@@ -91,6 +121,19 @@ unsafe extern "C" {
         to_index: i8,
         to: *mut c_void,
         bytes: usize,
+    ) -> Message;
+
+    pub(crate) fn sw_count_start(handle: *mut u64) -> Message;
+    pub(crate) fn sw_count_stop(handle: u64, out: *mut OperatorCounts);
+
+    pub(crate) fn sw_flash_attention(
+        query: *const Tensor,
+        key: *const Tensor,
+        value: *const Tensor,
+        boundaries: *const Tensor,
+        longest: i64,
+        window: i64,
+        out: *mut *mut Tensor,
     ) -> Message;
 
     pub(crate) fn sw_function(

@@ -8,15 +8,18 @@
 //! - [`enable_caching_allocator`], [`allocated_bytes`] and [`take_peak_bytes`]: a caching allocator for CPU tensors, and its
 //!   statistics.
 //! - [`exclusive`]: a tensor's elements as a Rust slice, if no other handle can access them.
-//! - [`device`]: the devices other than the CPU, their streams and their memory.
+//! - [`device`], [`Stream`] and [`attention`]: the devices other than the CPU, their memory, queues and attention kernels.
+//! - [`count_operators`]: how often the host calls, waits for and copies to a device.
 //! - [`copy_bytes`]: copies between addresses on any two devices.
 //!
 //! This is not a second tensor library: it works on `tch`'s tensors, and knows nothing about ranks or models. The C++ side is a
 //! small shim in `shim/`: C++ exceptions arrive here as [`Error`], and no Rust panic unwinds into C++. The code does not depend
 //! on the device, because it takes and replaces a storage's memory through the storage's own allocator.
 
+pub mod attention;
 pub mod autograd;
 mod block;
+mod counts;
 pub mod device;
 mod element;
 mod error;
@@ -25,12 +28,15 @@ mod memory;
 pub mod optim;
 mod package;
 pub mod storage;
+mod stream;
 
 pub use block::Block;
+pub use counts::{OperatorCounts, count_operators};
 pub use element::{Element, dtype_of, kind_of};
 pub use error::{Error, OutOfMemory, Result};
 pub use memory::{allocated_bytes, copy_bytes, enable_caching_allocator, exclusive, take_peak_bytes};
 pub use package::{CompiledFunction, Signature, TensorType};
+pub use stream::{Stream, pin, read};
 pub use tch;
 
 /// The version of libtorch that this program was compiled against.

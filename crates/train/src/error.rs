@@ -28,6 +28,12 @@ pub enum Error {
         /// libtorch's error.
         error: shardwise_torch::Error,
     },
+    /// A batch cannot be made.
+    #[error("a batch: {0}")]
+    Batch(shardwise_model::Error),
+    /// Nothing can be queued on the device.
+    #[error("the device: {0}")]
+    Device(#[from] shardwise_torch::Error),
     /// An operation on sharded state failed.
     #[error(transparent)]
     Zero(#[from] shardwise_zero::Error),
@@ -114,6 +120,7 @@ impl Error {
             Error::NonFinite { .. } | Error::ScaleTooSmall { .. } | Error::AllTargetsIgnored { .. } => true,
             Error::Model { .. } | Error::Backward { .. } | Error::Zero(_) | Error::Comm(_) => false,
             Error::MicroBatches { .. } | Error::Source { .. } | Error::Broken { .. } => false,
+            Error::Batch(_) | Error::Device(_) => false,
         }
     }
 
@@ -146,7 +153,7 @@ impl Error {
     pub fn out_of_memory(&self) -> Option<shardwise_torch::OutOfMemory> {
         match self {
             Error::Model { error: shardwise_model::Error::Torch(error), .. } => error.out_of_memory(),
-            Error::Backward { error, .. } => error.out_of_memory(),
+            Error::Backward { error, .. } | Error::Device(error) => error.out_of_memory(),
             Error::Zero(shardwise_zero::Error::Torch { error, .. }) => error.out_of_memory(),
             _ => None,
         }

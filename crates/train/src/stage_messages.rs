@@ -129,7 +129,7 @@ impl Trainer {
             Payload::Activations => {
                 let pass = step.passes[micro_batch][unit].as_ref().expect("a pass comes before its message");
                 let output = pass.output.shallow_clone();
-                self.check_output(unit, &output, step.batch(micro_batch, self.options.device), &self.parallel)?;
+                self.check_output(unit, &output, &step.batches[micro_batch], &self.parallel)?;
                 self.send_message(message, &output)?;
                 // The last stage only knows the units that it has. On a device, the host would have to wait.
                 if self.options.device == Device::Cpu && !is_finite(&output) {
@@ -162,7 +162,7 @@ impl Trainer {
 
     /// Starts to receive what an instruction of a step says.
     pub(crate) fn start_receive_in_step(&mut self, message: &Message, step: &mut StepValues<'_>) -> Result<()> {
-        let batch = step.batch(message.micro_batch, self.options.device);
+        let batch = &step.batches[message.micro_batch];
         let shape = self.message_shape(message, batch, &self.parallel)?;
         self.start_receive(message, shape, &mut step.receiving)
     }

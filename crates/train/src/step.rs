@@ -10,8 +10,8 @@ use shardwise_comm::ReduceOp;
 use shardwise_model::{Activations, Batch, DeferredGradients, Model, Pass, TensorParallel, Unit};
 use shardwise_plan::program::{Instruction, Keep, Place, Policy, Program, UnitSpec};
 use shardwise_torch::autograd::{self, Graph};
-use shardwise_torch::kind_of;
 use shardwise_torch::tch::{Device, Tensor, no_grad};
+use shardwise_torch::{Stream, kind_of};
 use shardwise_zero::{Bytes, Pool, ShardedUnit};
 
 use crate::error::{Error, Result};
@@ -26,7 +26,7 @@ use crate::shard_model::shard_model;
 use crate::step_programs::{
     check_executable, check_ties, checked_programs, replay_programs, splits_backward, stages_of_units,
 };
-use crate::step_values::{BeforeUpdate, HalfBackward, ParameterGradient, StepValues, UnitPass, Unread};
+use crate::step_values::{BeforeUpdate, HalfBackward, ParameterGradient, StepValues, UnitPass, Unread, copy_batches};
 use crate::tensor_group::TensorRanks;
 use crate::unit_specs::{StepShape, tensor_place, unit_specs};
 
@@ -48,6 +48,8 @@ pub struct Trainer {
     pub(crate) parallel: TensorParallel,
     /// The program of the last step, which the next one probably has too.
     program: Option<(Policy, Arc<Program>)>,
+    /// On which batches are copied to a device.
+    copy_stream: Option<Stream>,
     /// The first unit with trainable parameters, where the backward pass ends.
     pub(crate) first_trainable: usize,
     pub(crate) loss_scaler: LossScaler,
@@ -105,6 +107,7 @@ impl Trainer {
             unit_specs,
             parallel,
             program: None,
+            copy_stream: if device == Device::Cpu { None } else { Some(Stream::new(device)?) },
             first_trainable,
             loss_scaler,
             steps: 0,
@@ -224,6 +227,7 @@ impl Trainer {
             let programs = replay_programs(units, &trainer.options, &mesh, micro_batches.len())?;
             let program = programs.of(trainer.ranks.world.rank(), &mesh);
             let mut values = StepValues::new(micro_batches, trainer.shards.model_len(), step.loss_scale);
+            values.batches = trainer.copy_batches(micro_batches)?;
             values.splits_backward = splits_backward(program);
             values.tokens = step.tokens;
             trainer.execute(&program.instructions, &mut values)
@@ -252,6 +256,10 @@ impl Trainer {
         &self.unit_specs
     }
 
+    fn copy_batches(&self, micro_batches: &[Batch]) -> Result<Vec<Batch>> {
+        copy_batches(micro_batches, self.options.device, self.copy_stream.as_ref())
+    }
+
     /// This rank's place among those that share its layers.
     pub(crate) fn tensor_place(&self) -> Place {
         Place { size: self.ranks.tensor.size(), index: self.ranks.tensor.rank() }
@@ -265,6 +273,7 @@ impl Trainer {
         // Without micro-batches, counting tokens fails on all ranks.
         let program = self.program(micro_batches.len().max(1))?;
         let mut values = StepValues::new(micro_batches, self.shards.model_len(), self.loss_scaler.value());
+        values.batches = self.copy_batches(micro_batches)?;
         values.splits_backward = splits_backward(&program);
         self.execute(program.gradients(), &mut values)?;
         Ok(values.totals.expect("a step's program ends with its totals"))
@@ -335,7 +344,7 @@ impl Trainer {
         let input = self.input_of(unit, micro_batch, step);
         let splits_backward = step.splits_backward;
         let deferred = if keep == Keep::Input { None } else { self.defer_gradients(splits_backward) };
-        let batch = step.batch(micro_batch, self.options.device);
+        let batch = &step.batches[micro_batch];
         let compute = |activations| {
             let pass = self.with_deferred(self.pass(unit, activations), deferred.as_ref(), splits_backward);
             self.compute(unit, input.as_ref(), batch, &pass)
@@ -436,7 +445,7 @@ impl Trainer {
         pass.deferred = self.defer_gradients(step.splits_backward);
         let recompute = Pass { keeps_gathered: true, ..self.pass(index, Activations::All) };
         let recompute = self.with_deferred(recompute, pass.deferred.as_ref(), step.splits_backward);
-        let batch = step.batch(micro_batch, self.options.device);
+        let batch = &step.batches[micro_batch];
         pass.output = self.compute(index, pass.input.as_ref(), batch, &recompute)?;
         step.passes[micro_batch][index] = Some(pass);
         Ok(())

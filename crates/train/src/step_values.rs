@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, HashMap};
 use shardwise_comm::Pending;
 use shardwise_model::{Batch, DeferredGradients};
 use shardwise_plan::program::{Message, Payload};
-use shardwise_torch::Block;
 use shardwise_torch::tch::{Device, Tensor};
+use shardwise_torch::{Block, Stream};
 use shardwise_zero::{Optimizer, ShardedUnit};
 
 use crate::error::Result;
@@ -66,9 +66,10 @@ pub(crate) enum Unread {
 
 /// The values of a step, from one instruction to the next.
 pub(crate) struct StepValues<'a> {
+    /// The micro-batches as they were passed, usually in the host's memory.
     pub(crate) micro_batches: &'a [Batch],
-    /// The micro-batch that is computed, on this rank's device.
-    batch: Option<(usize, Batch)>,
+    /// The micro-batches on this rank's device.
+    pub(crate) batches: Vec<Batch>,
     /// By micro-batch and unit.
     pub(crate) passes: Vec<Vec<Option<UnitPass>>>,
     /// By micro-batch: the gradient of the output of the unit whose backward pass is next.
@@ -104,7 +105,7 @@ impl<'a> StepValues<'a> {
     pub(crate) fn new(micro_batches: &'a [Batch], units: usize, loss_scale: f64) -> Self {
         StepValues {
             micro_batches,
-            batch: None,
+            batches: Vec::new(),
             passes: micro_batches.iter().map(|_| (0..units).map(|_| None).collect()).collect(),
             output_grads: micro_batches.iter().map(|_| None).collect(),
             halves: HashMap::new(),
@@ -131,14 +132,23 @@ impl<'a> StepValues<'a> {
         let found = || self.passes[micro_batch].iter().position(is_wrong);
         self.non_finite_output = self.non_finite_output.or_else(found);
     }
+}
 
-    /// A micro-batch on this rank's device.
-    pub(crate) fn batch(&mut self, micro_batch: usize, device: Device) -> &Batch {
-        if self.batch.as_ref().is_none_or(|(known, _)| *known != micro_batch) {
-            self.batch = Some((micro_batch, self.micro_batches[micro_batch].to_device(device)));
+/// Copies micro-batches to a device, on `copy_stream` if it has one, so that the copies run next to what is queued already. The host
+/// does not wait; the current stream does.
+pub(crate) fn copy_batches(batches: &[Batch], device: Device, copy_stream: Option<&Stream>) -> Result<Vec<Batch>> {
+    let copy = || batches.iter().map(|batch| batch.to_device(device)).collect::<Vec<_>>();
+    let Some(copy_stream) = copy_stream else { return Ok(copy()) };
+    let copies = copy_stream.run(copy)?;
+    let current = Stream::current(device)?;
+    current.wait_for(copy_stream)?;
+    for batch in &copies {
+        // They are freed while passes may still read them.
+        for tensor in batch.tensors() {
+            current.record(tensor)?;
         }
-        &self.batch.as_ref().expect("set above").1
     }
+    Ok(copies)
 }
 
 /// Whether all elements of a tensor are finite.

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use shardwise_comm::{CallFault, CallFaultKind, Group, Verb, mpi, nccl, single};
 use shardwise_harness::{Launch, ranks, scale_timeout};
-use shardwise_model::{Batch, IGNORED, Model, Parameter};
+use shardwise_model::{Batch, IGNORED, LlamaConfig, Model, Parameter};
 use shardwise_plan::{Axis, Mesh};
 use shardwise_pretend_device::{device, set_seed};
 use shardwise_torch::tch::{self, Device, Kind, Tensor};
@@ -103,6 +103,40 @@ fn every_optimizer_and_precision_on_a_device_has_the_bits_of_the_cpu() {
         let [expected, found] = [Device::Cpu, device()].map(|device| train(llama(), &alone(device), options(device)));
         assert_eq!(found.0, expected.0, "{what}");
         assert!(found.1 == expected.1, "{what}");
+    }
+}
+
+/// A device computes all documents of a batch, windows and shared key heads in one call (flash attention); the CPU does not.
+#[test]
+fn attention_in_one_call_has_the_bits_of_the_cpu() {
+    let packed = |batch: Batch| {
+        let numbers = Tensor::arange(3 * 12, (Kind::Int64, Device::Cpu)).view([3, 12]).floor_divide_scalar(5);
+        Batch::packed(batch.inputs, batch.targets, &numbers).unwrap()
+    };
+    let losses = |config: LlamaConfig, is_packed: bool, options: Options| -> Vec<u64> {
+        tch::set_num_threads(1);
+        let model = Model::from_config(config).unwrap();
+        let mut trainer = Trainer::new(model, alone(options.device), options, &mut init::from_seed(5)).unwrap();
+        let mut step = |step: i64| {
+            let batches = [0, 1].map(|index| batch(step, index));
+            let report = trainer.step(&if is_packed { batches.map(packed) } else { batches }).unwrap();
+            [report.loss.to_bits(), report.grad_norm.to_bits()]
+        };
+        (0..3).flat_map(&mut step).collect()
+    };
+    for (key_heads, window, is_packed) in
+        [(2, None, false), (8, Some(4), false), (8, None, true), (2, Some(3), true), (1, Some(4), false)]
+    {
+        for checkpointing in [ActivationCheckpointing::None, ActivationCheckpointing::Selective] {
+            let config = LlamaConfig::new(VOCAB_SIZE as usize, 64, 2, 8, 48);
+            let config = LlamaConfig { num_key_value_heads: key_heads, sliding_window: window, ..config };
+            let [expected, found] = [Device::Cpu, device()].map(|device| {
+                let precision = Precision::BF16;
+                let options = Options { precision, activation_checkpointing: checkpointing, ..options(3, device) };
+                losses(config.clone(), is_packed, options)
+            });
+            assert_eq!(found, expected, "{key_heads} key heads, {window:?}, {is_packed}, {checkpointing:?}");
+        }
     }
 }
 

@@ -69,16 +69,18 @@ struct Step {
 
 /// The second step, when everything that is kept from step to step exists.
 fn count_step(model: LlamaConfig, options: Options, micro_batches: usize) -> Step {
-    count_step_of(model, options, micro_batches, true)
+    count_step_on(model, options, (0..micro_batches).map(|_| batch()).collect(), true)
+}
+
+fn batch() -> Batch {
+    let tokens = Tensor::arange(POSITIONS + 1, (Kind::Int64, Device::Cpu)).view([1, -1]);
+    Batch::new(tokens.narrow(1, 0, POSITIONS).copy(), tokens.narrow(1, 1, POSITIONS).copy())
 }
 
 /// If nothing is computed, parameters need no values.
-fn count_step_of(model: LlamaConfig, options: Options, micro_batches: usize, is_computed: bool) -> Step {
+fn count_step_on(model: LlamaConfig, options: Options, batches: Vec<Batch>, is_computed: bool) -> Step {
     let mesh = Mesh::new(&[(Axis::Shard, 1)]).unwrap();
     let ranks = Ranks::on_device(Arc::new(single::group()), mesh, |_| Ok(single::group_on(device()))).unwrap();
-    let tokens = Tensor::arange(POSITIONS + 1, (Kind::Int64, Device::Cpu)).view([1, -1]);
-    let batch = || Batch::new(tokens.narrow(1, 0, POSITIONS).copy(), tokens.narrow(1, 1, POSITIONS).copy());
-    let batches: Vec<Batch> = (0..micro_batches).map(|_| batch()).collect();
     let model = Model::from_config(model).unwrap();
     let mut from_seed = init::from_seed(5);
     let mut init = |parameter: &Parameter, range: Range<usize>, elements: FloatsMut<'_>| match is_computed {
@@ -183,11 +185,34 @@ fn a_step_of_7_billion_parameters_stays_within_its_budgets() {
     let llama_7b = LlamaConfig::new(32_000, 4096, 32, 32, 11_008);
     let options = Options { precision: Precision::BF16, ..adamw() };
     let small = LlamaConfig { tie_word_embeddings: false, ..small(32) };
-    let [small, large] = [small, llama_7b.clone()].map(|model| count_step_of(model, options.clone(), 1, false));
+    let [small, large] =
+        [small, llama_7b.clone()].map(|model| count_step_on(model, options.clone(), vec![batch()], false));
     println!("{:?}", large.whole);
     assert_eq!((large.whole.synchronizations, large.whole.host_to_device), (1, 2), "{:?}", large.whole);
     assert_passes_launch_like_plain_pytorch(&large.units, &llama_7b, Kind::BFloat16);
     assert_sizes_do_not_matter(&small, &large, 34, 5);
+}
+
+/// With flash attention, neither documents nor shared key heads nor windows cost launches.
+#[test]
+fn documents_cost_one_copy_and_no_launches() {
+    let options = Options { precision: Precision::BF16, ..adamw() };
+    let plain = count_step(small(2), options.clone(), 1);
+    let shared = LlamaConfig { num_key_value_heads: 2, sliding_window: Some(8), ..small(2) };
+    let [few, many] = [16, 4].map(|length| {
+        let pack = |batch: Batch| {
+            let numbers = Tensor::arange(POSITIONS, (Kind::Int64, Device::Cpu)).floor_divide_scalar(length);
+            Batch::packed(batch.inputs, batch.targets, &numbers.view([1, -1])).unwrap()
+        };
+        count_step_on(shared.clone(), options.clone(), vec![pack(batch())], true)
+    });
+    assert_eq!((many.whole.synchronizations, many.whole.host_to_device), (1, 3), "{:?}", many.whole);
+    for phase in ["forward", "backward"] {
+        let [plain, few, many] = [&plain, &few, &many].map(|step| step.units.of(phase, 1).launches);
+        assert_eq!(few, many, "{phase}");
+        // The documents are joined and split again.
+        assert!(many <= plain + 6, "{phase}: {many} launches, {plain} without documents");
+    }
 }
 
 #[test]

@@ -152,9 +152,12 @@ fn batch(number: i64) -> Batch {
     let tokens = (numbers * 7 + number * 57).remainder(VOCAB_SIZE);
     let targets = (&tokens * 3 + 1).remainder(VOCAB_SIZE);
     let ignored = (&tokens + number).remainder(4).eq(0);
+    let targets = targets.masked_fill(&ignored, IGNORED);
     let documents = Tensor::arange(12, (Kind::Int64, Device::Cpu)).ge(5).to_kind(Kind::Int64).repeat([3, 1]);
-    let documents = (number % 2 == 1).then_some(documents);
-    Batch { documents, ..Batch::new(tokens, targets.masked_fill(&ignored, IGNORED)) }
+    match number % 2 == 1 {
+        true => Batch::packed(tokens, targets, &documents).unwrap(),
+        false => Batch::new(tokens, targets),
+    }
 }
 
 /// The difference between an evaluation and a step's report, in loss and tokens.

@@ -68,8 +68,11 @@ fn batch(positions: i64, step: i64, micro: i64, is_packed: bool) -> Batch {
     let tokens = (numbers.shallow_clone() * 7 + step * 31 + micro * 57).remainder(VOCAB_SIZE);
     let targets = (&tokens * 3 + 1).remainder(VOCAB_SIZE);
     let ignored = (&tokens + micro).remainder(4).eq(0);
-    let documents = is_packed.then(|| (numbers + step).floor_divide_scalar(4));
-    Batch { documents, ..Batch::new(tokens, targets.masked_fill(&ignored, IGNORED)) }
+    let targets = targets.masked_fill(&ignored, IGNORED);
+    match is_packed {
+        true => Batch::packed(tokens, targets, &(numbers + step).floor_divide_scalar(4)).unwrap(),
+        false => Batch::new(tokens, targets),
+    }
 }
 
 fn adamw() -> Optimizer {

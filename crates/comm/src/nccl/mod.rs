@@ -24,7 +24,7 @@ use std::time::Duration;
 use cudarc::driver::{result as cuda, sys as cuda_sys};
 use cudarc::nccl::{result as nccl, sys as nccl_sys};
 use shardwise_plan::RankSet;
-use shardwise_torch::device::current_stream;
+use shardwise_torch::Stream;
 use shardwise_torch::tch::Device;
 
 use self::communicator::{Communicator, Padded, explain_nccl, int};
@@ -114,13 +114,13 @@ impl NcclGroup {
 
     /// Queues a call behind libtorch's queued work.
     fn queue(&self, job: &Job, padded: Option<&Padded>) -> CudaResult<Queued> {
-        let torch = current_stream(self.device).map_err(|error| error.to_string())?;
+        let torch = libtorch_stream(self.device)?;
         let communicator = self.communicator.lock().unwrap_or_else(PoisonError::into_inner);
         self.context.enter()?;
         let (rank, size) = (self.control.rank(), self.control.size());
         // SAFETY: the streams are live and belong to the current context; the job's buffers live until the call's end.
         unsafe {
-            let ready = Event::record(torch.cast())?;
+            let ready = Event::record(torch)?;
             ready.block_stream(communicator.stream())?;
             self.watch.enter(&job.call, || communicator.call(job.call.dtype, &job.operation, rank, size, padded))?;
             let end = Arc::new(Event::record(communicator.stream())?);
@@ -168,6 +168,12 @@ fn find(device: Device) -> CudaResult<cuda_sys::CUdevice> {
     let index = if let Device::Cuda(index) = device { index } else { 0 };
     cuda::init().map_err(explain)?;
     cuda::device::get(int(index)).map_err(explain)
+}
+
+/// The stream on which libtorch queues this thread's work.
+fn libtorch_stream(device: Device) -> CudaResult<cuda_sys::CUstream> {
+    let handle = Stream::current(device).and_then(|stream| stream.handle());
+    handle.map(<*mut std::ffi::c_void>::cast).map_err(|error| error.to_string())
 }
 
 impl Transport for NcclGroup {
@@ -219,10 +225,10 @@ impl Transport for NcclGroup {
         let (device, context) = (self.device, self.context);
         Box::new(move || {
             running.watch.check()?;
-            let held = current_stream(device).map_err(|error| error.to_string()).and_then(|torch| {
+            let held = libtorch_stream(device).and_then(|torch| {
                 context.enter()?;
                 // SAFETY: the event and libtorch's stream are live, and their context is current on the waiting thread.
-                unsafe { running.end().block_stream(torch.cast()) }
+                unsafe { running.end().block_stream(torch) }
             });
             held.map_err(|message| Error::Transport { call, message }).map(|()| running.release())
         })

@@ -2,7 +2,7 @@
 
 use shardwise_journal::UnitTime;
 use shardwise_journal::format::{format_bytes_per_s, format_flops_per_s, format_memory_fixed, format_step_time};
-use shardwise_run::{ProfileReport, Recommendation};
+use shardwise_run::{DeviceCounts, ProfileReport, Recommendation};
 
 use crate::simulation_table::simulation_table;
 
@@ -154,6 +154,12 @@ fn machine(profiled: &ProfileReport) -> Vec<String> {
             format!("Compute: {}; what large matrix products reach here is not known", format_flops_per_s(achieved))
         }
     });
+    if let Some(DeviceCounts { operators, host_waits, to_device, to_host, allocations }) = profiled.device {
+        lines.push(format!(
+            "Device, per step: {operators} operators, {allocations} allocations, {to_device} copies to the device, {to_host} from it; \
+             times that the host waited: {host_waits}"
+        ));
+    }
     if profiled.ranks > 1 {
         lines.push(format!(
             "Communication: {} per step, {:.0}% of it hidden; ranks wait for {}, of which {} for a late rank",
@@ -277,6 +283,7 @@ mod tests {
                 measured_bytes: 7 << 20,
                 simulated_bytes: 8 << 20,
             }],
+            device: None,
             costs: StepCosts {
                 micro_batch_tokens: 512,
                 tensor: 1,
