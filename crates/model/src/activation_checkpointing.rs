@@ -63,7 +63,11 @@ pub(crate) fn recompute_in_backward(
             let rest = rest.lock().unwrap_or_else(PoisonError::into_inner).take();
             let (taken, recompute) =
                 rest.ok_or("activations are recomputed once; their graph can be walked only once")?;
-            for (old, new) in taken.iter().zip(no_grad(recompute)?) {
+            let recomputed = no_grad(recompute)?;
+            if recomputed.len() != taken.len() {
+                return Err("the recomputation chose other kernels than the first pass".into());
+            }
+            for (old, new) in taken.iter().zip(recomputed) {
                 if let Some(old) = old {
                     storage::put(old, storage::take(&new, "this activation has moved")?)?;
                 }

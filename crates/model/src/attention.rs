@@ -1,5 +1,6 @@
 //! Causal attention over all earlier positions, a sliding window of them, or those of the same document.
 
+use shardwise_plan::Dtype;
 use shardwise_torch::attention::{flash_attention, has_flash_attention};
 use shardwise_torch::tch::{Device, Kind, Tensor};
 
@@ -48,6 +49,11 @@ pub(crate) fn causal(
     let each = queries.iter().zip(keys.iter().zip(&values));
     let parts = each.map(|(query, (key, value))| attend(query, key, value, window)).collect::<Result<Vec<Tensor>>>()?;
     Ok(AttentionOutput { output: documents.join(&parts)?, expanded, parts })
+}
+
+/// Whether attention in this type is one call of flash attention on a device, if it is recent enough to have it.
+pub fn may_use_flash_attention(device: Device, dtype: Dtype) -> bool {
+    device != Device::Cpu && dtype.bytes() == 2
 }
 
 /// Attention by a kernel that reads a key head for several query heads, skips what is outside a window, and takes all documents at once.

@@ -62,6 +62,7 @@ mod unit;
 mod unit_functions;
 
 pub use activation_checkpointing::Activations;
+pub use attention::may_use_flash_attention;
 pub use cache::Cache;
 pub use documents::Documents;
 pub use linear::{DeferredGradients, Linear};

@@ -147,8 +147,9 @@ impl Layer for Block {
         let normed = |count: usize| if shape.splits_sequence { 0 } else { element(count * hidden_size) };
         let gathered = if shape.splits_sequence { element(hidden_size) } else { 0 };
         // A sliding window needs a mask of positions by positions, first of booleans and then of floats.
-        let mask =
-            if self.config.sliding_window.is_some_and(|window| window < positions) { positions * positions } else { 0 };
+        let needs_mask = self.config.sliding_window.is_some_and(|window| window < positions);
+        let mask = if needs_mask && !shape.uses_flash_attention { positions * positions } else { 0 };
+        let repeated_key = if shape.uses_flash_attention { key } else { query };
         // The gradient of `mlp.down_proj`, the first that the backward pass computes.
         let down_proj = hidden_size * intermediate_size * element_bytes;
         // The input of the second norm is kept in the type in which the norm computes, unless something else needs it.
@@ -158,7 +159,7 @@ impl Layer for Block {
                 // product.
                 normed(2)
                     + own_element(if is_wide { 2 } else { 1 } * hidden_size)
-                    + element(4 * query + 3 * intermediate_size),
+                    + element(2 * query + 2 * repeated_key + 3 * intermediate_size),
                 element(intermediate_size),
                 element(3 * intermediate_size),
             ),

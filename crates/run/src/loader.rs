@@ -46,8 +46,9 @@ impl Loader {
     pub(crate) fn load(&mut self, step: u64) -> Result<Vec<Batch>> {
         let batches = match self.next.take() {
             Some((loading, thread)) if loading == step => join(thread)?,
-            // The first step, or the one after a batch that was skipped.
-            _ => self.place.load(step)?,
+            // After a batch that was skipped, or a rollback.
+            Some((_, thread)) => join(thread).and_then(|_| self.place.load(step))?,
+            None => self.place.load(step)?,
         };
         if step < self.last {
             let place = self.place.clone();

@@ -10,7 +10,7 @@ use shardwise_journal::format::format_memory_fixed;
 use shardwise_model::Model;
 use shardwise_plan::program::{Layout, Memory, MemoryKind, MemoryUse, Program, memory_use};
 use shardwise_plan::{Axis, Mesh};
-use shardwise_recipe::{ActivationCheckpointingRecipe, FloatRecipe, Recipe};
+use shardwise_recipe::{ActivationCheckpointingRecipe, DeviceRecipe, FloatRecipe, Recipe};
 use shardwise_torch::tch::Device;
 use shardwise_train::{
     Options, checked_programs, checkpoint_layouts, memory_costs, stages_of_units, tensor_place, unit_specs,
@@ -44,7 +44,9 @@ pub struct MemoryEstimate {
 impl MemoryEstimate {
     /// The estimate for a recipe on this many ranks.
     pub fn of(recipe: &Recipe, ranks: usize) -> Result<Self> {
-        let (options, model) = (build::options(recipe, Device::Cpu)?, build::model(recipe)?);
+        // Attention needs less memory on a GPU.
+        let device = if recipe.run.device == DeviceRecipe::Cuda { Device::Cuda(0) } else { Device::Cpu };
+        let (options, model) = (build::options(recipe, device)?, build::model(recipe)?);
         let (program, memory) = simulate_memory(recipe, &model, &options, ranks)?;
         let peak_instruction = program.instructions.get(memory.peak_position);
         let mesh = recipe.mesh(ranks)?;

@@ -33,7 +33,7 @@ pub(crate) struct Snapshot {
     units: Vec<Range<usize>>,
     buffer_bytes: usize,
     /// On which tensors are copied from a device, next to what training queues there.
-    stream: Option<Stream>,
+    stream: Option<Arc<Stream>>,
     state: Mutex<State>,
     /// Signaled when a piece changes its state.
     changed: Condvar,
@@ -203,22 +203,32 @@ impl State {
 }
 
 impl Source {
-    /// Copies the range of the tensor into host memory.
-    fn copy(&self, tensor: &Tensor) -> std::result::Result<Bytes, String> {
+    /// Copies the range of the tensor into host memory, on `stream` if it is on a device.
+    fn copy(&self, tensor: &Tensor, stream: Option<&Stream>) -> std::result::Result<Bytes, String> {
+        if let Some(stream) = stream {
+            let mut bytes = Vec::new();
+            bytes.try_reserve_exact(self.bytes.len()).map_err(|error| error.to_string())?;
+            bytes.resize(self.bytes.len(), 0);
+            self.read(tensor, 0, &mut bytes, Some(stream))?;
+            return Ok(Bytes::from(bytes));
+        }
         let bytes = self.view(tensor, 0, self.bytes.len()).map_err(|error| first_line(&error))?;
         Ok(into_bytes(copy(&bytes)?))
     }
 
-    /// Copies a part of the range into `into`.
-    fn read(&self, tensor: &Tensor, from: usize, into: &mut [u8]) -> std::result::Result<(), String> {
-        let bytes = self.view(tensor, from, into.len());
-        bytes.and_then(|bytes| bytes.f_copy_data_u8(into, into.len())).map_err(|error| first_line(&error))
-    }
-
-    /// As [`Source::read`], on the current stream. Waits for nothing else.
-    fn read_from_device(&self, tensor: &Tensor, from: usize, into: &mut [u8]) -> std::result::Result<(), String> {
+    /// Copies a part of the range into `into`, on `stream` if it is on a device. Waits for nothing else there.
+    fn read(
+        &self,
+        tensor: &Tensor,
+        from: usize,
+        into: &mut [u8],
+        stream: Option<&Stream>,
+    ) -> std::result::Result<(), String> {
         let bytes = self.view(tensor, from, into.len()).map_err(|error| first_line(&error))?;
-        read(&bytes, into).map_err(|error| first_line(&error))
+        match stream {
+            Some(stream) => stream.run(|| read(&bytes, into)).flatten().map_err(|error| first_line(&error)),
+            None => bytes.f_copy_data_u8(into, into.len()).map_err(|error| first_line(&error)),
+        }
     }
 
     /// Views a part of the range as bytes: it may start or end inside an element.
@@ -276,7 +286,7 @@ impl Builder {
 
     /// Returns the snapshot. Its copies and detached tensors take at most `buffer_bytes`. Its writer holds a [`WriterGuard`]. If the
     /// tensors are on a device, `stream` has waited for everything that writes to them.
-    pub(crate) fn finish(self, buffer_bytes: usize, stream: Option<Stream>) -> Snapshot {
+    pub(crate) fn finish(self, buffer_bytes: usize, stream: Option<Arc<Stream>>) -> Snapshot {
         let state = State {
             pieces: self.pieces,
             tensors: self.tensors,
@@ -402,7 +412,7 @@ impl Snapshot {
                         true => {
                             let tensor = state.tensors[source.tensor].saved.tensor.shallow_clone();
                             drop(state);
-                            let copied = source.copy(&tensor).ok();
+                            let copied = source.copy(&tensor, self.stream.as_deref()).ok();
                             state = self.lock();
                             copied
                         }
@@ -505,12 +515,7 @@ impl Snapshot {
                     // While the piece is busy, its tensor is not detached.
                     let tensor = state.tensors[source.tensor].saved.tensor.shallow_clone();
                     drop(state);
-                    let read = match &self.stream {
-                        Some(stream) => stream
-                            .run(|| source.read_from_device(&tensor, from, into))
-                            .unwrap_or_else(|error| Err(first_line(&error))),
-                        None => source.read(&tensor, from, into),
-                    };
+                    let read = source.read(&tensor, from, into, self.stream.as_deref());
                     drop(tensor);
                     let (mut state, tensor) = (self.lock(), source.tensor);
                     state.pieces[index] = match read.is_ok() && is_end {

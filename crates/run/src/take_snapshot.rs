@@ -61,14 +61,10 @@ fn exchange_and_build(
             builder.add(file, name, contents);
         }
     }
-    let stream = match trainer.options().device {
-        Device::Cpu => None,
-        device => {
-            let stream = Stream::new(device)?;
-            stream.wait_for(&Stream::current(device)?)?;
-            Some(stream)
-        }
-    };
+    let stream = trainer.snapshot_stream();
+    if let Some(stream) = &stream {
+        stream.wait_for(&Stream::current(trainer.options().device)?)?;
+    }
     Ok(Ok(Arc::new(builder.finish(buffer_bytes, stream))))
 }
 

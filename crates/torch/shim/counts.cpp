@@ -27,7 +27,7 @@ std::unique_ptr<at::ObserverContext> count(const at::RecordFunction &call) {
       counts.host_waits++;
   }
   // Values that the host reads, and results whose shapes depend on the elements.
-  bool is_read = name == "aten::_local_scalar_dense" || name == "aten::equal" || name == "aten::nonzero" || name == "aten::masked_select";
+  bool is_read = name == "aten::_local_scalar_dense" || name == "aten::nonzero";
   if (is_read && !inputs.empty() && is_on_device(inputs[0])) {
     counts.to_host++;
     counts.host_waits++;

@@ -134,7 +134,7 @@ Message sw_device_reset_peak(int8_t device_type, int8_t device_index) {
   return guarded([&] { c10::getDeviceAllocator(type_of(device_type))->resetPeakStats(device_index); });
 }
 
-Message sw_use_deterministic_algorithms() {
-  return guarded([] { at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/true); });
+Message sw_use_deterministic_algorithms(bool warn_only) {
+  return guarded([&] { at::globalContext().setDeterministicAlgorithms(true, warn_only); });
 }
 }

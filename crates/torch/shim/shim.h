@@ -86,8 +86,8 @@ struct DeviceMemory {
 };
 Message sw_device_memory(int8_t device_type, int8_t device_index, DeviceMemory *out);
 Message sw_device_reset_peak(int8_t device_type, int8_t device_index);
-// Kernels that give the same bits every time, where there are any.
-Message sw_use_deterministic_algorithms();
+// Kernels that give the same bits every time. Where there are none: an error, or only a warning.
+Message sw_use_deterministic_algorithms(bool warn_only);
 
 // ---- counts -----------------------------------------------------------------------------------------------------
 struct OperatorCounts {

@@ -19,7 +19,9 @@ pub struct Boundaries<'a> {
 pub fn has_flash_attention(query: &Tensor, key: &Tensor, value: &Tensor) -> Result<bool> {
     /// libtorch's numbers of its own kernel and of cuDNN's, which it prefers on some devices that have both.
     const FLASH: [i64; 2] = [1, 3];
-    if query.device() == Device::Cpu || query.size()[3] % 8 != 0 {
+    let head_dim = query.size()[3];
+    // On some devices, sizes in this range have it without gradients only; a recomputation must choose as the first pass did.
+    if query.device() == Device::Cpu || head_dim % 8 != 0 || (193..=224).contains(&head_dim) {
         return Ok(false);
     }
     let choice = Tensor::f_internal_fused_sdp_choice(query, key, value, None::<&Tensor>, 0., true, None, true)?;

@@ -43,11 +43,11 @@ pub fn reset_peak(device: Device) -> Result<()> {
     check(unsafe { ffi::sw_device_reset_peak(device_type, device_index) })
 }
 
-/// Makes libtorch use kernels that give the same bits every time, where it has any (PyTorch: `use_deterministic_algorithms`). On a GPU,
-/// the backward pass of attention is not such a kernel otherwise.
-pub fn use_deterministic_algorithms() -> Result<()> {
+/// Makes libtorch use kernels that give the same bits every time (PyTorch: `use_deterministic_algorithms`). On a GPU, the backward pass of
+/// flash attention is not such a kernel otherwise. Where there is none, the pass fails, or libtorch only warns.
+pub fn use_deterministic_algorithms(warn_only: bool) -> Result<()> {
     // SAFETY: sets a flag of libtorch.
-    check(unsafe { ffi::sw_use_deterministic_algorithms() })
+    check(unsafe { ffi::sw_use_deterministic_algorithms(warn_only) })
 }
 
 pub(crate) fn accelerator_code(device: Device) -> Result<(i8, i8)> {

@@ -111,7 +111,7 @@ unsafe extern "C" {
     pub(crate) fn sw_tensor_pin(tensor: *mut Tensor) -> Message;
     pub(crate) fn sw_tensor_read(tensor: *const Tensor, to: *mut c_void, bytes: usize) -> Message;
     pub(crate) fn sw_device_memory(device_type: i8, device_index: i8, out: *mut DeviceMemory) -> Message;
-    pub(crate) fn sw_use_deterministic_algorithms() -> Message;
+    pub(crate) fn sw_use_deterministic_algorithms(warn_only: bool) -> Message;
     pub(crate) fn sw_device_reset_peak(device_type: i8, device_index: i8) -> Message;
     pub(crate) fn sw_copy_bytes(
         from_type: i8,

@@ -153,6 +153,7 @@ impl Error {
     pub fn out_of_memory(&self) -> Option<shardwise_torch::OutOfMemory> {
         match self {
             Error::Model { error: shardwise_model::Error::Torch(error), .. } => error.out_of_memory(),
+            Error::Batch(shardwise_model::Error::Torch(error)) => error.out_of_memory(),
             Error::Backward { error, .. } | Error::Device(error) => error.out_of_memory(),
             Error::Zero(shardwise_zero::Error::Torch { error, .. }) => error.out_of_memory(),
             _ => None,

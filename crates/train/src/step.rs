@@ -48,8 +48,8 @@ pub struct Trainer {
     pub(crate) parallel: TensorParallel,
     /// The program of the last step, which the next one probably has too.
     program: Option<(Policy, Arc<Program>)>,
-    /// On which batches are copied to a device.
-    copy_stream: Option<Stream>,
+    /// On which batches are copied to a device, and snapshots from it.
+    copy_streams: Option<[Arc<Stream>; 2]>,
     /// The first unit with trainable parameters, where the backward pass ends.
     pub(crate) first_trainable: usize,
     pub(crate) loss_scaler: LossScaler,
@@ -107,7 +107,10 @@ impl Trainer {
             unit_specs,
             parallel,
             program: None,
-            copy_stream: if device == Device::Cpu { None } else { Some(Stream::new(device)?) },
+            copy_streams: match device {
+                Device::Cpu => None,
+                device => Some([Arc::new(Stream::new(device)?), Arc::new(Stream::new(device)?)]),
+            },
             first_trainable,
             loss_scaler,
             steps: 0,
@@ -257,7 +260,13 @@ impl Trainer {
     }
 
     fn copy_batches(&self, micro_batches: &[Batch]) -> Result<Vec<Batch>> {
-        copy_batches(micro_batches, self.options.device, self.copy_stream.as_ref())
+        let stream = self.copy_streams.as_ref().map(|[batches, _]| &**batches);
+        copy_batches(micro_batches, self.options.device, stream)
+    }
+
+    /// The stream on which to copy tensors from a device while training goes on; none on the CPU.
+    pub fn snapshot_stream(&self) -> Option<Arc<Stream>> {
+        self.copy_streams.as_ref().map(|[_, snapshots]| snapshots.clone())
     }
 
     /// This rank's place among those that share its layers.

@@ -1,6 +1,6 @@
 //! What the order of a step depends on, by unit.
 
-use shardwise_model::{Activations, Model, Parameter, PassShape, Unit};
+use shardwise_model::{Activations, Model, Parameter, PassShape, Unit, may_use_flash_attention};
 use shardwise_plan::program::{ActivationCheckpointing, Place, Replicated, UnitSpec};
 use shardwise_plan::{Axis, Mesh};
 
@@ -47,6 +47,7 @@ pub(crate) fn pass_shape(options: &Options, tensor: Place, shape: StepShape, act
         tensor,
         splits_sequence: options.splits_sequence(tensor),
         input_has_grad: true,
+        uses_flash_attention: may_use_flash_attention(options.device, options.precision.param_dtype),
         overlaps: options.async_tensor_parallel,
     }
 }
