@@ -6,7 +6,7 @@ use std::process::{Command, ExitCode};
 
 use anyhow::{Context, Result, bail};
 use shardwise_recipe::{ActivationCheckpointingRecipe, DeviceRecipe, Recipe};
-use shardwise_supervisor::exit_code;
+use shardwise_supervisor::{Environment, exit_code};
 
 use crate::flags::Layers;
 
@@ -27,7 +27,7 @@ pub(crate) struct Options {
     /// Also write weights.safetensors with the initial values, for init.weights
     #[arg(long)]
     weights: bool,
-    /// Python with torch, and with transformers for Hugging Face models [default: $SHARDWISE_PYTHON, or python3]
+    /// Python with torch, and with transformers for Hugging Face models [default: $SHARDWISE_PYTHON, the one that Shardwise is installed in, or python3]
     #[arg(long)]
     python: Option<PathBuf>,
 }
@@ -96,13 +96,17 @@ impl Shape {
 impl Options {
     fn python(&self) -> PathBuf {
         let set = || std::env::var_os("SHARDWISE_PYTHON").map(PathBuf::from);
-        self.python.clone().or_else(set).unwrap_or_else(|| "python3".into())
+        let program = || std::env::current_exe().ok();
+        let installed = || Some(Environment::of(&program()?)?.python());
+        self.python.clone().or_else(set).or_else(installed).unwrap_or_else(|| "python3".into())
     }
 
     /// A command that runs Python where it finds the package.
     fn command(&self) -> Command {
         let mut command = Command::new(self.python());
-        if Path::new(SOURCES).exists() {
+        let program = std::env::current_exe().ok();
+        let is_installed = program.is_some_and(|program| Environment::of(&program).is_some());
+        if !is_installed && Path::new(SOURCES).exists() {
             let set = std::env::var_os("PYTHONPATH").unwrap_or_default();
             let all = std::env::split_paths(&set).chain([PathBuf::from(SOURCES)]);
             // A path with a colon cannot be added; Python then says what it does not find.
@@ -122,8 +126,8 @@ impl Options {
             let said = String::from_utf8_lossy(&found.stderr);
             let reason = said.lines().last().unwrap_or("it said nothing");
             bail!(
-                "{python} lacks what compiling needs: {reason}\nrun python/setup, which installs it, and set SHARDWISE_PYTHON to the \
-                 path that it prints"
+                "{python} lacks what compiling needs: {reason}\nrun 'pip install shardwise[compile]', or python/setup in a checkout, and set \
+                 SHARDWISE_PYTHON to the Python that has it"
             );
         }
         Ok(())

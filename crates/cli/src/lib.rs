@@ -23,10 +23,13 @@ mod screen;
 mod tokenize;
 mod train;
 
+use std::ffi::OsString;
+use std::os::unix::process::CommandExt;
 use std::process::ExitCode;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use clap::{CommandFactory, Parser, Subcommand};
+use shardwise_supervisor::rank_command;
 
 /// Train transformer models that do not fit on one device
 #[derive(Parser)]
@@ -145,6 +148,15 @@ enum Command {
         /// The shell to complete commands for
         shell: clap_complete::Shell,
     },
+    /// Run one rank, with the libraries of this installation
+    ///
+    /// Launchers start it where Shardwise is installed with pip.
+    #[command(hide = true)]
+    Rank {
+        /// What `shardwise-rank` gets
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<OsString>,
+    },
     /// Print the manual page
     #[command(after_help = "Example:\n  shardwise man > /usr/local/share/man/man1/shardwise.1")]
     Man,
@@ -182,6 +194,11 @@ fn run_command(command: Command) -> Result<ExitCode> {
         Command::Completions { shell } => {
             clap_complete::generate(shell, &mut Arguments::command(), "shardwise", &mut std::io::stdout());
             Ok(ExitCode::SUCCESS)
+        }
+        Command::Rank { arguments } => {
+            let mut rank = rank_command()?;
+            let error = rank.args(arguments).exec();
+            Err(error).with_context(|| rank.get_program().display().to_string())
         }
         Command::Man => print_manual(),
     }

@@ -2,10 +2,10 @@
 
 use std::ffi::OsString;
 use std::path::PathBuf;
-use std::process::{Command, ExitCode};
+use std::process::ExitCode;
 
 use anyhow::{Context, Result};
-use shardwise_supervisor::{absolute, exit_code, rank_program};
+use shardwise_supervisor::{absolute, exit_code, rank_command};
 
 use crate::flags::{Layers, PlanFlags};
 
@@ -24,9 +24,9 @@ pub(crate) struct Options {
 
 pub(crate) fn run(options: &Options) -> Result<ExitCode> {
     let Options { recipe, ranks, layers, flags } = options;
-    let program = rank_program()?;
-    let mut command = Command::new(&program);
+    let mut command = rank_command()?;
     let arguments: Vec<OsString> = [layers.arguments(), flags.arguments()].concat();
     command.arg("plan").arg(absolute(recipe)).arg(format!("--ranks={ranks}")).args(arguments);
-    Ok(exit_code(command.status().with_context(|| program.display().to_string())?))
+    let status = command.status();
+    Ok(exit_code(status.with_context(|| command.get_program().display().to_string())?))
 }

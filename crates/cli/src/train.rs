@@ -4,14 +4,14 @@ use std::ffi::OsString;
 use std::io::Write;
 use std::net::{IpAddr, Ipv4Addr};
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode, Stdio};
+use std::process::{ExitCode, Stdio};
 
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 use shardwise_supervisor::launcher_env::{hostname, launcher_env};
 use shardwise_supervisor::{
     Address, Endpoint, EventLog, Host, Placement, RankCommand, RankCount, Settings, absolute, exit_code, plan_faults,
-    rank_program, supervise,
+    rank_command, supervise,
 };
 
 use crate::flags::{Layers, TrainFlags};
@@ -84,8 +84,8 @@ pub(crate) fn check(
     layers: &Layers,
     arguments: &[OsString],
 ) -> Result<Result<CheckReport, ExitCode>> {
-    let program = rank_program()?;
-    let mut check = Command::new(&program);
+    let mut check = rank_command()?;
+    let program = PathBuf::from(check.get_program());
     check.arg("check").arg(absolute(recipe)).args(["--ranks", &ranks.to_string()]);
     check.args(layers.arguments()).args(arguments).stderr(Stdio::inherit());
     let output = check.output().with_context(|| program.display().to_string())?;

@@ -19,6 +19,9 @@ pub enum Error {
         /// The number of ranks that the launcher started.
         started: usize,
     },
+    /// A library that ranks need is missing, or is not the one that they need.
+    #[error("{0}")]
+    Installation(String),
     /// Only Open MPI's launcher can be told the hosts.
     #[error(
         "--hosts needs Open MPI's mpirun; with another MPI, write a host file and run shardwise under its launcher"

@@ -208,11 +208,18 @@ c10::DataPtr sw_cpu_zeros(size_t bytes) {
   return data;
 }
 
+#pragma weak mallinfo2
+
 extern "C" {
 
 size_t sw_malloc_bytes() {
-  struct mallinfo2 info = mallinfo2();
-  return info.uordblks + info.hblkhd + cache().bytes_in_use();
+  // glibc has it from 2.33 on. The older function counts modulo 4 GiB.
+  if (mallinfo2 != nullptr) {
+    struct mallinfo2 info = mallinfo2();
+    return info.uordblks + info.hblkhd + cache().bytes_in_use();
+  }
+  struct mallinfo info = mallinfo();
+  return static_cast<uint32_t>(info.uordblks) + static_cast<uint32_t>(info.hblkhd) + cache().bytes_in_use();
 }
 
 size_t sw_memory_take_peak() { return cache().take_peak(); }
