@@ -52,7 +52,7 @@ pub struct PassShape {
     pub splits_sequence: bool,
     /// Whether the backward pass computes a gradient of the input.
     pub input_has_grad: bool,
-    /// Whether attention needs neither masks nor repeated key heads: see [`may_use_flash_attention`].
+    /// Whether attention needs neither masks nor repeated key heads: see [`crate::may_use_flash_attention`].
     pub uses_flash_attention: bool,
     /// Whether it computes while collectives are under way (async tensor parallelism).
     pub overlaps: bool,
