@@ -96,17 +96,15 @@ impl Shape {
 impl Options {
     fn python(&self) -> PathBuf {
         let set = || std::env::var_os("SHARDWISE_PYTHON").map(PathBuf::from);
-        let program = || std::env::current_exe().ok();
-        let installed = || Some(Environment::of(&program()?)?.python());
+        let installed = || Some(Environment::current()?.python());
         self.python.clone().or_else(set).or_else(installed).unwrap_or_else(|| "python3".into())
     }
 
     /// A command that runs Python where it finds the package.
     fn command(&self) -> Command {
         let mut command = Command::new(self.python());
-        let program = std::env::current_exe().ok();
-        let is_installed = program.is_some_and(|program| Environment::of(&program).is_some());
-        if !is_installed && Path::new(SOURCES).exists() {
+        // A program from pip has the package in its environment.
+        if Environment::current().is_none() && Path::new(SOURCES).exists() {
             let set = std::env::var_os("PYTHONPATH").unwrap_or_default();
             let all = std::env::split_paths(&set).chain([PathBuf::from(SOURCES)]);
             // A path with a colon cannot be added; Python then says what it does not find.

