@@ -21,6 +21,7 @@ fn all() -> impl Iterator<Item = &'static Claim> {
         crate::text::CLAIMS,
         crate::supervision::CLAIMS,
         crate::observability::CLAIMS,
+        crate::install::CLAIMS,
     ]
     .into_iter()
     .flatten()

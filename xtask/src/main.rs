@@ -13,6 +13,7 @@ mod device;
 mod foundation;
 mod fuzz;
 mod hosts;
+mod install;
 mod licenses;
 mod mutants;
 mod observability;

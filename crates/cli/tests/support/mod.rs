@@ -90,8 +90,14 @@ impl Folder {
     }
 }
 
+/// The program under test: the one that was just built, or an installed one.
+pub(crate) fn program() -> PathBuf {
+    let built = env!("CARGO_BIN_EXE_shardwise");
+    std::env::var_os("SHARDWISE_PROGRAM").map_or_else(|| PathBuf::from(built), PathBuf::from)
+}
+
 pub(crate) fn shardwise() -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_shardwise"));
+    let mut command = Command::new(program());
     command.env("OMP_NUM_THREADS", "1").env("RUST_BACKTRACE", "0");
     command
 }

@@ -85,8 +85,12 @@ enum Command {
     },
 }
 
-fn main() -> Result<ExitCode> {
-    match Arguments::parse().command {
+fn main() -> ExitCode {
+    run(Arguments::parse().command).unwrap_or_else(|error| shardwise_cli::print_error(&error))
+}
+
+fn run(command: Command) -> Result<ExitCode> {
+    match command {
         Command::Probe { library } => probe::run(library),
         Command::Check { recipe, flags } => Ok(check::run(&recipe, &flags)),
         Command::Train { recipe, fault, flags } => train::run(&recipe, &fault, &flags),

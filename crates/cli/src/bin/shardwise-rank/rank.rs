@@ -51,8 +51,8 @@ pub(crate) fn run_ranks(
     let launcher = launcher_env().unwrap_or_default();
     if let Some(started) = launcher.world_size.filter(|&started| started != ranks) {
         bail!(
-            "the launcher started {started} ranks, but MPI sees {ranks}: they belong to different MPIs; set SHARDWISE_MPI to \
-             the folder of the launcher's MPI, or let `shardwise train -n {started}` start the ranks"
+            "the launcher started {started} ranks, but MPI sees {ranks}: they belong to different MPIs, such as MPICH and Open MPI; \
+             set SHARDWISE_MPI to the folder of the launcher's MPI, or let `shardwise train -n {started}` start the ranks"
         );
     }
     let recipe = recipe.and_then(|recipe| {
