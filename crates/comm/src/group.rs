@@ -121,6 +121,13 @@ impl Group {
         self.subgroup(&name, ranks)
     }
 
+    /// Creates this rank's two groups along a part of an axis ([`Mesh::split_axis`]): of `inner` neighbors, and of the ranks with the
+    /// same index among their neighbors. Must be called on the world group, by all ranks together.
+    pub fn split_axis(&self, mesh: &Mesh, axis: Axis, inner: usize) -> Result<[Group; 2]> {
+        let [neighbors, across] = mesh.for_world(self.size())?.split_axis(self.rank, axis, inner);
+        Ok([self.subgroup(&format!("{axis} neighbors"), neighbors)?, self.subgroup(&format!("{axis} ring"), across)?])
+    }
+
     /// Creates a group of some of the ranks, including this one.
     pub(crate) fn subgroup(&self, name: &str, ranks: RankSet) -> Result<Group> {
         let rank = ranks.index_of(self.ranks.rank_at(self.rank)).expect("a rank is in its own group");

@@ -58,6 +58,11 @@ impl Documents {
         self.boundaries.as_ref().map(|tokens| Boundaries { tokens, longest: self.longest() })
     }
 
+    /// For each sequence, the lengths of its documents.
+    pub(crate) fn lengths(&self) -> &[Vec<i64>] {
+        &self.lengths
+    }
+
     /// The length of the longest document.
     pub(crate) fn longest(&self) -> i64 {
         self.lengths.iter().flatten().copied().max().unwrap_or(0)

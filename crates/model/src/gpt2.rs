@@ -90,12 +90,16 @@ struct Embedding(Gpt2Config);
 
 impl Layer for Embedding {
     fn forward(&self, parameters: &Parameters<'_>, _: Option<&Tensor>, batch: &Batch, pass: &Pass) -> Result<Tensor> {
-        let positions = match &batch.documents {
-            Some(documents) => {
+        let positions = match (&batch.documents, &batch.context) {
+            (_, Some(context)) => {
+                self.check("documents", context.longest_document() as i64)?;
+                context.positions_in_document()?.f_to_device(batch.inputs.device())?
+            }
+            (Some(documents), None) => {
                 self.check("documents", documents.longest())?;
                 documents.positions()?
             }
-            None => {
+            (None, None) => {
                 self.check("sequences", batch.inputs.size()[1])?;
                 Tensor::f_arange(batch.inputs.size()[1], (Kind::Int64, batch.inputs.device()))?
             }
@@ -277,6 +281,7 @@ impl Block {
 
     fn attend(&self, parameters: &Parameters<'_>, x: &Tensor, batch: &Batch, pass: &Pass) -> Result<Tensor> {
         let (rows, head_dim, documents) = (batch.inputs.numel(), self.head_dim(), batch.documents.clone());
+        let context = batch.context.clone().map(|batch| (pass.context.clone(), batch));
         let norm = Norm::new(&self.0, parameters, "ln_1");
         let normed = norm.of(x)?;
         let c_attn = [layer(parameters, "attn.c_attn")];
@@ -285,13 +290,17 @@ impl Block {
         // Returns the output of each document, if they were computed one by one, and last the whole output.
         let core = move |projected: &Tensor| -> Result<Vec<Tensor>> {
             let [query, key, value] = heads(projected, head_dim)?;
+            if let Some((parallel, batch)) = &context {
+                return Ok(vec![parallel.attend(&query, &key, &value, None, batch)?]);
+            }
             let attended = attention::causal(&query, &key, &value, None, documents.as_ref())?;
             Ok(attended.parts.into_iter().chain([attended.output]).collect())
         };
         let attended = core(&projected)?;
         let joined = attended.last().expect("attention has an output");
         let output = row_linear(parameters, joined, "attn.c_proj", &pass.parallel)?;
-        let is_selective = pass.activations == Activations::Selective;
+        // What ranks have sent each other is kept, so that they do not have to send it again.
+        let is_selective = pass.activations == Activations::Selective && batch.context.is_none();
         if !is_selective && !pass.gathers_again() {
             return Ok(output);
         }

@@ -13,8 +13,8 @@ use crate::pass::{Region, RegionWeights};
 use crate::rotary::RotaryTables;
 use crate::unit::embed;
 use crate::{
-    Activations, Batch, Cache, Footprint, Init, Layer, Linear, Parameter, Parameters, Pass, PassShape, Result,
-    TensorParallel, Tied, Unit, attention,
+    Activations, Batch, Cache, ContextBatch, ContextParallel, Footprint, Init, Layer, Linear, Parameter, Parameters,
+    Pass, PassShape, Result, TensorParallel, Tied, Unit, attention,
 };
 
 /// Builds a unit of the model from its parameters. All blocks of a model share its rotary tables.
@@ -221,11 +221,12 @@ impl Block {
         let (entered, [query, key, value]) = parallel.column_parallel(&normed, rows, projections(parameters))?;
         let in_sequences = |rows: Tensor| rows.f_view([batch.inputs.size()[0], batch.inputs.size()[1], -1]);
         let projected = [in_sequences(query)?, in_sequences(key)?, in_sequences(value)?];
-        let core = self.core(parameters, projected, batch.documents.clone(), parallel);
+        let core = self.core(parameters, projected, batch.documents.clone(), parallel).divided(batch, pass);
         let attended = core.attend()?;
         let joined = attended.last().expect("attention has an output");
         let output = parallel.row_parallel(joined, &parameters.layer("self_attn.o_proj.weight", None))?;
-        let is_selective = pass.activations == Activations::Selective;
+        // What ranks have sent each other is kept, so that they do not have to send it again.
+        let is_selective = pass.activations == Activations::Selective && batch.context.is_none();
         if !is_selective && !pass.gathers_again() {
             return Ok(output);
         }
@@ -258,6 +259,7 @@ impl Block {
             query_norm: parameters.find("self_attn.q_norm.weight").map(Tensor::shallow_clone),
             key_norm: parameters.find("self_attn.k_norm.weight").map(Tensor::shallow_clone),
             key_of_query: key_of_query(&self.config, parallel),
+            context: None,
         }
     }
 
@@ -336,13 +338,24 @@ struct Core {
     key_norm: Option<Tensor>,
     /// The key head of each query head, if they are not evenly grouped.
     key_of_query: Option<Vec<i64>>,
+    /// The ranks that divide the sequences, if several do, and which positions this rank has.
+    context: Option<(ContextParallel, ContextBatch)>,
 }
 
 impl Core {
+    /// The same for a batch whose sequences may be divided among ranks.
+    fn divided(mut self, batch: &Batch, pass: &Pass) -> Core {
+        self.context = batch.context.clone().map(|batch| (pass.context.clone(), batch));
+        self
+    }
+
     /// Returns everything that attention computes: the query and key that the kernel gets; the value, if it was copied; the
     /// output of each document, if they were computed one by one; and last the whole output.
     fn attend(&self) -> Result<Vec<Tensor>> {
         let [query, key, value] = self.heads(0)?;
+        if let Some((parallel, batch)) = &self.context {
+            return Ok(vec![parallel.attend(&query, &key, &value, self.config.sliding_window, batch)?]);
+        }
         let documents = self.documents.as_ref();
         let attended = attention::causal(&query, &key, &value, self.config.sliding_window, documents)?;
         let mut computed = match attended.expanded {
@@ -366,7 +379,14 @@ impl Core {
     fn heads(&self, first: i64) -> Result<[Tensor; 3]> {
         let config = &self.config;
         let (sequences, positions) = (self.query.size()[0], self.query.size()[1]);
-        let rope = self.rotary.get(config, first..first + positions, self.query.kind(), self.query.device())?;
+        let (kind, device) = (self.query.kind(), self.query.device());
+        let rope = match &self.context {
+            Some((_, batch)) => {
+                let all = self.rotary.get(config, 0..batch.positions() as i64, kind, device)?;
+                all.select(&batch.positions_in_sequence()?)?
+            }
+            None => self.rotary.get(config, first..first + positions, kind, device)?,
+        };
         let heads = |projected: &Tensor, norm: &Option<Tensor>| -> Result<Tensor> {
             let split = projected.f_view([sequences, positions, -1, config.head_dim as i64])?;
             let normed = match norm {
@@ -396,6 +416,7 @@ impl Core {
             query_norm: detach(&self.query_norm),
             key_norm: detach(&self.key_norm),
             key_of_query: self.key_of_query.clone(),
+            context: self.context.clone(),
         }
     }
 }

@@ -6,7 +6,7 @@ use shardwise_plan::Partition;
 use shardwise_plan::program::{CollectiveKind, GroupKind, InnerCollective, InnerCollectives, Place};
 
 use crate::row_pieces::{multiplies_own_rows_first, row_pieces};
-use crate::{Activations, DeferredGradients, TensorParallel};
+use crate::{Activations, ContextParallel, DeferredGradients, TensorParallel};
 
 /// How a unit computes in a pass.
 #[derive(Clone)]
@@ -15,6 +15,8 @@ pub struct Pass {
     pub activations: Activations,
     /// The verbs of tensor parallelism.
     pub parallel: TensorParallel,
+    /// The ranks that divide sequences.
+    pub context: ContextParallel,
     /// Whether the backward pass follows at once, so that what it would have to gather again is kept.
     pub keeps_gathered: bool,
     /// Where linear layers put the gradients of their weights aside, if the backward pass computes them later.
@@ -24,7 +26,13 @@ pub struct Pass {
 impl Pass {
     /// A pass on one rank.
     pub fn new(activations: Activations) -> Self {
-        Pass { activations, parallel: TensorParallel::none(), keeps_gathered: false, deferred: None }
+        Pass {
+            activations,
+            parallel: TensorParallel::none(),
+            context: ContextParallel::none(),
+            keeps_gathered: false,
+            deferred: None,
+        }
     }
 
     /// Whether the backward pass gathers again what [`TensorParallel::enter`] has gathered.

@@ -58,6 +58,16 @@ impl Rope {
         Ok(Rope { cosines: angles.f_cos()?.to_kind(kind), sines: angles.f_sin()?.to_kind(kind) })
     }
 
+    /// The tables of these positions (sequences, positions).
+    pub(crate) fn select(&self, positions: &Tensor) -> Result<Rope> {
+        let positions = positions.f_to_device(self.cosines.device())?;
+        let (sequences, len) = positions.size2()?;
+        let select = |table: &Tensor| -> Result<Tensor> {
+            Ok(table.f_index_select(0, &positions.f_reshape(-1)?)?.f_view([sequences, 1, len, -1])?)
+        };
+        Ok(Rope { cosines: select(&self.cosines)?, sines: select(&self.sines)? })
+    }
+
     pub(crate) fn rotate(&self, x: &Tensor) -> Result<Tensor> {
         let half = x.size()[3] / 2;
         let rotated = Tensor::f_cat(&[x.f_narrow(3, half, half)?.f_neg()?, x.f_narrow(3, 0, half)?], -1)?;

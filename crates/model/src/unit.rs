@@ -13,6 +13,7 @@ use shardwise_plan::{ModelConfig, Partition, check_frozen_prefixes};
 use shardwise_torch::pin;
 use shardwise_torch::tch::{Device, Tensor, no_grad};
 
+use crate::context_batch::ContextBatch;
 use crate::documents::Documents;
 use crate::linear::Orientation;
 use crate::pass::{Pass, PassShape};
@@ -56,12 +57,14 @@ pub struct Batch {
     pub targets: Tensor,
     /// For packed sequences, where their documents end. Tokens attend only to their own document.
     pub documents: Option<Documents>,
+    /// If ranks divide the sequences, which positions this rank has.
+    pub context: Option<ContextBatch>,
 }
 
 impl Batch {
     /// Creates a micro-batch in which every sequence is one document.
     pub fn new(inputs: Tensor, targets: Tensor) -> Batch {
-        Batch { inputs, targets, documents: None }
+        Batch { inputs, targets, documents: None, context: None }
     }
 
     /// Creates a micro-batch of packed sequences. `numbers` has the number of each token's document, as a 64-bit integer. A document
@@ -72,7 +75,18 @@ impl Batch {
             let problem = format!("their numbers have shape {shape:?}, but the tokens have shape {expected:?}");
             return Err(Error::Config { key: "documents", problem });
         }
-        Ok(Batch { inputs, targets, documents: Documents::from_numbers(numbers)? })
+        Ok(Batch { inputs, targets, documents: Documents::from_numbers(numbers)?, context: None })
+    }
+
+    /// This rank's part of a micro-batch whose sequences are divided among `ring` × `heads` ranks: inputs, targets, positions and
+    /// documents together.
+    pub fn split_context(&self, ring: Place, heads: Place) -> Result<Batch> {
+        let (sequences, positions) = self.inputs.size2()?;
+        let whole = || vec![vec![positions]; sequences as usize];
+        let documents = self.documents.as_ref().map_or_else(whole, |documents| documents.lengths().to_vec());
+        let context = ContextBatch::new(&documents, ring, heads);
+        let (inputs, targets) = (context.select(&self.inputs)?, context.select(&self.targets)?);
+        Ok(Batch { inputs, targets, documents: None, context: Some(context) })
     }
 
     /// Everything of it that is a tensor.
@@ -93,6 +107,7 @@ impl Batch {
             inputs: copy(&self.inputs),
             targets: copy(&self.targets),
             documents: self.documents.as_ref().map(|documents| documents.to_device(device)),
+            context: self.context.clone(),
         }
     }
 }

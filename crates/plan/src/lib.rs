@@ -22,6 +22,7 @@
 #![forbid(unsafe_code)]
 
 mod config_error;
+mod context_parallel;
 mod dtype;
 mod floats;
 mod hugging_face;
@@ -38,6 +39,7 @@ pub mod schedule;
 mod tensor_parallel;
 
 pub use config_error::ConfigError;
+pub use context_parallel::{ContextSplit, Segment};
 pub use dtype::Dtype;
 pub use floats::FloatsMut;
 pub use loss_scale::DynamicScale;

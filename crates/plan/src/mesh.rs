@@ -124,6 +124,17 @@ impl Mesh {
     /// Divides ranks into `stages` stages of a pipeline, and each of them into `replicas` replicas whose layers are each shared by
     /// `tensor` consecutive ranks. What is left of the ranks shards each replica.
     pub fn divide(ranks: usize, stages: usize, replicas: usize, tensor: usize) -> Result<Self, MeshError> {
+        Mesh::divide_with_context(ranks, stages, replicas, 1, tensor)
+    }
+
+    /// Like [`Mesh::divide`], with sequences that are each divided among `context` groups of ranks that share layers.
+    pub fn divide_with_context(
+        ranks: usize,
+        stages: usize,
+        replicas: usize,
+        context: usize,
+        tensor: usize,
+    ) -> Result<Self, MeshError> {
         if stages == 0 || !ranks.is_multiple_of(stages) {
             let (what, into) = ("ranks".to_string(), format!("{stages} stages"));
             return Err(MeshError::Indivisible { axis: Axis::Pipeline, count: ranks, what, into });
@@ -134,8 +145,19 @@ impl Mesh {
             return Err(MeshError::Indivisible { axis: Axis::Tensor, count: ranks, what, into });
         }
         let groups = ranks / tensor;
-        if replicas == 0 || !groups.is_multiple_of(replicas) {
+        if context == 0 || !groups.is_multiple_of(context) {
             let what = if tensor > 1 { format!("groups of {tensor} ranks") } else { "ranks".to_string() };
+            return Err(MeshError::Indivisible {
+                axis: Axis::Context,
+                count: groups,
+                what,
+                into: format!("groups of {context}"),
+            });
+        }
+        let groups = groups / context;
+        if replicas == 0 || !groups.is_multiple_of(replicas) {
+            let together = tensor * context;
+            let what = if together > 1 { format!("groups of {together} ranks") } else { "ranks".to_string() };
             let into = format!("{replicas} replicas");
             return Err(MeshError::Indivisible { axis: Axis::Replicate, count: groups, what, into });
         }
@@ -143,6 +165,7 @@ impl Mesh {
             (Axis::Pipeline, stages),
             (Axis::Replicate, replicas),
             (Axis::Shard, groups / replicas),
+            (Axis::Context, context),
             (Axis::Tensor, tensor),
         ])
     }
@@ -192,6 +215,26 @@ impl Mesh {
                 index * self.stride(axis)
             })
             .sum()
+    }
+
+    /// The ranks along `axis` that are in the same run of `inner` consecutive indices as `rank`, and those that have the same index in
+    /// their run.
+    ///
+    /// # Panics
+    /// If `inner` does not divide the axis.
+    pub fn split_axis(&self, rank: usize, axis: Axis, inner: usize) -> [RankSet; 2] {
+        let (size, stride, along) = (self.size(axis), self.stride(axis), self.coordinates(rank).along(axis));
+        assert!(inner > 0 && size.is_multiple_of(inner), "{size} ranks in runs of {inner}");
+        let set = |first: usize, span: Span| {
+            let mut set = RankSet { first, spans: [Span { size: 1, stride: 1 }; Axis::ALL.len()] };
+            set.spans[axis as usize] = span;
+            set
+        };
+        let (run, outer) = (along / inner, size / inner);
+        [
+            set(rank - along % inner * stride, Span { size: inner, stride }),
+            set(rank - run * inner * stride, Span { size: outer, stride: stride * inner }),
+        ]
     }
 
     /// The group of `rank` for a collective along `axes`: all ranks with the same coordinates as `rank` on every other axis.

@@ -15,7 +15,12 @@ impl Trainer {
     /// unless all ranks have the same number of micro-batches, because they gather together, and unless the ranks that share a layer
     /// or hold the stages of a pipeline have the same ones.
     pub(crate) fn count_tokens(&self, step: u64, micro_batches: &[Batch], signal: u64) -> Result<(u64, u64)> {
-        let world = &self.ranks.world;
+        let (world, divided_by) = (&self.ranks.world, self.ranks.context.size());
+        if let Some(batch) = micro_batches.iter().find(|batch| batch.context.is_some() != (divided_by > 1)) {
+            let found = if batch.context.is_some() { "a part of one" } else { "whole" };
+            let problem = format!("sequences are divided among {divided_by} ranks, but a micro-batch is {found}");
+            return Err(Error::Options(format!("step {step}: {problem}; divide it with `ContextGroups::split`")));
+        }
         let counted: i64 =
             micro_batches.iter().map(|batch| batch.targets.ne(IGNORED).sum(Kind::Int64).int64_value(&[])).sum();
         let (shared_by, per_stage) = (self.ranks.tensor.size(), self.ranks.stage.size());

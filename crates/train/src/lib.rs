@@ -32,6 +32,7 @@
 
 mod accumulate;
 mod check_layers;
+mod context_group;
 mod costs;
 mod count_tokens;
 mod error;
@@ -60,6 +61,7 @@ mod step_values;
 mod tensor_group;
 mod unit_specs;
 
+pub use context_group::ContextGroups;
 pub use costs::memory_costs;
 pub use error::{Error, Result, SourceError};
 pub use evaluate::Evaluation;

@@ -12,6 +12,7 @@ use shardwise_torch::Block;
 use shardwise_torch::tch::Device;
 use shardwise_zero::{Groups, Optimizer, Precision, Sharding};
 
+use crate::context_group::ContextGroups;
 use crate::error::{Error, Result};
 use crate::loss_scale::{self, LossScale};
 use crate::message_groups::MessageGroups;
@@ -150,6 +151,8 @@ pub struct Ranks {
     pub replicated: Groups,
     /// The ranks that share each layer (tensor parallelism).
     pub tensor: Arc<Group>,
+    /// The ranks that divide sequences (context parallelism).
+    pub context: ContextGroups,
     /// The ranks that hold the stages of one pipeline, by stage.
     pub pipeline: Arc<Group>,
     /// The groups in which these ranks send activations and their gradients to each other.
@@ -168,7 +171,8 @@ impl Ranks {
         let groups = Groups::sharded(world.clone());
         let [tensor, pipeline] = [(); 2].map(|()| Arc::new(shardwise_comm::single::group()));
         let messages = MessageGroups::same(&pipeline);
-        Ranks { replicated: groups.clone(), groups, stage: world.clone(), world, tensor, pipeline, messages, mesh }
+        let (replicated, stage, context) = (groups.clone(), world.clone(), ContextGroups::none());
+        Ranks { replicated, groups, stage, world, tensor, context, pipeline, messages, mesh }
     }
 
     /// Hybrid sharding: `replicas` replicas, each sharded among consecutive ranks. Calls of different groups run concurrently. All
@@ -185,14 +189,21 @@ impl Ranks {
         Ranks::on_mesh(world, mesh)
     }
 
-    /// The ranks of a mesh with the axes pipeline, replicate, shard and tensor. All ranks call this together.
+    /// The ranks of a mesh with the axes pipeline, replicate, shard, context and tensor. Ranks along the context axis form a ring. All
+    /// ranks call this together.
     pub fn on_mesh(world: Arc<Group>, mesh: Mesh) -> Result<Self> {
+        Ranks::with_ulysses(world, mesh, 1)
+    }
+
+    /// Like [`Ranks::on_mesh`]: `ulysses` consecutive ranks of the context axis exchange heads, and the rest of the axis is a ring.
+    pub fn with_ulysses(world: Arc<Group>, mesh: Mesh, ulysses: usize) -> Result<Self> {
         let along = |axes: &[Axis]| -> Result<Arc<Group>> { Ok(Arc::new(world.split_along(&mesh, axes)?)) };
-        let groups = Groups { shard: along(&[Axis::Shard])?, replicate: along(&[Axis::Replicate])? };
+        let groups = Groups { shard: along(&[Axis::Shard, Axis::Context])?, replicate: along(&[Axis::Replicate])? };
         let (tensor, replicated) = match mesh.size(Axis::Tensor) {
             1 => (Arc::new(shardwise_comm::single::group()), groups.clone()),
             _ => {
-                let (shard, replicate) = (along(&[Axis::Shard, Axis::Tensor])?, groups.replicate.clone());
+                let (shard, replicate) =
+                    (along(&[Axis::Shard, Axis::Context, Axis::Tensor])?, groups.replicate.clone());
                 (along(&[Axis::Tensor])?, Groups { shard, replicate })
             }
         };
@@ -204,7 +215,8 @@ impl Ranks {
             }
         };
         let messages = MessageGroups::same(&pipeline);
-        Ok(Ranks { world, groups, replicated, tensor, pipeline, messages, stage, mesh })
+        let context = ContextGroups::new(&world, &mesh, ulysses)?;
+        Ok(Ranks { world, groups, replicated, tensor, context, pipeline, messages, stage, mesh })
     }
 
     /// The ranks of this stage as if there were no others: those of a model that is not cut into stages, with the same data
@@ -221,7 +233,9 @@ impl Ranks {
     /// Fails if a call of one of the groups has failed; see [`Group::check`].
     pub(crate) fn check(&self) -> Result<()> {
         let groups = [&self.groups, &self.replicated].map(|groups| [&groups.shard, &groups.replicate]);
-        let mut all = groups.iter().flatten().copied().chain([&self.tensor, &self.pipeline]).chain(self.messages.all());
+        let context = [&self.context.heads, &self.context.ring];
+        let others = [&self.tensor, &self.pipeline].into_iter().chain(context).chain(self.messages.all());
+        let mut all = groups.iter().flatten().copied().chain(others);
         Ok(all.try_for_each(|group| group.check())?)
     }
 
@@ -232,18 +246,23 @@ impl Ranks {
 
     /// The number of ranks that read different samples.
     pub fn data_size(&self) -> usize {
-        self.stage.size() / self.tensor.size()
+        self.stage.size() / self.reader_size()
     }
 
-    /// This rank's index among those that read different samples. The ranks that share a layer, and those that hold the stages of a
-    /// pipeline, have the same.
+    /// The number of ranks that read the same samples: those that share a layer, or divide sequences.
+    pub(crate) fn reader_size(&self) -> usize {
+        self.tensor.size() * self.context.size()
+    }
+
+    /// This rank's index among those that read different samples. The ranks that share a layer, those that divide sequences, and those
+    /// that hold the stages of a pipeline, have the same.
     pub fn data_rank(&self) -> usize {
-        self.stage.rank() / self.tensor.size()
+        self.stage.rank() / self.reader_size()
     }
 
     /// The rank that reads the samples of `data_rank`, and has the same stage and the same parts of layers as this rank.
     pub fn counterpart(&self, data_rank: usize) -> usize {
-        self.stage.ranks().rank_at(data_rank * self.tensor.size() + self.tensor.rank())
+        self.stage.ranks().rank_at(data_rank * self.reader_size() + self.stage.rank() % self.reader_size())
     }
 
     /// Where this rank is among the others, and the size of the elements that they send.
@@ -272,7 +291,13 @@ impl Ranks {
         mesh: Mesh,
         connect: impl Fn(Group) -> shardwise_comm::Result<Group>,
     ) -> Result<Self> {
-        let Ranks { world, groups, replicated, tensor, pipeline, messages, stage, mesh } = Ranks::on_mesh(world, mesh)?;
+        if mesh.size(Axis::Context) > 1 {
+            return Err(Error::Options(
+                "context parallelism has been written for CPUs only; set parallel.context to 1".into(),
+            ));
+        }
+        let Ranks { world, groups, replicated, tensor, context, pipeline, messages, stage, mesh } =
+            Ranks::on_mesh(world, mesh)?;
         drop(messages);
         let over = |group: Arc<Group>| -> Result<Arc<Group>> {
             let control = Arc::into_inner(group).expect("on_mesh returned the only reference");
@@ -296,7 +321,7 @@ impl Ranks {
             })?,
         };
         let (tensor, pipeline) = (over_unless_single(tensor)?, over_unless_single(pipeline)?);
-        Ok(Ranks { world, groups, replicated, tensor, pipeline, messages, stage, mesh })
+        Ok(Ranks { world, groups, replicated, tensor, context, pipeline, messages, stage, mesh })
     }
 }
 

@@ -71,7 +71,11 @@ impl Trainer {
                 continue;
             }
             let step = self.steps + 1;
-            let read = |indices: &Vec<u64>| source.batch(indices).map_err(|error| Error::Source { step, error });
+            let context = self.ranks.context.clone();
+            let read = |indices: &Vec<u64>| {
+                let batch = source.batch(indices).and_then(|batch| Ok(context.split(batch)?));
+                batch.map_err(|error| Error::Source { step, error })
+            };
             let micro_batches =
                 batch_size.sample_indices(step, rank, ranks).iter().map(read).collect::<Result<Vec<_>>>()?;
             each(&self.step(&micro_batches)?);

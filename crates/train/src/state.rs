@@ -21,17 +21,22 @@ pub fn checkpoint_layouts(model: &Model, options: &Options, mesh: &Mesh) -> Vec<
     let unit = |(index, unit): (usize, &Unit)| UnitLayout {
         name: unit.name().to_string(),
         buffers: buffers(unit.parameters(), options, mesh).into_iter().map(|(buffer, _)| buffer).collect(),
-        owners: mesh.size(Axis::Shard) * mesh.size(Axis::Tensor),
+        owners: shards(mesh) * mesh.size(Axis::Tensor),
         index,
         file_bytes: FILE_BYTES,
     };
     model.units().iter().enumerate().map(unit).collect()
 }
 
+/// The number of ranks that a parameter is sharded among.
+fn shards(mesh: &Mesh) -> usize {
+    mesh.size(Axis::Shard) * mesh.size(Axis::Context)
+}
+
 /// The flat buffers of a unit in a checkpoint, each with the tensor-parallel rank that has it, unless all have: first those with the
 /// parts of each tensor-parallel rank, then those with the parameters that all of these ranks have.
 fn buffers(parameters: &[Parameter], options: &Options, mesh: &Mesh) -> Vec<(FlatBuffer, Option<usize>)> {
-    let (shard, tensor) = (mesh.size(Axis::Shard), mesh.size(Axis::Tensor));
+    let (shard, tensor) = (shards(mesh), mesh.size(Axis::Tensor));
     let place = |index: usize| Place { size: tensor, index };
     let (replicated, split): (Vec<&Parameter>, Vec<&Parameter>) =
         parameters.iter().partition(|parameter| parameter.is_replicated(place(0)));

@@ -81,6 +81,11 @@ impl Trainer {
             return Err(Error::Options(problem));
         }
         model.check_tensor_parallel(ranks.tensor.size()).map_err(|error| Error::Options(error.to_string()))?;
+        if ranks.context.size() > 1 && !model.is_built_in() {
+            let problem =
+                "context parallelism is for built-in models: the attention of others sees only a rank's own part";
+            return Err(Error::Options(problem.to_string()));
+        }
         let pool = Arc::new(Pool::new(options.device));
         let is_trained = |unit: &Unit| unit.parameters().iter().any(|parameter| parameter.trainable);
         let first_trainable = model.units().iter().position(is_trained).ok_or(Error::AllFrozen)?;
@@ -479,7 +484,8 @@ impl Trainer {
     /// A unit's forward pass that keeps these activations.
     pub(crate) fn pass(&self, index: usize, activations: Activations) -> Pass {
         let parallel = self.parallel.with_label(self.model.units()[index].name());
-        Pass { parallel, ..Pass::new(activations) }
+        let context = self.ranks.context.verbs().with_label(self.model.units()[index].name());
+        Pass { parallel, context, ..Pass::new(activations) }
     }
 
     /// Where a pass puts the gradients of weights aside: if another half of the backward pass computes them, or if they are computed

@@ -61,11 +61,11 @@ impl TensorGroup for TensorRanks {
 }
 
 /// A tensor whose memory is lent to a collective.
-struct Sent(Tensor);
+pub(crate) struct Sent(Tensor);
 
 impl Sent {
     /// The tensor itself, if it has its memory to itself, or a copy.
-    fn new(tensor: &Tensor) -> Result<Sent> {
+    pub(crate) fn new(tensor: &Tensor) -> Result<Sent> {
         let tensor = tensor.f_detach()?.f_contiguous()?;
         let bytes = tensor.numel() * dtype_of(tensor.f_kind()?)?.bytes();
         match storage::bytes(&tensor)? == bytes {
@@ -74,11 +74,11 @@ impl Sent {
         }
     }
 
-    fn take(&self) -> Result<Block> {
-        Ok(storage::take(&self.0, "it is being sent to tensor-parallel ranks")?)
+    pub(crate) fn take(&self) -> Result<Block> {
+        Ok(storage::take(&self.0, "it is being sent to other ranks")?)
     }
 
-    fn put_back(&self, memory: Block) -> Result<()> {
+    pub(crate) fn put_back(&self, memory: Block) -> Result<()> {
         Ok(storage::put(&self.0, memory).map_err(|failure| failure.error)?)
     }
 }

@@ -7,7 +7,7 @@ use crate::mesh::{Axis, Mesh, RankSet};
 pub enum GroupKind {
     /// All ranks.
     World,
-    /// The ranks that hold the shards of one replica.
+    /// The ranks that hold the shards of one replica, among them those that hold the parts of one sequence.
     Shard,
     /// The ranks that hold the same shard of all replicas.
     Replicate,
@@ -54,13 +54,13 @@ impl GroupKind {
     pub fn axes(self) -> &'static [Axis] {
         match self {
             GroupKind::World => &Axis::ALL,
-            GroupKind::Shard => &[Axis::Shard],
+            GroupKind::Shard => &[Axis::Shard, Axis::Context],
             GroupKind::Replicate => &[Axis::Replicate],
             GroupKind::Pipeline => &[Axis::Pipeline],
             GroupKind::Expert => &[Axis::Expert],
             GroupKind::Context => &[Axis::Context],
             GroupKind::Tensor => &[Axis::Tensor],
-            GroupKind::ShardTensor => &[Axis::Shard, Axis::Tensor],
+            GroupKind::ShardTensor => &[Axis::Shard, Axis::Context, Axis::Tensor],
         }
     }
 

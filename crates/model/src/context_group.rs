@@ -1,0 +1,39 @@
+//! Ranks that exchange keys, values or heads.
+
+use shardwise_torch::autograd::ClosureError;
+use shardwise_torch::tch::{TchError, Tensor};
+
+use crate::PendingTensor;
+
+/// Ranks that exchange keys, values or heads.
+pub trait ContextGroup: Send + Sync {
+    /// This rank's index.
+    fn rank(&self) -> usize;
+
+    /// The number of ranks.
+    fn size(&self) -> usize;
+
+    /// Starts to send the next `send_counts[r]` elements of `send` to rank r, and to receive `receive_counts[r]` from it. The result has
+    /// what was received, in the order of ranks.
+    fn start_all_to_all(
+        &self,
+        label: &str,
+        send: &Tensor,
+        send_counts: &[usize],
+        receive_counts: &[usize],
+    ) -> std::result::Result<PendingTensor, ClosureError>;
+}
+
+/// Takes tensors out of a buffer, one after the other.
+pub(crate) struct Unpack {
+    pub(crate) from: Tensor,
+    pub(crate) at: i64,
+}
+
+impl Unpack {
+    pub(crate) fn next(&mut self, shape: &[i64]) -> std::result::Result<Tensor, TchError> {
+        let len: i64 = shape.iter().product();
+        self.at += len;
+        self.from.f_narrow(0, self.at - len, len)?.f_view(shape)
+    }
+}

@@ -1,0 +1,96 @@
+//! The collectives of context parallelism.
+
+use std::sync::Arc;
+
+use shardwise_comm::Group;
+use shardwise_model::{Batch, ContextGroup, ContextParallel, PendingTensor};
+use shardwise_plan::program::Place;
+use shardwise_plan::{Axis, Mesh};
+use shardwise_torch::autograd::ClosureError;
+use shardwise_torch::tch::Tensor;
+use shardwise_torch::{Block, dtype_of};
+
+use crate::error::{Error, Result};
+use crate::tensor_group::Sent;
+
+/// The ranks that divide sequences: neighbors that exchange heads, and rings of ranks that have the same heads.
+#[derive(Clone)]
+pub struct ContextGroups {
+    /// The ranks that exchange heads (Ulysses).
+    pub heads: Arc<Group>,
+    /// The ranks that send each other keys and values (ring attention).
+    pub ring: Arc<Group>,
+}
+
+impl ContextGroups {
+    /// Every rank has whole sequences.
+    pub(crate) fn none() -> Self {
+        let [heads, ring] = [(); 2].map(|()| Arc::new(shardwise_comm::single::group()));
+        ContextGroups { heads, ring }
+    }
+
+    /// The groups of a mesh: `ulysses` neighbors exchange heads.
+    pub(crate) fn new(world: &Group, mesh: &Mesh, ulysses: usize) -> Result<Self> {
+        let ranks = mesh.size(Axis::Context);
+        if ulysses == 0 || !ranks.is_multiple_of(ulysses) {
+            let problem = format!(
+                "{ranks} context-parallel ranks cannot exchange heads in groups of {ulysses}; use a divisor of {ranks}"
+            );
+            return Err(Error::Options(problem));
+        }
+        if ranks == 1 {
+            return Ok(ContextGroups::none());
+        }
+        let [heads, ring] = world.split_axis(mesh, Axis::Context, ulysses)?;
+        Ok(ContextGroups { heads: Arc::new(heads), ring: Arc::new(ring) })
+    }
+
+    /// The number of ranks that divide a sequence.
+    pub fn size(&self) -> usize {
+        self.heads.size() * self.ring.size()
+    }
+
+    /// The verbs of context parallelism.
+    pub(crate) fn verbs(&self) -> ContextParallel {
+        let exchange = |group: &Arc<Group>| Arc::new(Exchange(group.clone()));
+        ContextParallel::new(exchange(&self.heads), exchange(&self.ring))
+    }
+
+    /// This rank's part of a micro-batch.
+    pub fn split(&self, batch: Batch) -> shardwise_model::Result<Batch> {
+        let place = |group: &Group| Place { size: group.size(), index: group.rank() };
+        match self.size() {
+            1 => Ok(batch),
+            _ => batch.split_context(place(&self.ring), place(&self.heads)),
+        }
+    }
+}
+
+struct Exchange(Arc<Group>);
+
+impl ContextGroup for Exchange {
+    fn rank(&self) -> usize {
+        self.0.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.0.size()
+    }
+
+    fn start_all_to_all(
+        &self,
+        label: &str,
+        send: &Tensor,
+        send_counts: &[usize],
+        receive_counts: &[usize],
+    ) -> std::result::Result<PendingTensor, ClosureError> {
+        let received = Block::new(dtype_of(send.f_kind()?)?, receive_counts.iter().sum(), send.device())?;
+        let sent = Sent::new(send)?;
+        let pending = self.0.all_to_all_counts(label, sent.take()?, send_counts, received, receive_counts);
+        Ok(Box::new(move || {
+            let (memory, received) = pending.wait()?;
+            sent.put_back(memory)?;
+            Ok(received.into_tensor()?)
+        }))
+    }
+}

@@ -1,0 +1,201 @@
+//! Context parallelism: the same losses, gradients and parameters as on one rank, in f64.
+
+#![allow(clippy::unwrap_used, reason = "a test may fail")]
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use shardwise_comm::{Group, mpi, single};
+use shardwise_harness::ranks;
+use shardwise_model::{Batch, Gpt2Config, IGNORED, LlamaConfig, Model, ModelConfig, cut};
+use shardwise_plan::Mesh;
+use shardwise_plan::program::Place;
+use shardwise_torch::tch::{Device, Kind, Tensor, no_grad};
+use shardwise_train::{ActivationCheckpointing, Options, Ranks, Schedule, Trainer, init};
+use shardwise_zero::{AdamW, Optimizer, Precision, Sgd, Sharding};
+
+const VOCAB_SIZE: i64 = 101;
+const SEQUENCES: i64 = 2;
+/// No number of ranks divides them.
+const POSITIONS: i64 = 61;
+/// The largest difference, relative to the largest element.
+const TOLERANCE: f64 = 1e-12;
+/// That between parameters after several steps; see `tensor.rs`.
+const TOLERANCE_AFTER_STEPS: f64 = 1e-10;
+const STEPS: i64 = 5;
+
+fn llama() -> LlamaConfig {
+    LlamaConfig { head_dim: 4, loss_chunk_tokens: 10, ..LlamaConfig::new(VOCAB_SIZE as usize, 20, 2, 12, 53) }
+}
+
+/// With key heads that are fewer than the ranks, that neither divide their number nor are divided by it, with windows shorter and longer
+/// than a rank's part, and with learned positions.
+fn models() -> Vec<(&'static str, ModelConfig)> {
+    let positions = POSITIONS as usize;
+    vec![
+        (
+            "Llama, 2 key heads, tied",
+            LlamaConfig { num_key_value_heads: 2, tie_word_embeddings: true, ..llama() }.into(),
+        ),
+        ("Mistral, 4 key heads", LlamaConfig { num_key_value_heads: 4, sliding_window: Some(5), ..llama() }.into()),
+        ("Mistral, 12 heads", LlamaConfig { sliding_window: Some(37), ..llama() }.into()),
+        ("Qwen 3, 1 key head", LlamaConfig { num_key_value_heads: 1, qk_norm: true, ..llama() }.into()),
+        (
+            "GPT-2",
+            Gpt2Config { loss_chunk_tokens: 10, ..Gpt2Config::new(VOCAB_SIZE as usize, positions, 36, 2, 12) }.into(),
+        ),
+    ]
+}
+
+/// A micro-batch by its global index. Some targets are ignored. Packed sequences have one long document and several short ones.
+fn batch(step: i64, micro: i64, is_packed: bool) -> Batch {
+    let numbers = Tensor::arange(SEQUENCES * POSITIONS, (Kind::Int64, Device::Cpu)).view([SEQUENCES, POSITIONS]);
+    let tokens = (numbers.shallow_clone() * 7 + step * 31 + micro * 57).remainder(VOCAB_SIZE);
+    let targets = (&tokens * 3 + 1).remainder(VOCAB_SIZE);
+    let targets = targets.masked_fill(&(&tokens + micro).remainder(4).eq(0), IGNORED);
+    match is_packed {
+        true => {
+            let documents = (numbers.remainder(POSITIONS) + step).clamp_min(33).floor_divide_scalar(6);
+            Batch::packed(tokens, targets, &documents).unwrap()
+        }
+        false => Batch::new(tokens, targets),
+    }
+}
+
+fn options(stage: u8, optimizer: Optimizer, lr: f64) -> Options {
+    Options {
+        precision: Precision::F64,
+        ..Options::new(Sharding::stage(stage).unwrap(), optimizer, Schedule::constant(lr))
+    }
+}
+
+fn sgd() -> Optimizer {
+    Optimizer::Sgd(Sgd { lr: 0., momentum: 0., weight_decay: 0. })
+}
+
+fn world() -> Arc<Group> {
+    Arc::new(mpi::world(mpi::Options { timeout: Duration::from_secs(60), ..mpi::Options::default() }).unwrap())
+}
+
+/// Losses and gradient norms of all steps, and the parameters after them.
+struct Trained {
+    numbers: Vec<f64>,
+    parameters: Vec<Vec<Tensor>>,
+    model: Model,
+}
+
+/// Trains on `micro` micro-batches per step in total, which the ranks that read data divide.
+fn train(config: &ModelConfig, ranks: Ranks, options: Options, steps: i64, micro: i64, is_packed: bool) -> Trained {
+    let model = || Model::from_config(config.clone()).unwrap();
+    let mut trainer = Trainer::new(model(), ranks.clone(), options, &mut init::from_seed(5)).unwrap();
+    let (rank, size) = (ranks.data_rank() as i64, ranks.data_size() as i64);
+    let mut numbers = Vec::new();
+    for step in 0..steps {
+        let own = (0..micro / size).map(|index| batch(step, index * size + rank, is_packed));
+        let own = own.map(|batch| ranks.context.split(batch).unwrap()).collect::<Vec<_>>();
+        let report = trainer.step(&own).unwrap();
+        numbers.extend([report.loss, report.grad_norm]);
+    }
+    let own = (0..micro / size).map(|index| ranks.context.split(batch(steps, index * size + rank, is_packed)).unwrap());
+    let evaluation = trainer.evaluate(&own.collect::<Vec<_>>()).unwrap();
+    numbers.extend([evaluation.loss_sum, evaluation.tokens as f64]);
+    let mut parameters = Vec::new();
+    for shard in trainer.shards_mut() {
+        shard.gather().unwrap();
+        parameters.push(shard.parameters().iter().map(|tensor| no_grad(|| tensor.detach().copy())).collect());
+        shard.release().unwrap();
+    }
+    Trained { numbers, parameters, model: model() }
+}
+
+fn assert_same(found: &Trained, expected: &Trained, place: Place, tolerance: f64, what: &str) {
+    for (index, (found, expected)) in found.numbers.iter().zip(&expected.numbers).enumerate() {
+        let error = (found - expected).abs() / expected.abs();
+        assert!(error < TOLERANCE, "{what}: number {index} is {found} instead of {expected} ({error:.1e})");
+    }
+    for (unit, (found, expected)) in found.model.units().iter().zip(found.parameters.iter().zip(&expected.parameters)) {
+        for (parameter, (found, whole)) in unit.parameters().iter().zip(found.iter().zip(expected)) {
+            let expected = match parameter.kept_slice(place) {
+                Some(slice) => cut(whole, &slice).unwrap(),
+                None => whole.shallow_clone(),
+            };
+            let largest = whole.abs().max().double_value(&[]);
+            let error = (found - expected).abs().max().double_value(&[]) / largest;
+            assert!(error < tolerance, "{what}: {}.{} differs by {error:.1e}", unit.name(), parameter.name);
+        }
+    }
+}
+
+/// Compares all models with sequences divided among `context` ranks, of which `ulysses` exchange heads, and layers among `tensor` ranks,
+/// with one rank.
+fn compare(context: usize, ulysses: usize, tensor: usize) {
+    let world = world();
+    let mesh = Mesh::divide_with_context(world.size(), 1, 1, context, tensor).unwrap();
+    let ranks = Ranks::with_ulysses(world.clone(), mesh, ulysses).unwrap();
+    let place = Place { size: tensor, index: ranks.tensor.rank() };
+    let micro = (world.size() / context / tensor) as i64;
+    let checkpointing =
+        [ActivationCheckpointing::None, ActivationCheckpointing::Selective, ActivationCheckpointing::Full];
+    for (index, (name, config)) in models().into_iter().enumerate() {
+        for is_packed in [false, true] {
+            let what = format!("{name}, packed {is_packed}, context {context}, Ulysses {ulysses}, tensor {tensor}");
+            let alone = || Ranks::sharded(Arc::new(single::group()));
+            let expected = train(&config, alone(), options(0, sgd(), 1.), 1, micro, is_packed);
+            for (stage, activation_checkpointing) in [0, 2, 3].into_iter().zip(checkpointing) {
+                let options = Options { activation_checkpointing, ..options(stage, sgd(), 1.) };
+                let found = train(&config, ranks.clone(), options, 1, micro, is_packed);
+                assert_same(&found, &expected, place, TOLERANCE, &format!("{what}, stage {stage}: gradients"));
+            }
+            if index == 0 {
+                let adamw =
+                    || Optimizer::AdamW(AdamW { lr: 0., beta1: 0.9, beta2: 0.95, weight_decay: 0.1, eps: 1e-4 });
+                let expected = train(&config, alone(), options(0, adamw(), 1e-2), STEPS, micro, is_packed);
+                let found = train(&config, ranks.clone(), options(3, adamw(), 1e-2), STEPS, micro, is_packed);
+                assert_same(&found, &expected, place, TOLERANCE_AFTER_STEPS, &what);
+            }
+        }
+    }
+}
+
+#[test]
+fn sequences_on_2_ranks_compute_the_same_as_on_one() {
+    ranks!(2, || compare(2, 1, 1));
+    ranks!(2, || compare(2, 2, 1));
+}
+
+#[test]
+fn sequences_on_3_ranks_compute_the_same_as_on_one() {
+    ranks!(3, || compare(3, 1, 1));
+    ranks!(3, || compare(3, 3, 1));
+}
+
+#[test]
+fn sequences_on_4_ranks_compute_the_same_as_on_one() {
+    ranks!(4, || compare(4, 1, 1));
+    ranks!(4, || compare(4, 2, 1));
+    ranks!(4, || compare(4, 4, 1));
+}
+
+#[test]
+fn a_whole_micro_batch_is_refused_by_ranks_that_divide_sequences() {
+    ranks!(2, || {
+        let mesh = Mesh::divide_with_context(2, 1, 1, 2, 1).unwrap();
+        let ranks = Ranks::on_mesh(world(), mesh).unwrap();
+        let model = Model::from_config(llama()).unwrap();
+        let mut trainer = Trainer::new(model, ranks, options(0, sgd(), 1.), &mut init::from_seed(5)).unwrap();
+        let error = trainer.step(&[batch(0, 0, false)]).err().unwrap().to_string();
+        assert!(error.contains("divided among 2 ranks, but a micro-batch is whole"), "{error}");
+    });
+}
+
+#[test]
+fn divided_sequences_and_shards_compute_the_same_as_on_one_rank() {
+    ranks!(4, || compare(2, 1, 1));
+    ranks!(4, || compare(2, 2, 1));
+}
+
+#[test]
+fn divided_sequences_and_layers_compute_the_same_as_on_one_rank() {
+    ranks!(4, || compare(2, 1, 2));
+    ranks!(4, || compare(2, 2, 2));
+}
