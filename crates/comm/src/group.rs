@@ -107,10 +107,7 @@ impl Group {
     /// Creates this rank's group along `axes`: all ranks with the same mesh coordinates on every other axis. Must be called on
     /// the world group, and all ranks must make the same `split_along` calls in the same order. Finishes earlier calls first.
     pub fn split_along(&self, mesh: &Mesh, axes: &[Axis]) -> Result<Group> {
-        if self.ranks != RankSet::world(self.size()) {
-            let remedy = "a mesh covers all ranks; call split_along on the world group";
-            return Err(Error::Setup(format!("the group '{}' is not the world: {remedy}", self.name)));
-        }
+        self.check_is_world("split_along")?;
         let ranks = mesh.for_world(self.size())?.group(self.rank, axes);
         let mut used: Vec<Axis> = axes.to_vec();
         used.sort();
@@ -124,8 +121,19 @@ impl Group {
     /// Creates this rank's two groups along a part of an axis ([`Mesh::split_axis`]): of `inner` neighbors, and of the ranks with the
     /// same index among their neighbors. Must be called on the world group, by all ranks together.
     pub fn split_axis(&self, mesh: &Mesh, axis: Axis, inner: usize) -> Result<[Group; 2]> {
+        self.check_is_world("split_axis")?;
         let [neighbors, across] = mesh.for_world(self.size())?.split_axis(self.rank, axis, inner);
-        Ok([self.subgroup(&format!("{axis} neighbors"), neighbors)?, self.subgroup(&format!("{axis} ring"), across)?])
+        Ok([self.subgroup(&format!("{axis} {inner}"), neighbors)?, self.subgroup(&format!("{axis}/{inner}"), across)?])
+    }
+
+    fn check_is_world(&self, call: &str) -> Result<()> {
+        match self.ranks == RankSet::world(self.size()) {
+            true => Ok(()),
+            false => {
+                let remedy = format!("a mesh covers all ranks; call {call} on the world group");
+                Err(Error::Setup(format!("the group '{}' is not the world: {remedy}", self.name)))
+            }
+        }
     }
 
     /// Creates a group of some of the ranks, including this one.

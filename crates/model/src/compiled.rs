@@ -141,6 +141,11 @@ impl UnitFunctions {
         {
             check_tensor(name, tensor, spec)?;
         }
+        if batch.context.is_some() {
+            return Err(package_error(
+                "a compiled model attends to whole sequences, and this is a part of them".to_string(),
+            ));
+        }
         match &batch.documents {
             Some(_) => Err(package_error(
                 "a compiled model attends to whole sequences, and cannot train on packed documents".to_string(),

@@ -20,15 +20,33 @@ pub struct ContextBatch {
     pub(crate) heads: Place,
     /// The number of positions of a whole sequence.
     positions: usize,
+    /// The position in its sequence of each of this rank's tokens: of one sequence, if they are divided alike, or of all.
+    in_sequence: Arc<[i64]>,
+    /// The fingerprint of the whole micro-batch.
+    whole: u64,
 }
 
 impl ContextBatch {
     /// Divides sequences of documents with these lengths.
-    pub(crate) fn new(documents: &[Vec<i64>], ring: Place, heads: Place) -> Self {
+    pub(crate) fn new(documents: &[Vec<i64>], ring: Place, heads: Place, whole: u64) -> Self {
         let lengths = |documents: &Vec<i64>| documents.iter().map(|&length| length as usize).collect::<Vec<_>>();
-        let splits = documents.iter().map(|documents| ContextSplit::new(&lengths(documents), ring.size)).collect();
+        let splits: Arc<[ContextSplit]> =
+            documents.iter().map(|documents| ContextSplit::new(&lengths(documents), ring.size)).collect();
         let positions = documents.first().map_or(0, |documents| documents.iter().sum::<i64>() as usize);
-        ContextBatch { splits, ring, heads, positions }
+        let mut batch = ContextBatch { splits, ring, heads, positions, in_sequence: [].into(), whole };
+        let different = if batch.is_alike() { 1 } else { batch.splits.len() };
+        batch.in_sequence = batch.of_tokens(different, |segment, at| (segment.start + at) as i64).into();
+        batch
+    }
+
+    /// Whether all sequences are divided alike, as those without packed documents are.
+    pub(crate) fn is_alike(&self) -> bool {
+        self.splits.windows(2).all(|pair| pair[0] == pair[1])
+    }
+
+    /// The fingerprint of the whole micro-batch, which all ranks that divide it have.
+    pub fn whole(&self) -> u64 {
+        self.whole
     }
 
     /// The number of positions of a whole sequence.
@@ -52,30 +70,33 @@ impl ContextBatch {
         Partition::new(self.ring_len(), self.heads.size).range(index)
     }
 
-    /// Something of each token of this rank, from the segment that it is in and its index there.
-    fn of_tokens(&self, of_token: impl Fn(&Segment, usize) -> i64) -> Result<Tensor> {
+    /// Something of each token of this rank in the first sequences, from the segment that it is in and its index there.
+    fn of_tokens(&self, sequences: usize, of_token: impl Fn(&Segment, usize) -> i64) -> Vec<i64> {
         let own = self.rows_of(self.heads.index);
-        let mut values = Vec::with_capacity(self.splits.len() * own.len());
-        for split in self.splits.iter() {
-            let tokens =
-                split.part(self.ring.index).iter().flat_map(|segment| (0..segment.len).map(move |at| (segment, at)));
+        let mut values = Vec::with_capacity(sequences * own.len());
+        for split in self.splits.iter().take(sequences) {
+            let part = split.part(self.ring.index);
+            let tokens = part.iter().flat_map(|segment| (0..segment.len).map(move |at| (segment, at)));
             values.extend(tokens.skip(own.start).take(own.len()).map(|(segment, at)| of_token(segment, at)));
         }
-        Ok(Tensor::f_from_slice(&values)?.f_view([self.splits.len() as i64, own.len() as i64])?)
+        values
     }
 
-    /// The position in the sequence of each of this rank's tokens (sequences, positions).
-    pub(crate) fn positions_in_sequence(&self) -> Result<Tensor> {
-        self.of_tokens(|segment, at| (segment.start + at) as i64)
+    /// The position in its sequence of each of this rank's tokens: of one sequence, if they are divided alike, or of all.
+    pub(crate) fn positions_in_sequence(&self) -> &Arc<[i64]> {
+        &self.in_sequence
     }
 
     /// The position in its document of each of this rank's tokens (sequences, positions).
     pub(crate) fn positions_in_document(&self) -> Result<Tensor> {
-        self.of_tokens(|segment, at| (segment.offset + at) as i64)
+        let positions = self.of_tokens(self.splits.len(), |segment, at| (segment.offset + at) as i64);
+        Ok(Tensor::f_from_slice(&positions)?.f_view([self.splits.len() as i64, -1])?)
     }
 
     /// This rank's part of a tensor (sequences, positions).
     pub(crate) fn select(&self, whole: &Tensor) -> Result<Tensor> {
-        Ok(whole.f_gather(1, &self.positions_in_sequence()?.f_to_device(whole.device())?, false)?)
+        let own = self.rows_of(self.heads.index).len() as i64;
+        let positions = Tensor::f_from_slice(&self.in_sequence)?.f_view([-1, own])?.f_to_device(whole.device())?;
+        Ok(whole.f_gather(1, &positions.f_expand([whole.size()[0], own], false)?, false)?)
     }
 }

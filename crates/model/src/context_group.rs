@@ -1,7 +1,7 @@
 //! Ranks that exchange keys, values or heads.
 
 use shardwise_torch::autograd::ClosureError;
-use shardwise_torch::tch::{TchError, Tensor};
+use shardwise_torch::tch::{Kind, TchError, Tensor};
 
 use crate::PendingTensor;
 
@@ -36,4 +36,9 @@ impl Unpack {
         self.at += len;
         self.from.f_narrow(0, self.at - len, len)?.f_view(shape)
     }
+}
+
+/// The type in which sums of parts are kept.
+pub(crate) fn wide_kind(kind: Kind) -> Kind {
+    if kind == Kind::Double { Kind::Double } else { Kind::Float }
 }

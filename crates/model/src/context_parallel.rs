@@ -13,6 +13,7 @@
 
 use std::sync::Arc;
 
+use shardwise_plan::program::Place;
 use shardwise_torch::autograd::{self, ClosureError, Forward};
 use shardwise_torch::tch::{Tensor, no_grad};
 
@@ -50,6 +51,23 @@ impl ContextParallel {
         ContextParallel { label: label.into(), ..self.clone() }
     }
 
+    /// Fails if a micro-batch is divided among other ranks than these.
+    fn check(&self, batch: &ContextBatch) -> Result<()> {
+        let place = |group: &Option<Arc<dyn ContextGroup>>| match group {
+            Some(group) => Place { size: group.size(), index: group.rank() },
+            None => Place::ALONE,
+        };
+        let (ring, heads) = (place(&self.ring), place(&self.heads));
+        if (ring, heads) != (batch.ring, batch.heads) {
+            let problem = format!(
+                "the micro-batch is divided for {:?} × {:?}, but this rank is {ring:?} × {heads:?}",
+                batch.ring, batch.heads
+            );
+            return Err(Error::Config { key: "context", problem });
+        }
+        Ok(())
+    }
+
     /// Attention of `query` (sequences, heads, positions, head dim), this rank's part of a batch, to the keys of all ranks. `key` and
     /// `value` may have fewer heads. Returns the concatenated heads (sequences, positions, heads × head dim).
     pub(crate) fn attend(
@@ -60,6 +78,7 @@ impl ContextParallel {
         window: Option<usize>,
         batch: &ContextBatch,
     ) -> Result<Tensor> {
+        self.check(batch)?;
         let ring = Ring::new(self.ring.clone(), batch.ring, batch.splits.clone(), window, self.label.clone());
         let exchange = HeadExchange::new(self.heads.clone(), self.label.clone(), query, key, batch)?;
         let computed = no_grad(|| -> std::result::Result<_, ClosureError> {

@@ -299,16 +299,17 @@ impl Block {
         let attended = core(&projected)?;
         let joined = attended.last().expect("attention has an output");
         let output = row_linear(parameters, joined, "attn.c_proj", &pass.parallel)?;
-        // What ranks have sent each other is kept, so that they do not have to send it again.
-        let is_selective = pass.activations == Activations::Selective && batch.context.is_none();
+        let is_selective = pass.activations == Activations::Selective;
         if !is_selective && !pass.gathers_again() {
             return Ok(output);
         }
-        let freed = if is_selective { &attended[..] } else { &[] };
+        // To attend again, ranks that divide sequences would have to send their keys again.
+        let frees_core = is_selective && batch.context.is_none();
+        let freed = if frees_core { &attended[..] } else { &[] };
         let saved: Vec<&Tensor> = freed.iter().chain([&entered]).collect();
         let (x, norm, projected, parallel) = (x.detach(), norm.detached(), projected.detach(), pass.parallel.clone());
         recompute_in_backward(output, &saved, move || {
-            let mut recomputed = if is_selective { core(&projected)? } else { Vec::new() };
+            let mut recomputed = if frees_core { core(&projected)? } else { Vec::new() };
             recomputed.push(parallel.gather_rows(&norm.of(&x)?, rows)?);
             Ok(recomputed)
         })

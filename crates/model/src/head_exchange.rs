@@ -7,9 +7,9 @@ use shardwise_plan::Partition;
 use shardwise_torch::autograd::ClosureError;
 use shardwise_torch::tch::{TchError, Tensor};
 
-use crate::Result;
 use crate::context_batch::ContextBatch;
-use crate::context_group::{ContextGroup, Unpack};
+use crate::context_group::{ContextGroup, Unpack, wide_kind};
+use crate::{Error, Result};
 
 /// The exchange of positions for heads (DeepSpeed: Ulysses). With one rank it does nothing.
 #[derive(Clone)]
@@ -38,6 +38,10 @@ impl HeadExchange {
         let (sequences, queries, _, head_dim) = query.size4()?;
         let (queries, keys) = (queries as usize, key.size()[1] as usize);
         let size = batch.heads.size;
+        if queries < size {
+            let problem = format!("{queries} heads cannot be exchanged by {size} ranks; use fewer for Ulysses");
+            return Err(Error::Config { key: "context", problem });
+        }
         let shared_by = queries / keys;
         let of_rank = |rank: usize| {
             let own = Partition::new(queries, size).range(rank);
@@ -152,7 +156,8 @@ impl HeadExchange {
             self.heads.iter().map(|[queries, keys]| self.elements(own, queries.len() + 2 * keys.len())).collect();
         let received =
             group.start_all_to_all(&self.label, &Tensor::f_cat(&pieces, 0)?, &send_counts, &receive_counts)?()?;
-        let options = (received.kind(), received.device());
+        let kind = received.kind();
+        let options = (wide_kind(kind), received.device());
         let mut unpack = Unpack { from: received, at: 0 };
         let [query_heads, key_heads] = self.counts;
         let mut whole = [query_heads, key_heads, key_heads]
@@ -165,7 +170,11 @@ impl HeadExchange {
                 let _ = narrow_heads(whole, heads)?.f_add_(&part)?;
             }
         }
-        let mut whole = whole.into_iter();
+        let mut whole = whole
+            .into_iter()
+            .map(|whole| whole.f_to_kind(kind))
+            .collect::<std::result::Result<Vec<_>, _>>()?
+            .into_iter();
         Ok(std::array::from_fn(|_| whole.next().expect("there are three gradients")))
     }
 

@@ -10,7 +10,7 @@ use crate::activation_checkpointing::recompute_in_backward;
 use crate::documents::Documents;
 use crate::head::{Head, LmHead, Sizes};
 use crate::pass::{Region, RegionWeights};
-use crate::rotary::RotaryTables;
+use crate::rotary::{Positions, RotaryTables};
 use crate::unit::embed;
 use crate::{
     Activations, Batch, Cache, ContextBatch, ContextParallel, Footprint, Init, Layer, Linear, Parameter, Parameters,
@@ -221,19 +221,20 @@ impl Block {
         let (entered, [query, key, value]) = parallel.column_parallel(&normed, rows, projections(parameters))?;
         let in_sequences = |rows: Tensor| rows.f_view([batch.inputs.size()[0], batch.inputs.size()[1], -1]);
         let projected = [in_sequences(query)?, in_sequences(key)?, in_sequences(value)?];
-        let core = self.core(parameters, projected, batch.documents.clone(), parallel).divided(batch, pass);
+        let core = self.core(parameters, projected, batch.documents.clone(), parallel).with_context(batch, pass);
         let attended = core.attend()?;
         let joined = attended.last().expect("attention has an output");
         let output = parallel.row_parallel(joined, &parameters.layer("self_attn.o_proj.weight", None))?;
-        // What ranks have sent each other is kept, so that they do not have to send it again.
-        let is_selective = pass.activations == Activations::Selective && batch.context.is_none();
+        let is_selective = pass.activations == Activations::Selective;
         if !is_selective && !pass.gathers_again() {
             return Ok(output);
         }
-        let freed = if is_selective { &attended[..] } else { &[] };
+        // To attend again, ranks that divide sequences would have to send their keys again.
+        let frees_core = is_selective && batch.context.is_none();
+        let freed = if frees_core { &attended[..] } else { &[] };
         let saved: Vec<&Tensor> = freed.iter().chain([&entered]).collect();
         // Its projections are kept only to attend again.
-        let core = is_selective.then(|| core.detached());
+        let core = frees_core.then(|| core.detached());
         let (config, x, norm, parallel) = (self.config.clone(), x.detach(), norm.detach(), parallel.clone());
         recompute_in_backward(output, &saved, move || {
             let mut recomputed = core.as_ref().map(Core::attend).transpose()?.unwrap_or_default();
@@ -344,7 +345,7 @@ struct Core {
 
 impl Core {
     /// The same for a batch whose sequences may be divided among ranks.
-    fn divided(mut self, batch: &Batch, pass: &Pass) -> Core {
+    fn with_context(mut self, batch: &Batch, pass: &Pass) -> Core {
         self.context = batch.context.clone().map(|batch| (pass.context.clone(), batch));
         self
     }
@@ -380,13 +381,13 @@ impl Core {
         let config = &self.config;
         let (sequences, positions) = (self.query.size()[0], self.query.size()[1]);
         let (kind, device) = (self.query.kind(), self.query.device());
-        let rope = match &self.context {
+        let at = match &self.context {
             Some((_, batch)) => {
-                let all = self.rotary.get(config, 0..batch.positions() as i64, kind, device)?;
-                all.select(&batch.positions_in_sequence()?)?
+                Positions::Of { positions: batch.positions_in_sequence().clone(), per_sequence: positions as usize }
             }
-            None => self.rotary.get(config, first..first + positions, kind, device)?,
+            None => Positions::Range(first..first + positions),
         };
+        let rope = self.rotary.get(config, at, kind, device)?;
         let heads = |projected: &Tensor, norm: &Option<Tensor>| -> Result<Tensor> {
             let split = projected.f_view([sequences, positions, -1, config.head_dim as i64])?;
             let normed = match norm {
@@ -416,7 +417,8 @@ impl Core {
             query_norm: detach(&self.query_norm),
             key_norm: detach(&self.key_norm),
             key_of_query: self.key_of_query.clone(),
-            context: self.context.clone(),
+            // Attention between ranks is not computed again.
+            context: None,
         }
     }
 }

@@ -16,7 +16,7 @@ use shardwise_torch::autograd::ClosureError;
 use shardwise_torch::tch::{Kind, TchError, Tensor};
 
 use crate::PendingTensor;
-use crate::context_group::{ContextGroup, Unpack};
+use crate::context_group::{ContextGroup, Unpack, wide_kind};
 
 type ClosureResult<T> = std::result::Result<T, ClosureError>;
 
@@ -25,13 +25,13 @@ type ClosureResult<T> = std::result::Result<T, ClosureError>;
 pub(crate) struct Ring {
     group: Option<Arc<dyn ContextGroup>>,
     place: Place,
-    rows: Arc<[Rows]>,
+    rows: Arc<[AlikeSequences]>,
     window: Option<usize>,
     label: Arc<str>,
 }
 
 /// Sequences that are divided alike.
-struct Rows {
+struct AlikeSequences {
     sequences: Range<usize>,
     split: ContextSplit,
 }
@@ -78,10 +78,10 @@ impl Ring {
     ) -> Self {
         let is_uniform = splits.windows(2).all(|pair| pair[0] == pair[1]);
         let rows = match splits.first().filter(|_| is_uniform) {
-            Some(split) => [Rows { sequences: 0..splits.len(), split: split.clone() }].into(),
+            Some(split) => [AlikeSequences { sequences: 0..splits.len(), split: split.clone() }].into(),
             None => {
                 let each = splits.iter().enumerate();
-                each.map(|(at, split)| Rows { sequences: at..at + 1, split: split.clone() }).collect()
+                each.map(|(at, split)| AlikeSequences { sequences: at..at + 1, split: split.clone() }).collect()
             }
         };
         Ring { group, place, rows, window, label }
@@ -95,7 +95,7 @@ impl Ring {
     ) -> ClosureResult<(Tensor, Tensor)> {
         let pieces = self.pieces();
         let mut parts: Vec<Option<(Tensor, Tensor)>> = pieces.iter().map(|_| None).collect();
-        self.visit(key, value, |from, keys| {
+        let compute = |from: usize, keys: &[Keys]| {
             let times = query.size()[1] / key.size()[1];
             let keys = keys.iter().map(|keys| expand(keys, times, &key_of_query)).collect::<ClosureResult<Vec<_>>>()?;
             for block in self.blocks(&pieces, from) {
@@ -113,10 +113,13 @@ impl Ring {
                 }
             }
             Ok(None)
-        })?;
+        };
+        self.visit(key, value, compute, |_, _| Ok(()))?;
         let size = query.size();
         let wide = wide_kind(query.kind());
-        let output = Tensor::f_empty(&size[..], (query.kind(), query.device()))?;
+        // In the order in which the heads are concatenated.
+        let output = Tensor::f_empty([size[0], size[2], size[1], size[3]], (query.kind(), query.device()))?;
+        let output = output.f_transpose(1, 2)?;
         let logsumexp = Tensor::f_empty(&size[..3], (wide, query.device()))?;
         for (piece, part) in pieces.iter().zip(parts) {
             let (part, part_logsumexp) = part.expect("a query sees its own key");
@@ -141,7 +144,7 @@ impl Ring {
         let query_grad = zeros(query.size())?;
         let own_grads = [zeros(key.size())?, zeros(value.size())?];
         let times = query.size()[1] / key.size()[1];
-        let returned = self.visit(key, value, |from, keys| {
+        let compute = |from: usize, keys: &[Keys]| {
             let grads: Vec<Keys> = match from == self.place.index {
                 true => self.rows.iter().map(|rows| rows.of(&own_grads)).collect::<ClosureResult<_>>()?,
                 false => keys
@@ -175,8 +178,8 @@ impl Ring {
                 }
             }
             Ok((from != self.place.index).then_some(grads))
-        })?;
-        for (to, received) in returned {
+        };
+        let add_returned = |to: usize, received: Tensor| {
             let mut unpack = Unpack { from: received, at: 0 };
             for rows in self.rows.iter() {
                 let visible = rows.visible(self.place.index, to, self.window);
@@ -192,24 +195,27 @@ impl Ring {
                     }
                 }
             }
-        }
+            Ok(())
+        };
+        self.visit(key, value, compute, add_returned)?;
         let [key_grad, value_grad] = own_grads;
         Ok([query_grad.f_to_kind(kind)?, key_grad.f_to_kind(kind)?, value_grad.f_to_kind(kind)?])
     }
 
     /// Calls `compute` with the keys and values of each rank, this one's first, while those of the next arrive. What it returns for
-    /// another rank's keys, their gradients, is sent back. Returns what others have sent back, and to which of them the keys had gone.
+    /// another rank's keys, their gradients, is sent back. Calls `returned` with what others have sent back.
     fn visit(
         &self,
         key: &Tensor,
         value: &Tensor,
         mut compute: impl FnMut(usize, &[Keys]) -> ClosureResult<Option<Vec<Keys>>>,
-    ) -> ClosureResult<Vec<(usize, Tensor)>> {
+        returned: impl Fn(usize, Tensor) -> ClosureResult<()>,
+    ) -> ClosureResult<()> {
         let Place { index, size } = self.place;
         let mut arriving = self.start_turn(1, key, value)?;
         let own = self.rows.iter().map(|rows| rows.of(&[key, value])).collect::<ClosureResult<Vec<_>>>()?;
         compute(index, &own)?;
-        let mut returning = Vec::new();
+        let mut returning: Option<(usize, PendingTensor)> = None;
         for turn in 1..size {
             let arrived = arriving.take().map(|pending| pending()).transpose()?;
             arriving = self.start_turn(turn + 1, key, value)?;
@@ -217,10 +223,17 @@ impl Ring {
             let (from, to) = ((index + size - turn) % size, (index + turn) % size);
             let keys = self.unpack(arrived, from, key)?;
             if let Some(grads) = compute(from, &keys)? {
-                returning.push((to, self.start_return(turn, &grads)?));
+                // One at a time: each needs memory for as many keys as a rank has.
+                if let Some((to, pending)) = returning.take() {
+                    returned(to, pending()?)?;
+                }
+                returning = Some((to, self.start_return(turn, &grads)?));
             }
         }
-        returning.into_iter().map(|(to, pending)| Ok((to, pending()?))).collect()
+        match returning {
+            Some((to, pending)) => returned(to, pending()?),
+            None => Ok(()),
+        }
     }
 
     /// Starts to send keys and values to the rank that is `turn` after this one, and to receive those of the rank that is `turn` before
@@ -271,7 +284,8 @@ impl Ring {
     /// Whether no rank sends anything in a turn.
     fn is_silent(&self, turn: usize) -> bool {
         let size = self.place.size;
-        let is_empty = |rows: &Rows, from: usize| total(&rows.visible(from, (from + turn) % size, self.window)) == 0;
+        let is_empty =
+            |rows: &AlikeSequences, from: usize| total(&rows.visible(from, (from + turn) % size, self.window)) == 0;
         (0..size).all(|from| self.rows.iter().all(|rows| is_empty(rows, from)))
     }
 
@@ -279,7 +293,7 @@ impl Ring {
     fn unpack(&self, arrived: Tensor, from: usize, like: &Tensor) -> ClosureResult<Vec<Keys>> {
         let (heads, head_dim) = (like.size()[1], like.size()[3]);
         let mut unpack = Unpack { from: arrived, at: 0 };
-        let of_rows = |rows: &Rows| {
+        let of_rows = |rows: &AlikeSequences| {
             let seen = total(&rows.visible(from, self.place.index, self.window)) as i64;
             let shape = [rows.sequences.len() as i64, heads, seen, head_dim];
             Ok([unpack.next(&shape)?, unpack.next(&shape)?])
@@ -294,7 +308,10 @@ impl Ring {
             let mut row = 0;
             for segment in of_rows.split.part(self.place.index) {
                 // A long segment sees far more keys than one window, and would need a mask for all of them.
-                let step = self.window.map_or(segment.len, |window| segment.len.min(window.max(SHORTEST_PIECE)));
+                let step = match self.window {
+                    Some(window) if window < segment.in_document().end => window.clamp(SHORTEST_PIECE, LONGEST_PIECE),
+                    _ => segment.len,
+                };
                 for at in (0..segment.len).step_by(step.max(1)) {
                     let len = step.min(segment.len - at);
                     let cut = Segment { start: segment.start + at, len, offset: segment.offset + at, ..*segment };
@@ -309,16 +326,18 @@ impl Ring {
     /// What each piece of queries sees of the keys of a rank. Those of another rank are only what it has sent. Of this rank's own blocks,
     /// those that all queries of a piece have come first.
     fn blocks(&self, pieces: &[Piece], from: usize) -> Vec<Block> {
+        let sent_of = |rows: &AlikeSequences| -> Vec<Range<usize>> {
+            match from == self.place.index {
+                true => rows.split.part(from).iter().map(|segment| 0..segment.len).collect(),
+                false => rows.split.visible_keys(from, self.place.index, self.window),
+            }
+        };
+        let sent: Vec<Vec<Range<usize>>> = self.rows.iter().map(sent_of).collect();
         let mut blocks = Vec::new();
         for (index, piece) in pieces.iter().enumerate() {
-            let rows = &self.rows[piece.rows];
-            let segments = rows.split.part(from);
-            let sent: Vec<Range<usize>> = match from == self.place.index {
-                true => segments.iter().map(|segment| 0..segment.len).collect(),
-                false => rows.split.visible_keys(from, self.place.index, self.window),
-            };
+            let segments = self.rows[piece.rows].split.part(from);
             let mut row = 0;
-            for (segment, sent) in segments.iter().zip(sent) {
+            for (segment, sent) in segments.iter().zip(&sent[piece.rows]) {
                 let seen = piece.segment.sees(segment, self.window);
                 if !seen.is_empty() {
                     let keys = row + seen.start - sent.start..row + seen.end - sent.start;
@@ -362,10 +381,11 @@ impl Ring {
     }
 }
 
-/// A piece of queries is not shorter, even if the window is.
+/// The lengths of pieces of queries that see a window: short ones are slow, and long ones need large masks.
 const SHORTEST_PIECE: usize = 128;
+const LONGEST_PIECE: usize = 512;
 
-impl Rows {
+impl AlikeSequences {
     /// The part of tensors that belongs to these sequences.
     fn of(&self, tensors: &[impl std::borrow::Borrow<Tensor>; 2]) -> ClosureResult<Keys> {
         let [key, value] = tensors;
@@ -414,11 +434,6 @@ fn combine(
     logsumexp.f_copy_(&sum)
 }
 
-/// The type in which sums of parts are kept.
-fn wide_kind(kind: Kind) -> Kind {
-    if kind == Kind::Double { Kind::Double } else { Kind::Float }
-}
-
 /// Keys and values with as many heads as the queries.
 fn expand(keys: &Keys, times: i64, key_of_query: &Option<Vec<i64>>) -> ClosureResult<Keys> {
     let expand = |keys: &Tensor| match key_of_query {
@@ -458,4 +473,23 @@ fn flat(pieces: &[Tensor], like: &Tensor) -> Result<Tensor, TchError> {
 
 fn total(ranges: &[Range<usize>]) -> usize {
     ranges.iter().map(Range::len).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test may fail")]
+    use super::*;
+
+    /// Sums of exponentials that are too large for any float combine nevertheless: only their ratio matters.
+    #[test]
+    fn large_logits_do_not_overflow() {
+        let of = |value: f64| Tensor::full([1, 1, 2, 3], value, (Kind::Double, shardwise_torch::tch::Device::Cpu));
+        let sums = |value: f64| Tensor::full([1, 1, 2], value, (Kind::Double, shardwise_torch::tch::Device::Cpu));
+        let mut part = (of(1.), sums(5000.));
+        combine(&mut part, &(1..2), (of(3.).narrow(2, 0, 1), sums(5000.).narrow(2, 0, 1))).unwrap();
+        // The first query does not see the second set of keys; for the other, both weigh the same.
+        assert_eq!(Vec::<f64>::try_from(part.0.view(-1)).unwrap(), [1., 1., 1., 2., 2., 2.]);
+        let found = Vec::<f64>::try_from(part.1.view(-1)).unwrap();
+        assert!(found[0] == 5000. && (found[1] - 5000. - 2f64.ln()).abs() < 1e-9, "{found:?}");
+    }
 }

@@ -2,7 +2,7 @@
 
 use std::f64::consts::PI;
 use std::ops::Range;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use shardwise_plan::{Llama3Rope, LlamaConfig};
 use shardwise_torch::tch::{Device, Kind, Tensor};
@@ -15,10 +15,29 @@ use crate::Result;
 pub(crate) struct RotaryTables(Mutex<Option<(Key, Rope)>>);
 
 /// The positions, type and device of tables.
-type Key = (Range<i64>, Kind, Device);
+type Key = (Positions, Kind, Device);
+
+/// The positions of tables.
+#[derive(Clone, Debug)]
+pub(crate) enum Positions {
+    /// Consecutive ones.
+    Range(Range<i64>),
+    /// Those of a rank that has a part of each sequence: of one sequence, or of several one after the other.
+    Of { positions: Arc<[i64]>, per_sequence: usize },
+}
+
+impl PartialEq for Positions {
+    fn eq(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Positions::Range(one), Positions::Range(other)) => one == other,
+            (Positions::Of { positions: one, .. }, Positions::Of { positions: other, .. }) => Arc::ptr_eq(one, other),
+            _ => false,
+        }
+    }
+}
 
 impl RotaryTables {
-    pub(crate) fn get(&self, config: &LlamaConfig, positions: Range<i64>, kind: Kind, device: Device) -> Result<Rope> {
+    pub(crate) fn get(&self, config: &LlamaConfig, positions: Positions, kind: Kind, device: Device) -> Result<Rope> {
         let key = (positions, kind, device);
         let mut last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((known, rope)) = &*last
@@ -26,7 +45,7 @@ impl RotaryTables {
         {
             return Ok(rope.shallow_clone());
         }
-        let rope = Rope::new(config, key.0.clone(), kind, device)?;
+        let rope = Rope::new(config, &key.0, kind, device)?;
         *last = Some((key, rope.shallow_clone()));
         Ok(rope)
     }
@@ -44,7 +63,7 @@ impl Rope {
         Rope { cosines: self.cosines.shallow_clone(), sines: self.sines.shallow_clone() }
     }
 
-    fn new(config: &LlamaConfig, positions: Range<i64>, kind: Kind, device: Device) -> Result<Self> {
+    fn new(config: &LlamaConfig, positions: &Positions, kind: Kind, device: Device) -> Result<Self> {
         let frequencies: Vec<f64> = (0..config.head_dim / 2)
             .map(|pair| config.rope_theta.powf(-2. * pair as f64 / config.head_dim as f64))
             .map(|frequency| config.rope_scaling.map_or(frequency, |scaling| stretch(scaling, frequency)))
@@ -52,20 +71,17 @@ impl Rope {
         // Angles are f32, as in the original code of the models, unless everything is f64.
         let wide = if kind == Kind::Double { Kind::Double } else { Kind::Float };
         let frequencies = Tensor::f_from_slice(&frequencies)?.f_to_kind(wide)?.to_device(device);
-        let positions = Tensor::f_arange_start(positions.start, positions.end, (wide, device))?;
-        let angles = positions.f_outer(&frequencies)?;
+        let angles = match positions {
+            Positions::Range(range) => {
+                Tensor::f_arange_start(range.start, range.end, (wide, device))?.f_outer(&frequencies)?
+            }
+            Positions::Of { positions, per_sequence } => {
+                let positions = Tensor::f_from_slice(positions)?.f_to_kind(wide)?.to_device(device);
+                positions.f_outer(&frequencies)?.f_view([-1, 1, *per_sequence as i64, frequencies.size()[0]])?
+            }
+        };
         let angles = Tensor::f_cat(&[&angles, &angles], -1)?;
         Ok(Rope { cosines: angles.f_cos()?.to_kind(kind), sines: angles.f_sin()?.to_kind(kind) })
-    }
-
-    /// The tables of these positions (sequences, positions).
-    pub(crate) fn select(&self, positions: &Tensor) -> Result<Rope> {
-        let positions = positions.f_to_device(self.cosines.device())?;
-        let (sequences, len) = positions.size2()?;
-        let select = |table: &Tensor| -> Result<Tensor> {
-            Ok(table.f_index_select(0, &positions.f_reshape(-1)?)?.f_view([sequences, 1, len, -1])?)
-        };
-        Ok(Rope { cosines: select(&self.cosines)?, sines: select(&self.sines)? })
     }
 
     pub(crate) fn rotate(&self, x: &Tensor) -> Result<Tensor> {

@@ -11,10 +11,11 @@ use shardwise_plan::package::Package;
 use shardwise_plan::program::{InnerCollectives, Place};
 use shardwise_plan::{ModelConfig, Partition, check_frozen_prefixes};
 use shardwise_torch::pin;
-use shardwise_torch::tch::{Device, Tensor, no_grad};
+use shardwise_torch::tch::{Device, Kind, Tensor, no_grad};
 
 use crate::context_batch::ContextBatch;
 use crate::documents::Documents;
+use crate::init::splitmix64;
 use crate::linear::Orientation;
 use crate::pass::{Pass, PassShape};
 use crate::tensor_parallel::cut;
@@ -84,9 +85,27 @@ impl Batch {
         let (sequences, positions) = self.inputs.size2()?;
         let whole = || vec![vec![positions]; sequences as usize];
         let documents = self.documents.as_ref().map_or_else(whole, |documents| documents.lengths().to_vec());
-        let context = ContextBatch::new(&documents, ring, heads);
+        let ranks = ring.size * heads.size;
+        if (positions as usize) < ranks {
+            let problem = format!("sequences of {positions} positions cannot be divided among {ranks} ranks");
+            return Err(Error::Config { key: "context", problem });
+        }
+        let context = ContextBatch::new(&documents, ring, heads, self.fingerprint());
         let (inputs, targets) = (context.select(&self.inputs)?, context.select(&self.targets)?);
         Ok(Batch { inputs, targets, documents: None, context: Some(context) })
+    }
+
+    /// A number that almost certainly differs between different micro-batches.
+    pub fn fingerprint(&self) -> u64 {
+        let of_tensor = |tensor: &Tensor| {
+            let elements = tensor.to_kind(Kind::Double).reshape(-1);
+            let weights: Vec<f64> = (0..elements.numel() as i64).map(|index| (index % 8191 + 1) as f64).collect();
+            let weights = Tensor::from_slice(&weights).to_device(tensor.device());
+            elements.dot(&weights).double_value(&[]).to_bits()
+        };
+        let lengths = self.documents.iter().flat_map(Documents::lengths).flatten();
+        let of_documents = lengths.fold(0, |hash, &length| splitmix64(hash ^ length as u64));
+        splitmix64(of_tensor(&self.inputs)) ^ of_tensor(&self.targets) ^ of_documents
     }
 
     /// Everything of it that is a tensor.

@@ -114,10 +114,11 @@ impl SpotCheck<'_> {
         let verdict = vec![unit as i64, wrong.map_or(-1, |rank| rank as i64)];
         let verdict = world.broadcast("spot check's verdict", first, verdict).wait()?;
         let (unit, wrong) = (verdict[0] as usize, usize::try_from(verdict[1]).ok());
-        // A wrong number also changes what the ranks compute that share the layer, or hold other stages of the pipeline.
-        let wrong = wrong.filter(|_| ranks.tensor.size() == 1 && ranks.pipeline.size() == 1);
+        // A wrong number also changes what the ranks compute that share the layer or its sequences, or hold other stages of the pipeline.
+        let is_alone = [ranks.tensor.size(), ranks.context.size(), ranks.pipeline.size()] == [1; 3];
+        let wrong = wrong.filter(|_| is_alone);
         // The rank with the verdict and those that computed the same gradients, which are all on its stage.
-        let (shared_by, per_stage) = (ranks.tensor.size(), ranks.stage.size());
+        let (shared_by, per_stage) = (ranks.stage.size() / ranks.data_size(), ranks.stage.size());
         let of_shift = |shift: usize| first - first % per_stage + (first % per_stage + shift * shared_by) % per_stage;
         let ranks: Vec<usize> = (0..ranks.data_size().min(3)).map(of_shift).collect();
         let hosts = wrong.map_or(ranks.clone(), |wrong| vec![wrong]);

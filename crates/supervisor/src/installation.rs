@@ -144,6 +144,11 @@ impl Installation {
         add_library_folders(command, folders)
     }
 
+    /// Where the environment's own MPI is installed, if that is the one to use.
+    pub(crate) fn mpi_root(&self) -> Option<&Path> {
+        self.mpi_root.as_deref()
+    }
+
     /// Adds the library path that a program of the MPI needs to its command.
     pub(crate) fn add_mpi_library_path(&self, command: &mut Command) -> Result<(), String> {
         add_library_folders(command, self.mpi_libraries.clone())

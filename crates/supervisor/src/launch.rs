@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::hosts::Host;
 use crate::installation::{Installation, MPI};
 use crate::launcher_env::{ATTEMPT, LauncherEnv, SECRET, SUPERVISOR, launcher_env};
-use crate::remote::add_agent;
+use crate::remote::{RANK, add_agent};
 
 /// Environment variables that are forwarded to ranks on other hosts.
 const FORWARDED: [&str; 4] = [SUPERVISOR, SECRET, ATTEMPT, "OMP_NUM_THREADS"];
@@ -34,7 +34,7 @@ pub fn find_launcher(ranks: usize) -> std::result::Result<(Command, String), Str
             false => version.lines().next().unwrap_or_default(),
         };
         return Err(format!(
-            "'{}' belongs to {name}, but Shardwise needs Open MPI 4.1 or 5; set {MPI} to the folder of one",
+            "'{}' belongs to {name}, but Shardwise needs Open MPI 4.1 or 5; set {MPI} to the folder of an Open MPI",
             program.display()
         ));
     }
@@ -95,7 +95,7 @@ impl RankCommand<'_> {
             }
             let hosts: Vec<String> = hosts.iter().map(Host::to_string).collect();
             launcher.args(["--host", &hosts.join(",")]);
-            add_agent(&mut launcher, agent)?;
+            add_agent(&mut launcher, agent, hosts.len())?;
             // Pass only the names: anyone can read the values on a command line.
             launcher.args(FORWARDED.iter().flat_map(|name| ["-x", name]));
             if std::env::var_os(MPI).is_some() {
@@ -107,7 +107,7 @@ impl RankCommand<'_> {
         match hosts.is_empty() {
             true => launcher.args(rank_program()?),
             // Each host has its own.
-            false => launcher.args(["shardwise", "rank"]),
+            false => launcher.args(RANK),
         };
         self.add_arguments(&mut launcher);
         Ok(launcher)

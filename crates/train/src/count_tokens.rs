@@ -2,13 +2,14 @@
 
 use shardwise_model::init::splitmix64;
 use shardwise_model::{Batch, IGNORED};
-use shardwise_torch::tch::{Kind, Tensor};
+use shardwise_torch::tch::Kind;
 
 use crate::error::{Error, Result};
 use crate::step::Trainer;
 
-/// The numbers that each rank sends: its targets, its micro-batches, its signal, and the fingerprint of its micro-batches.
-const NUMBERS: usize = 4;
+/// The numbers that each rank sends: its targets, its micro-batches, its signal, the fingerprint of its micro-batches, and whether they
+/// are divided as the ranks divide sequences.
+const NUMBERS: usize = 5;
 
 impl Trainer {
     /// Counts the targets of all ranks that are not ignored. The same collective returns the largest `signal` of any rank. Fails
@@ -16,27 +17,31 @@ impl Trainer {
     /// or hold the stages of a pipeline have the same ones.
     pub(crate) fn count_tokens(&self, step: u64, micro_batches: &[Batch], signal: u64) -> Result<(u64, u64)> {
         let (world, divided_by) = (&self.ranks.world, self.ranks.context.size());
-        if let Some(batch) = micro_batches.iter().find(|batch| batch.context.is_some() != (divided_by > 1)) {
-            let found = if batch.context.is_some() { "a part of one" } else { "whole" };
-            let problem = format!("sequences are divided among {divided_by} ranks, but a micro-batch is {found}");
-            return Err(Error::Options(format!("step {step}: {problem}; divide it with `ContextGroups::split`")));
-        }
+        let is_divided = micro_batches.iter().all(|batch| batch.context.is_some() == (divided_by > 1));
         let counted: i64 =
             micro_batches.iter().map(|batch| batch.targets.ne(IGNORED).sum(Kind::Int64).int64_value(&[])).sum();
         let (shared_by, per_stage) = (self.ranks.tensor.size(), self.ranks.stage.size());
-        let is_shared = shared_by > 1 || per_stage < world.size();
+        let same_samples = self.ranks.ranks_per_sample();
+        let is_shared = same_samples > 1 || per_stage < world.size();
         let fingerprint = if is_shared { fingerprint(micro_batches) } else { 0 };
-        let own = vec![counted, micro_batches.len() as i64, signal as i64, fingerprint];
+        let own = vec![counted, micro_batches.len() as i64, signal as i64, fingerprint, i64::from(is_divided)];
         let (own, all) = world.all_gather("tokens", own, vec![0i64; NUMBERS * world.size()]).wait()?;
         let of_rank = |rank: usize| &all[NUMBERS * rank..NUMBERS * (rank + 1)];
         if let Some(rank) = (0..world.size()).find(|&rank| of_rank(rank)[1] != own[1] || of_rank(rank)[1] == 0) {
             return Err(Error::MicroBatches { step, rank, theirs: of_rank(rank)[1], ours: own[1] });
         }
-        // The first rank that must have the same micro-batches.
-        let counterpart = |rank: usize| rank % per_stage - rank % shared_by;
+        if let Some(rank) = (0..world.size()).find(|&rank| of_rank(rank)[4] == 0) {
+            let found = if divided_by > 1 { "a whole micro-batch" } else { "a part of one" };
+            let problem = format!("sequences are divided among {divided_by} ranks, but rank {rank} has {found}");
+            return Err(Error::Options(format!(
+                "step {step}: {problem}; divide micro-batches with `ContextGroups::split`"
+            )));
+        }
+        // The first rank that must have the same micro-batches, or other parts of them.
+        let counterpart = |rank: usize| rank % per_stage - rank % same_samples;
         if let Some(rank) = (0..world.size()).find(|&rank| of_rank(rank)[3] != of_rank(counterpart(rank))[3]) {
             let other = counterpart(rank);
-            let what = if rank < per_stage { "share their layers" } else { "hold stages of one pipeline" };
+            let what = if rank < per_stage { "share their layers or sequences" } else { "hold stages of one pipeline" };
             let problem = format!("ranks {other} and {rank} {what}, but have different micro-batches");
             return Err(Error::Options(format!("step {step}: {problem}")));
         }
@@ -48,14 +53,6 @@ impl Trainer {
 
 /// A number that almost certainly differs between different micro-batches.
 fn fingerprint(micro_batches: &[Batch]) -> i64 {
-    let of_batch = |batch: &Batch| {
-        let weights = |len: usize| (0..len as i64).map(|index| (index % 8191 + 1) as f64).collect::<Vec<_>>();
-        let of_tensor = |tensor: &Tensor| {
-            let elements = tensor.to_kind(Kind::Double).reshape(-1);
-            let weights = Tensor::from_slice(&weights(elements.numel())).to_device(tensor.device());
-            elements.dot(&weights).double_value(&[]).to_bits()
-        };
-        splitmix64(of_tensor(&batch.inputs)) ^ of_tensor(&batch.targets)
-    };
+    let of_batch = |batch: &Batch| batch.context.as_ref().map_or_else(|| batch.fingerprint(), |part| part.whole());
     micro_batches.iter().fold(0, |hash, batch| splitmix64(hash ^ of_batch(batch))) as i64
 }

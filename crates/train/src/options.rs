@@ -246,23 +246,23 @@ impl Ranks {
 
     /// The number of ranks that read different samples.
     pub fn data_size(&self) -> usize {
-        self.stage.size() / self.reader_size()
+        self.stage.size() / self.ranks_per_sample()
     }
 
     /// The number of ranks that read the same samples: those that share a layer, or divide sequences.
-    pub(crate) fn reader_size(&self) -> usize {
+    pub(crate) fn ranks_per_sample(&self) -> usize {
         self.tensor.size() * self.context.size()
     }
 
     /// This rank's index among those that read different samples. The ranks that share a layer, those that divide sequences, and those
     /// that hold the stages of a pipeline, have the same.
     pub fn data_rank(&self) -> usize {
-        self.stage.rank() / self.reader_size()
+        self.stage.rank() / self.ranks_per_sample()
     }
 
     /// The rank that reads the samples of `data_rank`, and has the same stage and the same parts of layers as this rank.
     pub fn counterpart(&self, data_rank: usize) -> usize {
-        self.stage.ranks().rank_at(data_rank * self.reader_size() + self.stage.rank() % self.reader_size())
+        self.stage.ranks().rank_at(data_rank * self.ranks_per_sample() + self.stage.rank() % self.ranks_per_sample())
     }
 
     /// Where this rank is among the others, and the size of the elements that they send.
@@ -292,9 +292,7 @@ impl Ranks {
         connect: impl Fn(Group) -> shardwise_comm::Result<Group>,
     ) -> Result<Self> {
         if mesh.size(Axis::Context) > 1 {
-            return Err(Error::Options(
-                "context parallelism has been written for CPUs only; set parallel.context to 1".into(),
-            ));
+            return Err(Error::Options("context parallelism has been written for CPUs only".into()));
         }
         let Ranks { world, groups, replicated, tensor, context, pipeline, messages, stage, mesh } =
             Ranks::on_mesh(world, mesh)?;

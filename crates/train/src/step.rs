@@ -81,9 +81,8 @@ impl Trainer {
             return Err(Error::Options(problem));
         }
         model.check_tensor_parallel(ranks.tensor.size()).map_err(|error| Error::Options(error.to_string()))?;
-        if ranks.context.size() > 1 && !model.is_built_in() {
-            let problem =
-                "context parallelism is for built-in models: the attention of others sees only a rank's own part";
+        if ranks.context.size() > 1 && (!model.is_built_in() || model.package().is_some()) {
+            let problem = "context parallelism is for built-in models that are not compiled: others would attend to a rank's own part only";
             return Err(Error::Options(problem.to_string()));
         }
         let pool = Arc::new(Pool::new(options.device));

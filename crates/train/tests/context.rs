@@ -48,14 +48,15 @@ fn models() -> Vec<(&'static str, ModelConfig)> {
 }
 
 /// A micro-batch by its global index. Some targets are ignored. Packed sequences have one long document and several short ones.
-fn batch(step: i64, micro: i64, is_packed: bool) -> Batch {
-    let numbers = Tensor::arange(SEQUENCES * POSITIONS, (Kind::Int64, Device::Cpu)).view([SEQUENCES, POSITIONS]);
+fn batch(positions: i64, step: i64, micro: i64, is_packed: bool) -> Batch {
+    let numbers = Tensor::arange(SEQUENCES * positions, (Kind::Int64, Device::Cpu)).view([SEQUENCES, positions]);
     let tokens = (numbers.shallow_clone() * 7 + step * 31 + micro * 57).remainder(VOCAB_SIZE);
     let targets = (&tokens * 3 + 1).remainder(VOCAB_SIZE);
     let targets = targets.masked_fill(&(&tokens + micro).remainder(4).eq(0), IGNORED);
     match is_packed {
         true => {
-            let documents = (numbers.remainder(POSITIONS) + step).clamp_min(33).floor_divide_scalar(6);
+            let sequence = numbers.floor_divide_scalar(positions);
+            let documents = (numbers.remainder(positions) + step + sequence * 9).clamp_min(33).floor_divide_scalar(6);
             Batch::packed(tokens, targets, &documents).unwrap()
         }
         false => Batch::new(tokens, targets),
@@ -86,17 +87,30 @@ struct Trained {
 
 /// Trains on `micro` micro-batches per step in total, which the ranks that read data divide.
 fn train(config: &ModelConfig, ranks: Ranks, options: Options, steps: i64, micro: i64, is_packed: bool) -> Trained {
+    train_on(POSITIONS, config, ranks, options, steps, micro, is_packed)
+}
+
+fn train_on(
+    positions: i64,
+    config: &ModelConfig,
+    ranks: Ranks,
+    options: Options,
+    steps: i64,
+    micro: i64,
+    is_packed: bool,
+) -> Trained {
     let model = || Model::from_config(config.clone()).unwrap();
     let mut trainer = Trainer::new(model(), ranks.clone(), options, &mut init::from_seed(5)).unwrap();
     let (rank, size) = (ranks.data_rank() as i64, ranks.data_size() as i64);
     let mut numbers = Vec::new();
     for step in 0..steps {
-        let own = (0..micro / size).map(|index| batch(step, index * size + rank, is_packed));
+        let own = (0..micro / size).map(|index| batch(positions, step, index * size + rank, is_packed));
         let own = own.map(|batch| ranks.context.split(batch).unwrap()).collect::<Vec<_>>();
         let report = trainer.step(&own).unwrap();
         numbers.extend([report.loss, report.grad_norm]);
     }
-    let own = (0..micro / size).map(|index| ranks.context.split(batch(steps, index * size + rank, is_packed)).unwrap());
+    let own = (0..micro / size)
+        .map(|index| ranks.context.split(batch(positions, steps, index * size + rank, is_packed)).unwrap());
     let evaluation = trainer.evaluate(&own.collect::<Vec<_>>()).unwrap();
     numbers.extend([evaluation.loss_sum, evaluation.tokens as f64]);
     let mut parameters = Vec::new();
@@ -183,8 +197,16 @@ fn a_whole_micro_batch_is_refused_by_ranks_that_divide_sequences() {
         let ranks = Ranks::on_mesh(world(), mesh).unwrap();
         let model = Model::from_config(llama()).unwrap();
         let mut trainer = Trainer::new(model, ranks, options(0, sgd(), 1.), &mut init::from_seed(5)).unwrap();
-        let error = trainer.step(&[batch(0, 0, false)]).err().unwrap().to_string();
-        assert!(error.contains("divided among 2 ranks, but a micro-batch is whole"), "{error}");
+        let error = trainer.step(&[batch(POSITIONS, 0, 0, false)]).err().unwrap().to_string();
+        assert!(error.contains("divided among 2 ranks, but rank 0 has a whole micro-batch"), "{error}");
+        // Each rank has the part of another micro-batch.
+        let own =
+            trainer.ranks().context.split(batch(POSITIONS, 0, trainer.ranks().world.rank() as i64, false)).unwrap();
+        let error = trainer.step(&[own]).err().unwrap().to_string();
+        assert!(
+            error.contains("ranks 0 and 1 share their layers or sequences, but have different micro-batches"),
+            "{error}"
+        );
     });
 }
 
@@ -192,6 +214,71 @@ fn a_whole_micro_batch_is_refused_by_ranks_that_divide_sequences() {
 fn divided_sequences_and_shards_compute_the_same_as_on_one_rank() {
     ranks!(4, || compare(2, 1, 1));
     ranks!(4, || compare(2, 2, 1));
+}
+
+/// Sequences that are long enough for queries to be cut into pieces, and for a kernel to take keys in blocks.
+#[test]
+fn long_sequences_with_windows_compute_the_same_as_on_one_rank() {
+    ranks!(3, || {
+        let ranks = Ranks::on_mesh(world(), Mesh::divide_with_context(3, 1, 1, 3, 1).unwrap()).unwrap();
+        let alone = || Ranks::sharded(Arc::new(single::group()));
+        for window in [3, 200, 700] {
+            let llama = LlamaConfig { num_key_value_heads: 4, sliding_window: Some(window), ..llama() };
+            let config = LlamaConfig { loss_chunk_tokens: 500, num_hidden_layers: 1, ..llama }.into();
+            for is_packed in [false, true] {
+                let [expected, found] = [alone(), ranks.clone()]
+                    .map(|ranks| train_on(1301, &config, ranks, options(0, sgd(), 1.), 1, 1, is_packed));
+                let what = format!("window {window}, packed {is_packed}");
+                assert_same(&found, &expected, Place::ALONE, TOLERANCE, &what);
+            }
+        }
+    });
+}
+
+/// In 16 bits, sums of parts are kept in f32: the gradients are as near to those in f64 as on one rank.
+#[test]
+fn sums_over_ranks_are_not_kept_in_16_bits() {
+    ranks!(4, || {
+        let config = LlamaConfig { num_key_value_heads: 1, ..llama() }.into();
+        let train = |ranks: Ranks, precision: Precision| {
+            train(&config, ranks, Options { precision, ..options(0, sgd(), 1.) }, 1, 1, true)
+        };
+        let distance = |found: &Trained, exact: &Trained| -> f64 {
+            let pairs = found.parameters.iter().flatten().zip(exact.parameters.iter().flatten());
+            let squares = pairs.map(|(found, exact)| {
+                (found.to_kind(Kind::Double) - exact).square().sum(Kind::Double).double_value(&[])
+            });
+            squares.sum::<f64>().sqrt()
+        };
+        let alone = || Ranks::sharded(Arc::new(single::group()));
+        let exact = train(alone(), Precision::F64);
+        let on_one = distance(&train(alone(), Precision::BF16), &exact);
+        let world = world();
+        for ulysses in [1, 2, 4] {
+            let mesh = Mesh::divide_with_context(4, 1, 1, 4, 1).unwrap();
+            let ranks = Ranks::with_ulysses(world.clone(), mesh, ulysses).unwrap();
+            let divided = distance(&train(ranks, Precision::BF16), &exact);
+            assert!(divided < 1.1 * on_one, "Ulysses {ulysses}: {divided} instead of {on_one}");
+        }
+    });
+}
+
+/// Two stages of a pipeline, each of which divides the sequences.
+#[test]
+fn divided_sequences_and_stages_compute_the_same_as_on_one_rank() {
+    ranks!(4, || {
+        let mesh = Mesh::divide_with_context(4, 2, 1, 2, 1).unwrap();
+        let ranks = Ranks::on_mesh(world(), mesh).unwrap();
+        for is_packed in [false, true] {
+            let config: ModelConfig = LlamaConfig { num_key_value_heads: 2, ..llama() }.into();
+            let alone = Ranks::sharded(Arc::new(single::group()));
+            let expected = train(&config, alone, options(0, sgd(), 1.), 1, 4, is_packed);
+            let found = train(&config, ranks.clone(), options(0, sgd(), 1.), 1, 4, is_packed);
+            for (found, expected) in found.numbers.iter().zip(&expected.numbers) {
+                assert!((found - expected).abs() < TOLERANCE * expected.abs(), "{found} instead of {expected}");
+            }
+        }
+    });
 }
 
 #[test]
