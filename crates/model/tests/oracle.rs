@@ -146,23 +146,29 @@ fn gpt_2_agrees() {
 #[test]
 fn the_chunk_does_not_change_the_loss() {
     manual_seed(3);
-    let hidden = Tensor::randn([57, 16], (Kind::Float, Device::Cpu)).set_requires_grad(true);
-    let weight = Tensor::randn([101, 16], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+    let hidden = Tensor::randn([57, 16], (Kind::Double, Device::Cpu));
+    let weight = Tensor::randn([101, 16], (Kind::Double, Device::Cpu));
     let targets = Tensor::randint(101, [57], (Kind::Int64, Device::Cpu));
-    let run = |chunk| {
-        let loss = head_loss(&hidden, &weight, &targets, chunk).unwrap();
-        let grads = autograd::grad(&[&loss], &[None], &[&hidden, &weight], Graph::Free).unwrap();
-        (loss.double_value(&[]), grads.into_iter().map(Option::unwrap).collect::<Vec<_>>())
-    };
-    let (whole, whole_grads) = run(57);
-    for chunk in [1, 7, 56, 1000] {
-        let (loss, grads) = run(chunk);
-        assert!((loss - whole).abs() < 1e-6 * whole, "{loss} is not {whole}");
-        for (grad, expected) in grads.iter().zip(&whole_grads) {
-            // Sums in another order: up to the rounding of the largest element.
-            let (error, largest) =
-                ((grad - expected).abs().max().double_value(&[]), expected.abs().max().double_value(&[]));
-            assert!(error < 1e-5 * largest, "chunk {chunk}: a gradient differs by {error:e} of {largest:e}");
+    for (kind, precision) in [(Kind::Double, 1e-14), (Kind::Float, 1e-6)] {
+        let [hidden, weight] = [&hidden, &weight].map(|tensor| tensor.to_kind(kind).set_requires_grad(true));
+        let run = |chunk| {
+            let loss = head_loss(&hidden, &weight, &targets, chunk).unwrap();
+            let grads = autograd::grad(&[&loss], &[None], &[&hidden, &weight], Graph::Free).unwrap();
+            (loss.double_value(&[]), grads.into_iter().map(Option::unwrap).collect::<Vec<_>>())
+        };
+        let (whole, whole_grads) = run(57);
+        for chunk in [1, 7, 56, 1000] {
+            let (loss, grads) = run(chunk);
+            assert!((loss - whole).abs() < precision * whole, "{kind:?}: {loss} is not {whole}");
+            for (grad, expected) in grads.iter().zip(&whole_grads) {
+                // Sums in another order: up to the rounding of the largest element.
+                let (error, largest) =
+                    ((grad - expected).abs().max().double_value(&[]), expected.abs().max().double_value(&[]));
+                assert!(
+                    error < precision * largest,
+                    "{kind:?}, chunk {chunk}: a gradient differs by {error:e} of {largest:e}"
+                );
+            }
         }
     }
 }

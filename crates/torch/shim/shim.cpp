@@ -9,6 +9,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/_fused_adamw.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/DeviceGuard.h>
@@ -24,6 +25,23 @@ struct Block {
 };
 
 namespace {
+
+// MKL chooses the kernel of a vector function in the first call. If several threads make it at once, one of them may get a kernel of low
+// accuracy: 4e-4 for f32, 1e-9 for f64 (pytorch/pytorch#188792). So one thread makes the first call of every function that libtorch uses,
+// before any other code of the program runs.
+const bool kernels_are_chosen = [] {
+  at::NoGradGuard no_grad;
+  try {
+    for (auto dtype : {at::kFloat, at::kDouble}) {
+      const at::Tensor x = at::full({1}, 0.5, dtype);
+      x.acos(), x.asin(), x.atan(), x.cos(), x.erf(), x.erfc(), x.erfinv(), x.exp(), x.log(), x.log10(), x.log2(), x.sin(), x.sqrt(),
+          x.tan(), x.tanh(), x.trunc();
+    }
+  } catch (const std::exception &) {
+    // A libtorch without such functions has no race, either.
+  }
+  return true;
+}();
 
 std::vector<at::Tensor> list(at::Tensor *const *tensors, size_t count) {
   std::vector<at::Tensor> result;
