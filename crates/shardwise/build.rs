@@ -14,10 +14,10 @@ fn main() {
         println!("cargo::rerun-if-env-changed={variable}");
     }
     let (torch, mpi) = (find_torch(), find_mpi());
-    for problem in [&torch, &mpi].into_iter().filter_map(|found| found.as_ref().err()) {
+    let torch = torch.unwrap_or_else(|problem| {
         println!("cargo::error={problem}");
-    }
-    let (Ok(torch), Ok(mpi)) = (torch, mpi) else { std::process::exit(1) };
+        std::process::exit(1)
+    });
     // Cargo adds only folders below its own to the library path of the programs that it runs. Links to whole folders, because libraries look
     // for others relative to where they are.
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
@@ -65,9 +65,9 @@ fn find_torch() -> Result<Option<PathBuf>, String> {
 }
 
 /// The folder of MPI's library, if its compiler wrapper is in a Python environment.
-fn find_mpi() -> Result<Option<PathBuf>, String> {
+fn find_mpi() -> Option<PathBuf> {
     if ["MPI_PKG_CONFIG", "CRAY_MPICH_DIR", "DOCS_RS"].iter().any(|name| env::var_os(name).is_some()) {
-        return Ok(None);
+        return None;
     }
     let mpicc = env::var_os("MPICC").unwrap_or_else(|| "mpicc".into());
     let shown = Command::new(&mpicc).arg("-show").output().ok().filter(|output| output.status.success());
@@ -78,12 +78,12 @@ fn find_mpi() -> Result<Option<PathBuf>, String> {
              system's MPI development package",
             mpicc.display()
         );
-        return Ok(None);
+        return None;
     };
     let text = String::from_utf8_lossy(&shown.stdout).into_owned();
     let folder = text.split_whitespace().find_map(|word| word.strip_prefix("-L")).map(PathBuf::from);
     // A system's MPI is found anyway, and its folder has everything else, too.
-    Ok(folder.filter(|folder| folder.join("../pyvenv.cfg").exists()))
+    folder.filter(|folder| folder.join("../pyvenv.cfg").exists())
 }
 
 /// What Python prints.

@@ -178,14 +178,14 @@ fn a_pipeline_resumes_with_other_numbers_of_stages_and_ranks() {
     assert_same_losses(&text, &expected, 1e-5);
 }
 
-/// Faults, keys added to the recipe, and the expected parts of the explanation.
+/// Faults, keys added to the recipe, and the expected parts of the explanation, with alternatives after `|`.
 const EXPLAINED: [(&str, &str, &[&str]); 6] = [
     (
         "stop rank=2 step=5 phase=forward unit=block.1",
         "",
         // At step 4, or before the first step: on a fast machine there is no heartbeat in between. The others wait for the next unit, or
         // the one after it, whose parameters rank 2 may have asked for in advance.
-        &["rank 2", "has sent no heartbeat for", "it was last heard ", "all-gather #", "of '", "wait"],
+        &["rank 2", "has sent no heartbeat for", "it was last heard ", "all-gather #", "of 'block.|of 'head'", "wait"],
     ),
     ("cut-off rank=1 step=5 phase=backward unit=block.0", "", &["rank 1"]),
     (
@@ -213,7 +213,8 @@ fn failures_are_noticed_explained_and_survived() {
         let started = Stopwatch::start();
         let text = good(&folder.train(&["-n", "4", "--fault", fault]));
         let (took, share) = (started.elapsed(), started.share());
-        assert!(explanation.iter().all(|part| text.contains(part)), "{fault}: {text}");
+        let is_explained = explanation.iter().all(|part| part.split('|').any(|part| text.contains(part)));
+        assert!(is_explained, "{fault}: {text}");
         assert!(text.contains("Resumed at step"), "{fault}: {text}");
         assert_same_losses(&text, &expected, 0.);
         folder.assert_same_checkpoint(&whole, 24);

@@ -118,12 +118,12 @@ impl Group {
         self.subgroup(&name, ranks)
     }
 
-    /// Creates this rank's two groups along a part of an axis ([`Mesh::split_axis`]): of `inner` neighbors, and of the ranks with the
-    /// same index among their neighbors. Must be called on the world group, by all ranks together.
-    pub fn split_axis(&self, mesh: &Mesh, axis: Axis, inner: usize) -> Result<[Group; 2]> {
+    /// Creates this rank's two groups along a part of an axis ([`Mesh::split_axis`]), with these names: of `inner` neighbors, and of the
+    /// ranks with the same index among their neighbors. Must be called on the world group, by all ranks together.
+    pub fn split_axis(&self, mesh: &Mesh, axis: Axis, inner: usize, names: [&str; 2]) -> Result<[Group; 2]> {
         self.check_is_world("split_axis")?;
         let [neighbors, across] = mesh.for_world(self.size())?.split_axis(self.rank, axis, inner);
-        Ok([self.subgroup(&format!("{axis} {inner}"), neighbors)?, self.subgroup(&format!("{axis}/{inner}"), across)?])
+        Ok([self.subgroup(names[0], neighbors)?, self.subgroup(names[1], across)?])
     }
 
     fn check_is_world(&self, call: &str) -> Result<()> {

@@ -23,17 +23,17 @@ pub struct ContextBatch {
     /// The position in its sequence of each of this rank's tokens: of one sequence, if they are divided alike, or of all.
     in_sequence: Arc<[i64]>,
     /// The fingerprint of the whole micro-batch.
-    whole: u64,
+    whole_fingerprint: u64,
 }
 
 impl ContextBatch {
     /// Divides sequences of documents with these lengths.
-    pub(crate) fn new(documents: &[Vec<i64>], ring: Place, heads: Place, whole: u64) -> Self {
+    pub(crate) fn new(documents: &[Vec<i64>], ring: Place, heads: Place, whole_fingerprint: u64) -> Self {
         let lengths = |documents: &Vec<i64>| documents.iter().map(|&length| length as usize).collect::<Vec<_>>();
         let splits: Arc<[ContextSplit]> =
             documents.iter().map(|documents| ContextSplit::new(&lengths(documents), ring.size)).collect();
         let positions = documents.first().map_or(0, |documents| documents.iter().sum::<i64>() as usize);
-        let mut batch = ContextBatch { splits, ring, heads, positions, in_sequence: [].into(), whole };
+        let mut batch = ContextBatch { splits, ring, heads, positions, in_sequence: [].into(), whole_fingerprint };
         let different = if batch.is_alike() { 1 } else { batch.splits.len() };
         batch.in_sequence = batch.of_tokens(different, |segment, at| (segment.start + at) as i64).into();
         batch
@@ -45,13 +45,8 @@ impl ContextBatch {
     }
 
     /// The fingerprint of the whole micro-batch, which all ranks that divide it have.
-    pub fn whole(&self) -> u64 {
-        self.whole
-    }
-
-    /// The number of positions of a whole sequence.
-    pub fn positions(&self) -> usize {
-        self.positions
+    pub fn whole_fingerprint(&self) -> u64 {
+        self.whole_fingerprint
     }
 
     /// The number of positions of the longest document.

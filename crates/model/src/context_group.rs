@@ -1,5 +1,7 @@
 //! Ranks that exchange keys, values or heads.
 
+use std::ops::Range;
+
 use shardwise_torch::autograd::ClosureError;
 use shardwise_torch::tch::{Kind, TchError, Tensor};
 
@@ -21,7 +23,7 @@ pub trait ContextGroup: Send + Sync {
         send: &Tensor,
         send_counts: &[usize],
         receive_counts: &[usize],
-    ) -> std::result::Result<PendingTensor, ClosureError>;
+    ) -> Result<PendingTensor, ClosureError>;
 }
 
 /// Takes tensors out of a buffer, one after the other.
@@ -31,11 +33,16 @@ pub(crate) struct Unpack {
 }
 
 impl Unpack {
-    pub(crate) fn next(&mut self, shape: &[i64]) -> std::result::Result<Tensor, TchError> {
+    pub(crate) fn next(&mut self, shape: &[i64]) -> Result<Tensor, TchError> {
         let len: i64 = shape.iter().product();
         self.at += len;
         self.from.f_narrow(0, self.at - len, len)?.f_view(shape)
     }
+}
+
+/// A range of a dimension.
+pub(crate) fn narrow(tensor: &Tensor, dimension: i64, range: &Range<usize>) -> Result<Tensor, TchError> {
+    tensor.f_narrow(dimension, range.start as i64, range.len() as i64)
 }
 
 /// The type in which sums of parts are kept.

@@ -79,12 +79,12 @@ impl ContextParallel {
         batch: &ContextBatch,
     ) -> Result<Tensor> {
         self.check(batch)?;
-        let ring = Ring::new(self.ring.clone(), batch.ring, batch.splits.clone(), window, self.label.clone());
+        let ring = Ring::new(self.ring.clone(), batch, window, self.label.clone());
         let exchange = HeadExchange::new(self.heads.clone(), self.label.clone(), query, key, batch)?;
         let computed = no_grad(|| -> std::result::Result<_, ClosureError> {
-            let [query, key, value] = exchange.scatter_heads([query, key, value].map(Tensor::detach))?;
+            let [query, key, value] = exchange.to_heads([query, key, value].map(Tensor::detach))?;
             let (attended, logsumexp) = ring.forward([&query, &key, &value], exchange.key_of_query())?;
-            let output = exchange.gather_heads(&attended)?;
+            let [output] = exchange.to_positions([attended.f_alias()?])?;
             Ok((output, vec![query, key, value, attended, logsumexp]))
         });
         let (output, saved) = computed.map_err(Error::Communication)?;
@@ -94,8 +94,8 @@ impl ContextParallel {
             |_| Ok(Forward { outputs: vec![output], saved }),
             move |mut back| {
                 let Some(grad) = back.grads.remove(0) else { return Ok(vec![None, None, None]) };
-                let grad = exchange.scatter_output_grad(&grad)?;
-                let grads = exchange.gather_grads(ring.backward(&grad, &back.saved, exchange.key_of_query())?)?;
+                let [grad] = exchange.to_heads([grad])?;
+                let grads = exchange.to_positions(ring.backward(&grad, &back.saved, exchange.key_of_query())?)?;
                 Ok(grads.map(Some).into())
             },
         )?;

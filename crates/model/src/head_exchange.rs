@@ -7,9 +7,11 @@ use shardwise_plan::Partition;
 use shardwise_torch::autograd::ClosureError;
 use shardwise_torch::tch::{TchError, Tensor};
 
+use crate::Error;
 use crate::context_batch::ContextBatch;
-use crate::context_group::{ContextGroup, Unpack, wide_kind};
-use crate::{Error, Result};
+use crate::context_group::{ContextGroup, Unpack, narrow, wide_kind};
+
+type ClosureResult<T> = Result<T, ClosureError>;
 
 /// The exchange of positions for heads (DeepSpeed: Ulysses). With one rank it does nothing.
 #[derive(Clone)]
@@ -34,7 +36,7 @@ impl HeadExchange {
         query: &Tensor,
         key: &Tensor,
         batch: &ContextBatch,
-    ) -> Result<Self> {
+    ) -> crate::Result<Self> {
         let (sequences, queries, _, head_dim) = query.size4()?;
         let (queries, keys) = (queries as usize, key.size()[1] as usize);
         let size = batch.heads.size;
@@ -72,114 +74,82 @@ impl HeadExchange {
         (!is_regular).then_some(index)
     }
 
-    /// From this rank's positions of all heads to all positions of this rank's heads: query, key and value.
-    pub(crate) fn scatter_heads(
+    /// From this rank's positions of all heads to all positions of this rank's heads. The first tensor has query heads, the others key
+    /// heads.
+    pub(crate) fn to_heads<const N: usize>(&self, tensors: [Tensor; N]) -> ClosureResult<[Tensor; N]> {
+        let Some(group) = &self.group else { return Ok(tensors) };
+        let received = self.exchange(
+            group,
+            &tensors,
+            |tensor, kind, rank| narrow(tensor, 1, &self.heads[rank][kind]),
+            |kind, rank| self.shape(self.heads[self.rank][kind].len(), self.rows[rank].len()),
+        )?;
+        collect(received.each_ref().map(|parts| Tensor::f_cat(parts, 2)))
+    }
+
+    /// The way back, from all positions of this rank's heads to this rank's positions of all heads. Key heads that several ranks have
+    /// get the sum.
+    pub(crate) fn to_positions<const N: usize>(&self, tensors: [Tensor; N]) -> ClosureResult<[Tensor; N]> {
+        let Some(group) = &self.group else { return Ok(tensors) };
+        let own = self.rows[self.rank].len();
+        let received = self.exchange(
+            group,
+            &tensors,
+            |tensor, _, rank| narrow(tensor, 2, &self.rows[rank]),
+            |kind, rank| self.shape(self.heads[rank][kind].len(), own),
+        )?;
+        let mut at = 0;
+        collect(received.each_ref().map(|parts| {
+            at += 1;
+            self.join_heads(parts, kind_of(at - 1), own)
+        }))
+    }
+
+    /// Joins the heads of all ranks.
+    fn join_heads(&self, parts: &[Tensor], kind: usize, rows: usize) -> Result<Tensor, TchError> {
+        let is_shared = self.heads.iter().map(|heads| heads[kind].len()).sum::<usize>() > self.counts[kind];
+        if !is_shared {
+            return Tensor::f_cat(parts, 1);
+        }
+        let dtype = parts[0].kind();
+        let whole = Tensor::f_zeros(self.shape(self.counts[kind], rows), (wide_kind(dtype), parts[0].device()))?;
+        for (heads, part) in self.heads.iter().zip(parts) {
+            let _ = narrow(&whole, 1, &heads[kind])?.f_add_(part)?;
+        }
+        whole.f_to_kind(dtype)
+    }
+
+    /// Sends each rank its `piece` of every tensor. Returns the pieces that ranks have sent, of these shapes, for every tensor. Both
+    /// functions get the kind of heads, and a rank.
+    fn exchange<const N: usize>(
         &self,
-        [query, key, value]: [Tensor; 3],
-    ) -> std::result::Result<[Tensor; 3], ClosureError> {
-        let Some(group) = &self.group else { return Ok([query, key, value]) };
-        let own = self.rows[self.rank].len();
-        let mut pieces = Vec::new();
-        for [queries, keys] in &self.heads {
-            for (tensor, heads) in [(&query, queries), (&key, keys), (&value, keys)] {
-                pieces.push(narrow_heads(tensor, heads)?.f_reshape(-1)?);
+        group: &Arc<dyn ContextGroup>,
+        tensors: &[Tensor; N],
+        piece: impl Fn(&Tensor, usize, usize) -> Result<Tensor, TchError>,
+        shape: impl Fn(usize, usize) -> [i64; 4],
+    ) -> ClosureResult<[Vec<Tensor>; N]> {
+        let (mut pieces, mut send_counts, mut receive_counts) = (Vec::new(), Vec::new(), Vec::new());
+        for rank in 0..group.size() {
+            let (mut send, mut receive) = (0, 0);
+            for (at, tensor) in tensors.iter().enumerate() {
+                let piece = piece(tensor, kind_of(at), rank)?.f_reshape(-1)?;
+                send += piece.numel();
+                receive += shape(kind_of(at), rank).iter().product::<i64>() as usize;
+                pieces.push(piece);
+            }
+            send_counts.push(send);
+            receive_counts.push(receive);
+        }
+        let send = Tensor::f_cat(&pieces, 0)?;
+        let received = group.start_all_to_all(&self.label, &send, &send_counts, &receive_counts)?()?;
+        let mut unpack = Unpack { from: received, at: 0 };
+        let mut received = [const { Vec::new() }; N];
+        for rank in 0..group.size() {
+            for (at, parts) in received.iter_mut().enumerate() {
+                parts.push(unpack.next(&shape(kind_of(at), rank))?);
             }
         }
-        let [queries, keys] = self.heads[self.rank].clone();
-        let send_counts: Vec<usize> =
-            self.heads.iter().map(|[queries, keys]| self.elements(own, queries.len() + 2 * keys.len())).collect();
-        let receive_counts: Vec<usize> =
-            self.rows.iter().map(|rows| self.elements(rows.len(), queries.len() + 2 * keys.len())).collect();
-        let received =
-            group.start_all_to_all(&self.label, &Tensor::f_cat(&pieces, 0)?, &send_counts, &receive_counts)?()?;
-        let mut unpack = Unpack { from: received, at: 0 };
-        let mut parts = [Vec::new(), Vec::new(), Vec::new()];
-        for rows in &self.rows {
-            for (part, heads) in parts.iter_mut().zip([&queries, &keys, &keys]) {
-                part.push(unpack.next(&self.shape(heads.len(), rows.len()))?);
-            }
-        }
-        let join = |parts: &Vec<Tensor>| Tensor::f_cat(parts, 2);
-        Ok([join(&parts[0])?, join(&parts[1])?, join(&parts[2])?])
-    }
-
-    /// From all positions of this rank's query heads to this rank's positions of all heads.
-    pub(crate) fn gather_heads(&self, attended: &Tensor) -> std::result::Result<Tensor, ClosureError> {
-        let Some(group) = &self.group else { return Ok(attended.f_alias()?) };
-        let (own, heads) = (self.rows[self.rank].len(), &self.heads[self.rank][0]);
-        let pieces = self
-            .rows
-            .iter()
-            .map(|rows| narrow_rows(attended, rows)?.f_reshape(-1))
-            .collect::<std::result::Result<Vec<_>, _>>()?;
-        let send_counts: Vec<usize> = self.rows.iter().map(|rows| self.elements(rows.len(), heads.len())).collect();
-        let receive_counts: Vec<usize> = self.heads.iter().map(|[heads, _]| self.elements(own, heads.len())).collect();
-        let received =
-            group.start_all_to_all(&self.label, &Tensor::f_cat(&pieces, 0)?, &send_counts, &receive_counts)?()?;
-        let mut unpack = Unpack { from: received, at: 0 };
-        let parts = self.heads.iter().map(|[heads, _]| unpack.next(&self.shape(heads.len(), own)));
-        Ok(Tensor::f_cat(&parts.collect::<std::result::Result<Vec<_>, _>>()?, 1)?)
-    }
-
-    /// The backward pass of [`HeadExchange::gather_heads`].
-    pub(crate) fn scatter_output_grad(&self, grad: &Tensor) -> std::result::Result<Tensor, ClosureError> {
-        let Some(group) = &self.group else { return Ok(grad.shallow_clone()) };
-        let (own, heads) = (self.rows[self.rank].len(), &self.heads[self.rank][0]);
-        let pieces = self
-            .heads
-            .iter()
-            .map(|[heads, _]| narrow_heads(grad, heads)?.f_reshape(-1))
-            .collect::<std::result::Result<Vec<_>, _>>()?;
-        let send_counts: Vec<usize> = self.heads.iter().map(|[heads, _]| self.elements(own, heads.len())).collect();
-        let receive_counts: Vec<usize> = self.rows.iter().map(|rows| self.elements(rows.len(), heads.len())).collect();
-        let received =
-            group.start_all_to_all(&self.label, &Tensor::f_cat(&pieces, 0)?, &send_counts, &receive_counts)?()?;
-        let mut unpack = Unpack { from: received, at: 0 };
-        let parts = self.rows.iter().map(|rows| unpack.next(&self.shape(heads.len(), rows.len())));
-        Ok(Tensor::f_cat(&parts.collect::<std::result::Result<Vec<_>, _>>()?, 2)?)
-    }
-
-    /// The backward pass of [`HeadExchange::scatter_heads`]. Key heads that several ranks have used get the sum of their gradients.
-    pub(crate) fn gather_grads(&self, grads: [Tensor; 3]) -> std::result::Result<[Tensor; 3], ClosureError> {
-        let Some(group) = &self.group else { return Ok(grads) };
-        let own = self.rows[self.rank].len();
-        let mut pieces = Vec::new();
-        for rows in &self.rows {
-            for grad in &grads {
-                pieces.push(narrow_rows(grad, rows)?.f_reshape(-1)?);
-            }
-        }
-        let [queries, keys] = self.heads[self.rank].clone();
-        let send_counts: Vec<usize> =
-            self.rows.iter().map(|rows| self.elements(rows.len(), queries.len() + 2 * keys.len())).collect();
-        let receive_counts: Vec<usize> =
-            self.heads.iter().map(|[queries, keys]| self.elements(own, queries.len() + 2 * keys.len())).collect();
-        let received =
-            group.start_all_to_all(&self.label, &Tensor::f_cat(&pieces, 0)?, &send_counts, &receive_counts)?()?;
-        let kind = received.kind();
-        let options = (wide_kind(kind), received.device());
-        let mut unpack = Unpack { from: received, at: 0 };
-        let [query_heads, key_heads] = self.counts;
-        let mut whole = [query_heads, key_heads, key_heads]
-            .map(|heads| Tensor::f_zeros(self.shape(heads, own), options))
-            .into_iter()
-            .collect::<std::result::Result<Vec<_>, _>>()?;
-        for [queries, keys] in &self.heads {
-            for (whole, heads) in whole.iter_mut().zip([queries, keys, keys]) {
-                let part = unpack.next(&self.shape(heads.len(), own))?;
-                let _ = narrow_heads(whole, heads)?.f_add_(&part)?;
-            }
-        }
-        let mut whole = whole
-            .into_iter()
-            .map(|whole| whole.f_to_kind(kind))
-            .collect::<std::result::Result<Vec<_>, _>>()?
-            .into_iter();
-        Ok(std::array::from_fn(|_| whole.next().expect("there are three gradients")))
-    }
-
-    fn elements(&self, rows: usize, heads: usize) -> usize {
-        self.sequences * rows * heads * self.head_dim
+        Ok(received)
     }
 
     fn shape(&self, heads: usize, rows: usize) -> [i64; 4] {
@@ -187,10 +157,12 @@ impl HeadExchange {
     }
 }
 
-fn narrow_heads(tensor: &Tensor, heads: &Range<usize>) -> std::result::Result<Tensor, TchError> {
-    tensor.f_narrow(1, heads.start as i64, heads.len() as i64)
+/// The kind of heads that a tensor has: the first one those of queries, the others those of keys.
+fn kind_of(tensor: usize) -> usize {
+    usize::from(tensor > 0)
 }
 
-fn narrow_rows(tensor: &Tensor, rows: &Range<usize>) -> std::result::Result<Tensor, TchError> {
-    tensor.f_narrow(2, rows.start as i64, rows.len() as i64)
+fn collect<const N: usize>(tensors: [Result<Tensor, TchError>; N]) -> ClosureResult<[Tensor; N]> {
+    let tensors = tensors.into_iter().collect::<Result<Vec<_>, _>>()?;
+    Ok(tensors.try_into().unwrap_or_else(|_| unreachable!("there are as many as before")))
 }

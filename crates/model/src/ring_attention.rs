@@ -16,9 +16,10 @@ use shardwise_torch::autograd::ClosureError;
 use shardwise_torch::tch::{Kind, TchError, Tensor};
 
 use crate::PendingTensor;
-use crate::context_group::{ContextGroup, Unpack, wide_kind};
+use crate::context_batch::ContextBatch;
+use crate::context_group::{ContextGroup, Unpack, narrow, wide_kind};
 
-type ClosureResult<T> = std::result::Result<T, ClosureError>;
+type ClosureResult<T> = Result<T, ClosureError>;
 
 /// The ranks of a ring, and how they divide a batch.
 #[derive(Clone)]
@@ -59,6 +60,15 @@ struct Block {
     mask: Mask,
 }
 
+/// What kernels take of a block.
+struct Operands {
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Option<Tensor>,
+    is_causal: bool,
+}
+
 enum Mask {
     /// Every query sees every key.
     None,
@@ -71,20 +81,14 @@ enum Mask {
 impl Ring {
     pub(crate) fn new(
         group: Option<Arc<dyn ContextGroup>>,
-        place: Place,
-        splits: Arc<[ContextSplit]>,
+        batch: &ContextBatch,
         window: Option<usize>,
         label: Arc<str>,
     ) -> Self {
-        let is_uniform = splits.windows(2).all(|pair| pair[0] == pair[1]);
-        let rows = match splits.first().filter(|_| is_uniform) {
-            Some(split) => [AlikeSequences { sequences: 0..splits.len(), split: split.clone() }].into(),
-            None => {
-                let each = splits.iter().enumerate();
-                each.map(|(at, split)| AlikeSequences { sequences: at..at + 1, split: split.clone() }).collect()
-            }
-        };
-        Ring { group, place, rows, window, label }
+        let alike = if batch.is_alike() { batch.splits.len() } else { 1 };
+        let firsts = (0..batch.splits.len()).step_by(alike.max(1));
+        let rows = firsts.map(|at| AlikeSequences { sequences: at..at + alike, split: batch.splits[at].clone() });
+        Ring { group, place: batch.ring, rows: rows.collect(), window, label }
     }
 
     /// Attention of this rank's queries to all keys: the output, and the logarithm of the sum of exponentials of each query.
@@ -100,10 +104,7 @@ impl Ring {
             let keys = keys.iter().map(|keys| expand(keys, times, &key_of_query)).collect::<ClosureResult<Vec<_>>>()?;
             for block in self.blocks(&pieces, from) {
                 let piece = &pieces[block.piece];
-                let [key, value] = keys[piece.rows].each_ref().map(|keys| narrow(keys, 2, &block.keys));
-                let (key, value) = (key?, value?);
-                let query = self.cut(query, piece, &block)?;
-                let (mask, is_causal) = block.mask.tensor(&query, &key)?;
+                let Operands { query, key, value, mask, is_causal } = self.operands(query, &keys, piece, &block)?;
                 let (output, logsumexp) = Tensor::f_internal_scaled_dot_product_flash_attention_for_cpu(
                     &query, &key, &value, 0., is_causal, mask, None,
                 )?;
@@ -155,10 +156,7 @@ impl Ring {
             let keys = keys.iter().map(|keys| expand(keys, times, &key_of_query)).collect::<ClosureResult<Vec<_>>>()?;
             for block in self.blocks(&pieces, from) {
                 let piece = &pieces[block.piece];
-                let [key, value] = keys[piece.rows].each_ref().map(|keys| narrow(keys, 2, &block.keys));
-                let (key, value) = (key?, value?);
-                let query = self.cut(query, piece, &block)?;
-                let (mask, is_causal) = block.mask.tensor(&query, &key)?;
+                let Operands { query, key, value, mask, is_causal } = self.operands(query, &keys, piece, &block)?;
                 let (of_query, of_key, of_value) =
                     Tensor::f_internal_scaled_dot_product_flash_attention_for_cpu_backward(
                         &self.cut(grad, piece, &block)?,
@@ -369,6 +367,15 @@ impl Ring {
         Mask::Band { ahead, window }
     }
 
+    /// The queries, keys and values of a block, and its mask.
+    fn operands(&self, query: &Tensor, keys: &[Keys], piece: &Piece, block: &Block) -> Result<Operands, TchError> {
+        let [key, value] = &keys[piece.rows];
+        let (key, value) = (narrow(key, 2, &block.keys)?, narrow(value, 2, &block.keys)?);
+        let query = self.cut(query, piece, block)?;
+        let (mask, is_causal) = block.mask.tensor(&query, &key)?;
+        Ok(Operands { query, key, value, mask, is_causal })
+    }
+
     /// The queries of a piece that are in a block.
     fn cut(&self, tensor: &Tensor, piece: &Piece, block: &Block) -> Result<Tensor, TchError> {
         narrow(&self.cut_whole(tensor, piece)?, 2, &block.queries)
@@ -418,7 +425,7 @@ impl Mask {
 }
 
 /// Combines attention to two sets of keys: outputs, and the logarithms of the sums of exponentials. The second set is seen by `queries`
-/// only. Exponents are at most 0.
+/// only. Of the sums only the ratio matters: they may be too large for any float.
 fn combine(
     (output, logsumexp): &mut (Tensor, Tensor),
     queries: &Range<usize>,
@@ -427,10 +434,9 @@ fn combine(
     let wide = wide_kind(output.kind());
     *output = output.f_to_kind(wide)?;
     let (mut output, mut logsumexp) = (narrow(output, 2, queries)?, narrow(logsumexp, 2, queries)?);
+    let share = more_logsumexp.f_sub(&logsumexp)?.f_sigmoid()?.f_unsqueeze(-1)?;
+    let _ = output.f_lerp_tensor_(&more.f_to_kind(wide)?, &share)?;
     let sum = logsumexp.f_logaddexp(&more_logsumexp)?;
-    let share = |of: &Tensor| of.f_sub(&sum)?.f_exp()?.f_unsqueeze(-1);
-    let more = more.f_to_kind(wide)?.f_mul(&share(&more_logsumexp)?)?;
-    let _ = output.f_mul_(&share(&logsumexp)?)?.f_add_(&more)?;
     logsumexp.f_copy_(&sum)
 }
 
@@ -456,11 +462,6 @@ fn add_shared(whole: &Tensor, part: &Tensor, key_of_query: &Option<Vec<i64>>) ->
         }
     };
     Ok(())
-}
-
-/// A range of a dimension.
-fn narrow(tensor: &Tensor, dimension: i64, range: &Range<usize>) -> Result<Tensor, TchError> {
-    tensor.f_narrow(dimension, range.start as i64, range.len() as i64)
 }
 
 /// Tensors one after the other, in memory of their own.

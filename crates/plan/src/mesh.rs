@@ -121,53 +121,29 @@ impl Mesh {
         }
     }
 
-    /// Divides ranks into `stages` stages of a pipeline, and each of them into `replicas` replicas whose layers are each shared by
-    /// `tensor` consecutive ranks. What is left of the ranks shards each replica.
-    pub fn divide(ranks: usize, stages: usize, replicas: usize, tensor: usize) -> Result<Self, MeshError> {
-        Mesh::divide_with_context(ranks, stages, replicas, 1, tensor)
-    }
-
-    /// Like [`Mesh::divide`], with sequences that are each divided among `context` groups of ranks that share layers.
-    pub fn divide_with_context(
-        ranks: usize,
-        stages: usize,
-        replicas: usize,
-        context: usize,
-        tensor: usize,
-    ) -> Result<Self, MeshError> {
-        if stages == 0 || !ranks.is_multiple_of(stages) {
-            let (what, into) = ("ranks".to_string(), format!("{stages} stages"));
-            return Err(MeshError::Indivisible { axis: Axis::Pipeline, count: ranks, what, into });
+    /// Divides ranks: first into the stages of a pipeline, then each stage, from the ranks that are closest to each other, along the
+    /// tensor, context, expert and replicate axes. Axes that are not given have size 1. What is left of the ranks shards the model.
+    pub fn divide(ranks: usize, sizes: &[(Axis, usize)]) -> Result<Self, MeshError> {
+        let size_of = |axis| sizes.iter().find(|(given, _)| *given == axis).map_or(1, |(_, size)| *size);
+        let mut divided = Vec::new();
+        let (mut left, mut together) = (ranks, 1);
+        for axis in [Axis::Pipeline, Axis::Tensor, Axis::Context, Axis::Expert, Axis::Replicate] {
+            let size = size_of(axis);
+            if size == 0 || !left.is_multiple_of(size) {
+                let what = if together > 1 { format!("groups of {together} ranks") } else { "ranks".to_string() };
+                let into = match axis {
+                    Axis::Pipeline => format!("{size} stages"),
+                    Axis::Replicate => format!("{size} replicas"),
+                    _ => format!("groups of {size}"),
+                };
+                return Err(MeshError::Indivisible { axis, count: left, what, into });
+            }
+            left /= size;
+            together *= if axis == Axis::Pipeline { 1 } else { size };
+            divided.push((axis, size));
         }
-        let ranks = ranks / stages;
-        if tensor == 0 || !ranks.is_multiple_of(tensor) {
-            let (what, into) = ("ranks".to_string(), format!("groups of {tensor}"));
-            return Err(MeshError::Indivisible { axis: Axis::Tensor, count: ranks, what, into });
-        }
-        let groups = ranks / tensor;
-        if context == 0 || !groups.is_multiple_of(context) {
-            let what = if tensor > 1 { format!("groups of {tensor} ranks") } else { "ranks".to_string() };
-            return Err(MeshError::Indivisible {
-                axis: Axis::Context,
-                count: groups,
-                what,
-                into: format!("groups of {context}"),
-            });
-        }
-        let groups = groups / context;
-        if replicas == 0 || !groups.is_multiple_of(replicas) {
-            let together = tensor * context;
-            let what = if together > 1 { format!("groups of {together} ranks") } else { "ranks".to_string() };
-            let into = format!("{replicas} replicas");
-            return Err(MeshError::Indivisible { axis: Axis::Replicate, count: groups, what, into });
-        }
-        Mesh::new(&[
-            (Axis::Pipeline, stages),
-            (Axis::Replicate, replicas),
-            (Axis::Shard, groups / replicas),
-            (Axis::Context, context),
-            (Axis::Tensor, tensor),
-        ])
+        divided.push((Axis::Shard, left));
+        Mesh::new(&divided)
     }
 
     /// Checks that the mesh has exactly `world` ranks, and returns it.

@@ -125,9 +125,11 @@ fn a_wrong_mesh_is_explained() {
 
 #[test]
 fn ranks_are_divided_into_replicas_shards_and_groups_that_share_layers() {
-    let mesh = Mesh::divide(24, 1, 3, 2).unwrap();
+    let mesh = Mesh::divide(24, &[(Axis::Replicate, 3), (Axis::Tensor, 2)]).unwrap();
     assert_eq!([Axis::Replicate, Axis::Shard, Axis::Tensor].map(|axis| mesh.size(axis)), [3, 4, 2]);
-    let said = |ranks, replicas, tensor| Mesh::divide(ranks, 1, replicas, tensor).unwrap_err().to_string();
+    let said = |ranks, replicas, tensor| {
+        Mesh::divide(ranks, &[(Axis::Replicate, replicas), (Axis::Tensor, tensor)]).unwrap_err().to_string()
+    };
     assert_eq!(said(4, 3, 1), "4 ranks cannot be divided into 3 replicas; use a divisor of 4");
     assert_eq!(said(4, 1, 3), "4 ranks cannot be divided into groups of 3; use a divisor of 4");
     assert_eq!(said(8, 3, 2), "4 groups of 2 ranks cannot be divided into 3 replicas; use a divisor of 4");

@@ -443,14 +443,15 @@ impl Recipe {
     /// The mesh of this many ranks. Fails if they cannot be divided into replicas whose layers are shared as the recipe says.
     pub fn mesh(&self, ranks: usize) -> Result<Mesh> {
         let ParallelRecipe { pipeline, replicate, tensor, .. } = self.parallel;
-        Mesh::divide(ranks, pipeline, replicate, tensor).map_err(|error| {
-            let key = match &error {
-                MeshError::Indivisible { axis: Axis::Pipeline, .. } => "parallel.pipeline",
-                MeshError::Indivisible { axis: Axis::Tensor, .. } => "parallel.tensor",
-                _ => "parallel.replicate",
-            };
-            self.sources.error_at(key, format!("{key}: {error}"))
-        })
+        Mesh::divide(ranks, &[(Axis::Pipeline, pipeline), (Axis::Replicate, replicate), (Axis::Tensor, tensor)])
+            .map_err(|error| {
+                let key = match &error {
+                    MeshError::Indivisible { axis: Axis::Pipeline, .. } => "parallel.pipeline",
+                    MeshError::Indivisible { axis: Axis::Tensor, .. } => "parallel.tensor",
+                    _ => "parallel.replicate",
+                };
+                self.sources.error_at(key, format!("{key}: {error}"))
+            })
     }
 
     /// The number of these ranks that read different samples: those that share layers, or hold the stages of a pipeline, count as

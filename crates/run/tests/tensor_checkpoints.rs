@@ -13,7 +13,7 @@ use shardwise_checkpoint::{Checkpoint, Store, elements};
 use shardwise_comm::{Group, mpi};
 use shardwise_harness::{Launch, ranks};
 use shardwise_model::{Batch, Gpt2Config, LlamaConfig, Model, ModelConfig};
-use shardwise_plan::{Dtype, Mesh};
+use shardwise_plan::{Axis, Dtype, Mesh};
 use shardwise_run::save;
 use shardwise_torch::tch::{Device, Kind, Tensor};
 use shardwise_train::{Options, Ranks, Schedule, Trainer, init};
@@ -75,7 +75,12 @@ fn store(model: &str, layout: Layout, what: &str) -> Arc<Store> {
 }
 
 fn place_ranks(world: &Arc<Group>, [stages, replicas, _, tensor]: Layout) -> Ranks {
-    Ranks::on_mesh(world.clone(), Mesh::divide(world.size(), stages, replicas, tensor).unwrap()).unwrap()
+    Ranks::on_mesh(
+        world.clone(),
+        Mesh::divide(world.size(), &[(Axis::Pipeline, stages), (Axis::Replicate, replicas), (Axis::Tensor, tensor)])
+            .unwrap(),
+    )
+    .unwrap()
 }
 
 /// The layouts that this world can have.

@@ -41,7 +41,7 @@ impl ContextGroups {
         if ranks == 1 {
             return Ok(ContextGroups::none());
         }
-        let [heads, ring] = world.split_axis(mesh, Axis::Context, ulysses)?;
+        let [heads, ring] = world.split_axis(mesh, Axis::Context, ulysses, ["ulysses", "ring"])?;
         Ok(ContextGroups { heads: Arc::new(heads), ring: Arc::new(ring) })
     }
 

@@ -13,8 +13,8 @@ const NUMBERS: usize = 5;
 
 impl Trainer {
     /// Counts the targets of all ranks that are not ignored. The same collective returns the largest `signal` of any rank. Fails
-    /// unless all ranks have the same number of micro-batches, because they gather together, and unless the ranks that share a layer
-    /// or hold the stages of a pipeline have the same ones.
+    /// unless all ranks have the same number of micro-batches, because they gather together; unless the ranks that share a layer, divide
+    /// sequences or hold the stages of a pipeline have the same ones; and unless micro-batches are divided as the ranks divide sequences.
     pub(crate) fn count_tokens(&self, step: u64, micro_batches: &[Batch], signal: u64) -> Result<(u64, u64)> {
         let (world, divided_by) = (&self.ranks.world, self.ranks.context.size());
         let is_divided = micro_batches.iter().all(|batch| batch.context.is_some() == (divided_by > 1));
@@ -53,6 +53,7 @@ impl Trainer {
 
 /// A number that almost certainly differs between different micro-batches.
 fn fingerprint(micro_batches: &[Batch]) -> i64 {
-    let of_batch = |batch: &Batch| batch.context.as_ref().map_or_else(|| batch.fingerprint(), |part| part.whole());
+    let of_batch =
+        |batch: &Batch| batch.context.as_ref().map_or_else(|| batch.fingerprint(), |part| part.whole_fingerprint());
     micro_batches.iter().fold(0, |hash, batch| splitmix64(hash ^ of_batch(batch))) as i64
 }

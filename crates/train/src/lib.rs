@@ -32,7 +32,7 @@
 
 mod accumulate;
 mod check_layers;
-mod context_group;
+mod context_groups;
 mod costs;
 mod count_tokens;
 mod error;
@@ -61,7 +61,7 @@ mod step_values;
 mod tensor_group;
 mod unit_specs;
 
-pub use context_group::ContextGroups;
+pub use context_groups::ContextGroups;
 pub use costs::memory_costs;
 pub use error::{Error, Result, SourceError};
 pub use evaluate::Evaluation;

@@ -12,7 +12,7 @@ use shardwise_torch::Block;
 use shardwise_torch::tch::Device;
 use shardwise_zero::{Groups, Optimizer, Precision, Sharding};
 
-use crate::context_group::ContextGroups;
+use crate::context_groups::ContextGroups;
 use crate::error::{Error, Result};
 use crate::loss_scale::{self, LossScale};
 use crate::message_groups::MessageGroups;
@@ -184,8 +184,8 @@ impl Ranks {
     /// `replicas` replicas whose layers are each shared by `tensor` consecutive ranks. What is left of the ranks shards each
     /// replica. All ranks call this together.
     pub fn parallel(world: Arc<Group>, replicas: usize, tensor: usize) -> Result<Self> {
-        let mesh =
-            Mesh::divide(world.size(), 1, replicas, tensor).map_err(|error| Error::Options(error.to_string()))?;
+        let mesh = Mesh::divide(world.size(), &[(Axis::Replicate, replicas), (Axis::Tensor, tensor)])
+            .map_err(|error| Error::Options(error.to_string()))?;
         Ranks::on_mesh(world, mesh)
     }
 

@@ -8,8 +8,8 @@ use std::time::Duration;
 use shardwise_comm::{Group, mpi, single};
 use shardwise_harness::ranks;
 use shardwise_model::{Batch, Gpt2Config, IGNORED, LlamaConfig, Model, ModelConfig, cut};
-use shardwise_plan::Mesh;
 use shardwise_plan::program::Place;
+use shardwise_plan::{Axis, Mesh};
 use shardwise_torch::tch::{Device, Kind, Tensor, no_grad};
 use shardwise_train::{ActivationCheckpointing, Options, Ranks, Schedule, Trainer, init};
 use shardwise_zero::{AdamW, Optimizer, Precision, Sgd, Sharding};
@@ -144,7 +144,7 @@ fn assert_same(found: &Trained, expected: &Trained, place: Place, tolerance: f64
 /// with one rank.
 fn compare(context: usize, ulysses: usize, tensor: usize) {
     let world = world();
-    let mesh = Mesh::divide_with_context(world.size(), 1, 1, context, tensor).unwrap();
+    let mesh = Mesh::divide(world.size(), &[(Axis::Context, context), (Axis::Tensor, tensor)]).unwrap();
     let ranks = Ranks::with_ulysses(world.clone(), mesh, ulysses).unwrap();
     let place = Place { size: tensor, index: ranks.tensor.rank() };
     let micro = (world.size() / context / tensor) as i64;
@@ -193,7 +193,7 @@ fn sequences_on_4_ranks_compute_the_same_as_on_one() {
 #[test]
 fn a_whole_micro_batch_is_refused_by_ranks_that_divide_sequences() {
     ranks!(2, || {
-        let mesh = Mesh::divide_with_context(2, 1, 1, 2, 1).unwrap();
+        let mesh = Mesh::divide(2, &[(Axis::Context, 2)]).unwrap();
         let ranks = Ranks::on_mesh(world(), mesh).unwrap();
         let model = Model::from_config(llama()).unwrap();
         let mut trainer = Trainer::new(model, ranks, options(0, sgd(), 1.), &mut init::from_seed(5)).unwrap();
@@ -220,7 +220,7 @@ fn divided_sequences_and_shards_compute_the_same_as_on_one_rank() {
 #[test]
 fn long_sequences_with_windows_compute_the_same_as_on_one_rank() {
     ranks!(3, || {
-        let ranks = Ranks::on_mesh(world(), Mesh::divide_with_context(3, 1, 1, 3, 1).unwrap()).unwrap();
+        let ranks = Ranks::on_mesh(world(), Mesh::divide(3, &[(Axis::Context, 3)]).unwrap()).unwrap();
         let alone = || Ranks::sharded(Arc::new(single::group()));
         for window in [3, 200, 700] {
             let llama = LlamaConfig { num_key_value_heads: 4, sliding_window: Some(window), ..llama() };
@@ -255,7 +255,7 @@ fn sums_over_ranks_are_not_kept_in_16_bits() {
         let on_one = distance(&train(alone(), Precision::BF16), &exact);
         let world = world();
         for ulysses in [1, 2, 4] {
-            let mesh = Mesh::divide_with_context(4, 1, 1, 4, 1).unwrap();
+            let mesh = Mesh::divide(4, &[(Axis::Context, 4)]).unwrap();
             let ranks = Ranks::with_ulysses(world.clone(), mesh, ulysses).unwrap();
             let divided = distance(&train(ranks, Precision::BF16), &exact);
             assert!(divided < 1.1 * on_one, "Ulysses {ulysses}: {divided} instead of {on_one}");
@@ -267,7 +267,7 @@ fn sums_over_ranks_are_not_kept_in_16_bits() {
 #[test]
 fn divided_sequences_and_stages_compute_the_same_as_on_one_rank() {
     ranks!(4, || {
-        let mesh = Mesh::divide_with_context(4, 2, 1, 2, 1).unwrap();
+        let mesh = Mesh::divide(4, &[(Axis::Pipeline, 2), (Axis::Context, 2)]).unwrap();
         let ranks = Ranks::on_mesh(world(), mesh).unwrap();
         for is_packed in [false, true] {
             let config: ModelConfig = LlamaConfig { num_key_value_heads: 2, ..llama() }.into();

@@ -10,7 +10,7 @@ use shardwise_comm::{Count, Group, Verb, mpi};
 use shardwise_harness::{Launch, ranks};
 use shardwise_model::{Batch, Gpt2Config, LlamaConfig, Model};
 use shardwise_plan::program::{Call, CallOp, CollectiveKind, GroupKind, Sent, calls, traffic};
-use shardwise_plan::{Dtype, Mesh};
+use shardwise_plan::{Axis, Dtype, Mesh};
 use shardwise_torch::tch::{Device, Kind, Tensor};
 use shardwise_train::{
     ActivationCheckpointing, Options, PipelineSchedule, Ranks, Schedule, StepShape, Trainer, init, tensor_place,
@@ -226,7 +226,11 @@ fn compare_pieces(tensor: usize) {
 /// Every schedule × stages 0 to 3 × accumulation × frozen parts × tied or untied, on the stages of a pipeline.
 fn compare_pipelines(stages: usize, tensor: usize) {
     let world = world();
-    let ranks = Ranks::on_mesh(world.clone(), Mesh::divide(world.size(), stages, 1, tensor).unwrap()).unwrap();
+    let ranks = Ranks::on_mesh(
+        world.clone(),
+        Mesh::divide(world.size(), &[(Axis::Pipeline, stages), (Axis::Tensor, tensor)]).unwrap(),
+    )
+    .unwrap();
     let some: &[&str] = &["model.embed_tokens", "model.layers.0.", "model.layers.1.self_attn"];
     for (stage, schedule) in (0..4).flat_map(|stage| PipelineSchedule::BUILT_IN.map(|schedule| (stage, schedule))) {
         for (micro_batches, is_tied, frozen) in [(1, false, &[][..]), (3, true, &[]), (4, false, some)] {
