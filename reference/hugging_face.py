@@ -32,6 +32,14 @@ LLAMA3 = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=16,
 )
+
+
+def scaled(max_position_embeddings, **rope):
+    """A Llama with a rotary embedding that is scaled for long contexts. Sequences of the tests have 24 positions."""
+    rope["rope_theta"] = 100.0
+    return LlamaConfig(**COMMON, max_position_embeddings=max_position_embeddings, rope_parameters=rope)
+
+
 CONFIGS = {
     "llama2": LlamaConfig(**COMMON, num_key_value_heads=6, max_position_embeddings=64),
     "llama3": LlamaConfig(
@@ -41,6 +49,20 @@ CONFIGS = {
     "qwen2": Qwen2Config(**COMMON, num_key_value_heads=2, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**COMMON, num_key_value_heads=3, head_dim=12),
     "gpt2": GPT2Config(vocab_size=101, n_positions=32, n_embd=48, n_layer=2, n_head=6),
+    "linear": scaled(64, rope_type="linear", factor=4.0),
+    "dynamic": scaled(16, rope_type="dynamic", factor=3.0),
+    "yarn": scaled(64, rope_type="yarn", factor=4.0, original_max_position_embeddings=16),
+    "yarn-tuned": scaled(
+        64,
+        rope_type="yarn",
+        factor=4.0,
+        original_max_position_embeddings=16,
+        beta_fast=2.5,
+        beta_slow=0.4,
+        mscale=0.7,
+        mscale_all_dim=1.3,
+        truncate=False,
+    ),
 }
 
 

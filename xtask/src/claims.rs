@@ -14,6 +14,7 @@ fn all() -> impl Iterator<Item = &'static Claim> {
         crate::peers::CLAIMS,
         crate::program::CLAIMS,
         crate::tensor::CLAIMS,
+        crate::context::CLAIMS,
         crate::pipeline::CLAIMS,
         crate::compiled::CLAIMS,
         crate::device::CLAIMS,

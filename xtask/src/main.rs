@@ -9,6 +9,7 @@ mod checkpoints;
 mod claim;
 mod claims;
 mod compiled;
+mod context;
 mod device;
 mod foundation;
 mod fuzz;

@@ -23,6 +23,11 @@ pub(crate) struct Setting {
     pub(crate) sequence: bool,
     /// Whether those ranks compute while they communicate.
     pub(crate) async_tensor: bool,
+    /// The ranks that divide each sequence, and how many of them exchange heads.
+    pub(crate) context: usize,
+    pub(crate) ulysses: usize,
+    /// The length of a sequence.
+    pub(crate) positions: usize,
     /// The stages of a pipeline.
     pub(crate) pipeline: usize,
     pub(crate) schedule: &'static str,
@@ -77,6 +82,9 @@ pub(crate) const BASE: Setting = Setting {
     tensor: 1,
     sequence: true,
     async_tensor: true,
+    context: 1,
+    ulysses: 1,
+    positions: POSITIONS,
     pipeline: 1,
     schedule: "1f1b",
     prefetch: 1,
@@ -93,14 +101,14 @@ impl Setting {
         let Setting { stage, replicate, tensor, sequence, async_tensor, pipeline, schedule, .. } = self;
         let Setting { prefetch, checkpointing, dtype, sequences, micro_batches, .. } = self;
         let Size { vocab_size, hidden_size, heads, intermediate_size, tied, .. } = self.size;
-        let (each, compiled) = (self.reduce_each_micro_batch, self.compiled);
+        let Setting { reduce_each_micro_batch: each, compiled, context, ulysses, positions, .. } = self;
         format!(
             "activation_checkpointing = \"{checkpointing}\"\n[model]\ncompiled = {compiled}\n[model.llama]\nvocab_size = {vocab_size}\nhidden_size = \
              {hidden_size}\nnum_hidden_layers = {blocks}\nnum_attention_heads = {heads}\nintermediate_size = \
              {intermediate_size}\ntie_word_embeddings = {tied}\n[data]\n[batch]\nmicro_batch_size = {sequences}\nseq_len = \
-             {POSITIONS}\ngradient_accumulation_steps = {micro_batches}\n[zero]\nstage = {stage}\nprefetch = {prefetch}\n\
+             {positions}\ngradient_accumulation_steps = {micro_batches}\n[zero]\nstage = {stage}\nprefetch = {prefetch}\n\
              reduce_each_micro_batch = {each}\n[parallel]\nreplicate = {replicate}\ntensor = {tensor}\nsequence = {sequence}\n\
-             async_tensor = {async_tensor}\npipeline = {pipeline}\npipeline_schedule = \"{schedule}\"\n\
+             async_tensor = {async_tensor}\ncontext = {context}\nulysses = {ulysses}\npipeline = {pipeline}\npipeline_schedule = \"{schedule}\"\n\
              [precision]\nparam_dtype = \"{dtype}\"\n\
              [optimizer]\nlr = 1e-4\n[run]\nsteps = 12\n"
         )
@@ -122,15 +130,21 @@ impl Setting {
             (tensor, true) => format!(", tensor {tensor}"),
             (tensor, false) => format!(", tensor {tensor} without sequence parallelism"),
         };
+        let divided = match (self.context / self.ulysses, self.ulysses) {
+            (1, 1) => String::new(),
+            (ring, 1) => format!(", ring {ring}"),
+            (1, ulysses) => format!(", Ulysses {ulysses}"),
+            (ring, ulysses) => format!(", ring {ring} × Ulysses {ulysses}"),
+        };
         let staged = match self.pipeline {
             1 => String::new(),
             stages => format!(", pipeline {stages} {}", self.schedule),
         };
         format!(
-            "{}, {ranks} ranks, {replicate} replicas, stage {stage}, prefetch {prefetch}, {checkpointing}, {dtype}, \
+            "{}, {ranks} ranks{divided}, {replicate} replicas, stage {stage}, prefetch {prefetch}, {checkpointing}, {dtype}, \
              {micro_batches} × {} tokens{each}{shared}{staged}{compiled}",
             size.name,
-            sequences * POSITIONS
+            sequences * self.positions
         )
     }
 }
@@ -182,15 +196,39 @@ fn two_hosts(setting: &Setting, rate: &str) -> Hosts {
 pub(crate) fn measure_step(program: &Path, recipe: &Path, setting: &Setting, rate: Option<&str>) -> Result<f64> {
     let report = match rate {
         None => profile(program, recipe, setting.ranks, 4, &[])?,
-        Some(rate) => {
-            let network = two_hosts(setting, rate).start()?;
-            let mut command = launcher(Some(&network), setting.ranks, Duration::from_secs(900));
-            command.arg("OMP_NUM_THREADS=1").arg(program).arg("profile").arg(recipe);
-            command.args(["--no-tries", "--json", "--steps", "4"]);
-            serde_json::from_str(&output_of(&mut command)?)?
-        }
+        Some(rate) => profile_on_hosts(program, recipe, setting, rate, 4)?,
     };
     Ok(number(&report, "least_step_s"))
+}
+
+/// Profiles a setting on two hosts with a link of this rate. Returns the report as JSON.
+pub(crate) fn profile_on_hosts(
+    program: &Path,
+    recipe: &Path,
+    setting: &Setting,
+    rate: &str,
+    steps: usize,
+) -> Result<Value> {
+    let network = two_hosts(setting, rate).start()?;
+    let mut command = launcher(Some(&network), setting.ranks, Duration::from_secs(1800));
+    command.arg("OMP_NUM_THREADS=1").arg(program).arg("profile").arg(recipe);
+    command.args(["--no-tries", "--json", "--steps", &steps.to_string()]);
+    Ok(serde_json::from_str(&output_of(&mut command)?)?)
+}
+
+/// Predicts the share of the communication that is hidden on two hosts with a link of this rate, from a file of costs.
+pub(crate) fn predict_hidden_share(
+    program: &Path,
+    recipe: &Path,
+    setting: &Setting,
+    costs: &Path,
+    rate: &str,
+) -> Result<f64> {
+    let hosts = two_hosts(setting, rate);
+    let printed = simulate_on_hosts(program, recipe, setting.ranks, costs, Some(&hosts), &[])?;
+    let before = printed.split("% of the communication is hidden").next().context("what is hidden")?;
+    let percent: f64 = before.split_whitespace().last().context("a percentage")?.parse()?;
+    Ok(percent / 100.)
 }
 
 /// Predicts the time of a step from a file of costs, here or on two hosts with a link of this rate.
@@ -214,6 +252,21 @@ pub(crate) fn predict_on_hosts(
     hosts: Option<&Hosts>,
     keys: &[String],
 ) -> Result<f64> {
+    let printed = simulate_on_hosts(program, recipe, ranks, costs, hosts, keys)?;
+    let words: Vec<&str> = printed.split_whitespace().collect();
+    let place = words.windows(2).position(|pair| pair == ["take", "about"]).context("the time of a step")?;
+    Ok(words[place + 2].parse()?)
+}
+
+/// What `train --dry-run` says about a step from a file of costs, here or on simulated hosts.
+fn simulate_on_hosts(
+    program: &Path,
+    recipe: &Path,
+    ranks: usize,
+    costs: &Path,
+    hosts: Option<&Hosts>,
+    keys: &[String],
+) -> Result<String> {
     let mut edited: Value = serde_json::from_str(&std::fs::read_to_string(costs)?)?;
     if let Some(hosts) = hosts {
         // The hosts share the cores of this machine. If there are fewer cores than hosts, a rank's thread gets only a part of one.
@@ -228,10 +281,15 @@ pub(crate) fn predict_on_hosts(
     std::fs::write(&costs, edited.to_string())?;
     let mut command = Command::new(program);
     command.arg("train").arg(recipe).args(["-n", &ranks.to_string(), "--dry-run", "--costs"]).arg(costs);
-    let printed = output_of(command.args(keys.iter().map(|key| format!("--set={key}"))))?;
-    let words: Vec<&str> = printed.split_whitespace().collect();
-    let place = words.windows(2).position(|pair| pair == ["take", "about"]).context("the time of a step")?;
-    Ok(words[place + 2].parse()?)
+    output_of(command.args(keys.iter().map(|key| format!("--set={key}"))))
+}
+
+/// The peak of the tensors of a step, in bytes.
+pub(crate) fn measured_memory(program: &Path, setting: &Setting, scratch: &Scratch) -> Result<f64> {
+    let recipe = setting.write(scratch, setting.size.blocks)?;
+    let report = profile(program, &recipe, setting.ranks, 1, &[])?;
+    let phases = report["memory"].as_array().context("the memory of phases")?;
+    Ok(phases.iter().map(|phase| number(phase, "measured_bytes")).fold(0., f64::max))
 }
 
 /// Compares the simulated with the measured memory of steps.

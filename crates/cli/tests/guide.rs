@@ -198,6 +198,13 @@ fn two_ranks_share_each_layer() {
 }
 
 #[test]
+fn two_ranks_divide_each_sequence() {
+    let folder = tempfile::tempdir().unwrap();
+    let (said, _) = follow("context-parallelism.md", folder.path());
+    assert!(said.contains("stage 3 on 2 ranks (1 × 1 × "), "{said}");
+}
+
+#[test]
 fn two_stages_form_a_pipeline() {
     let folder = tempfile::tempdir().unwrap();
     let (said, _) = follow("pipeline-parallelism.md", folder.path());
@@ -232,6 +239,7 @@ fn every_command_is_run_or_says_why_not() {
         "choosing-a-stage",
         "tensor-parallelism",
         "pipeline-parallelism",
+        "context-parallelism",
         "fine-tuning",
         "from-deepspeed",
         "checkpoints",

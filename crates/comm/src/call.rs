@@ -76,12 +76,14 @@ pub struct Call {
     pub elements: usize,
     /// The element type.
     pub dtype: Dtype,
+    /// The number of elements that this rank sends to others.
+    pub elements_sent: usize,
 }
 
 impl fmt::Display for Call {
     /// Writes, for example, `reduce-scatter #412 of 'block.7' (3145728 × f32, shard 0-3)`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Call { verb, label, group, number, elements, dtype } = self;
+        let Call { verb, label, group, number, elements, dtype, .. } = self;
         write!(f, "{verb} #{number} of '{label}' ({elements} × {dtype}, {group})")
     }
 }

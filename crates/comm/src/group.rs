@@ -107,7 +107,7 @@ impl Group {
     /// Creates this rank's group along `axes`: all ranks with the same mesh coordinates on every other axis. Must be called on
     /// the world group, and all ranks must make the same `split_along` calls in the same order. Finishes earlier calls first.
     pub fn split_along(&self, mesh: &Mesh, axes: &[Axis]) -> Result<Group> {
-        self.check_is_world("split_along")?;
+        self.check_is_world()?;
         let ranks = mesh.for_world(self.size())?.group(self.rank, axes);
         let mut used: Vec<Axis> = axes.to_vec();
         used.sort();
@@ -118,19 +118,11 @@ impl Group {
         self.subgroup(&name, ranks)
     }
 
-    /// Creates this rank's two groups along a part of an axis ([`Mesh::split_axis`]), with these names: of `inner` neighbors, and of the
-    /// ranks with the same index among their neighbors. Must be called on the world group, by all ranks together.
-    pub fn split_axis(&self, mesh: &Mesh, axis: Axis, inner: usize, names: [&str; 2]) -> Result<[Group; 2]> {
-        self.check_is_world("split_axis")?;
-        let [neighbors, across] = mesh.for_world(self.size())?.split_axis(self.rank, axis, inner);
-        Ok([self.subgroup(names[0], neighbors)?, self.subgroup(names[1], across)?])
-    }
-
-    fn check_is_world(&self, call: &str) -> Result<()> {
+    fn check_is_world(&self) -> Result<()> {
         match self.ranks == RankSet::world(self.size()) {
             true => Ok(()),
             false => {
-                let remedy = format!("a mesh covers all ranks; call {call} on the world group");
+                let remedy = "a mesh covers all ranks; call split_along on the world group";
                 Err(Error::Setup(format!("the group '{}' is not the world: {remedy}", self.name)))
             }
         }
@@ -320,7 +312,7 @@ impl Group {
 
     fn call(&self, verb: Verb, label: &str, elements: usize, dtype: Dtype) -> Call {
         let number = self.counter(verb).fetch_add(1, Ordering::Relaxed) + 1;
-        Call { verb, label: label.into(), group: self.name.clone(), number, elements, dtype }
+        Call { verb, label: label.into(), group: self.name.clone(), number, elements, dtype, elements_sent: 0 }
     }
 
     fn counter(&self, verb: Verb) -> &AtomicU64 {
@@ -343,7 +335,8 @@ impl Group {
                 (Call { elements: call.elements.saturating_sub(1), ..call }, operation)
             }
         };
-        let handle = self.instruments.enter(self.slot, &call, operation.elements_sent(self.rank, self.size()));
+        let call = Call { elements_sent: operation.elements_sent(self.rank, self.size()), ..call };
+        let handle = self.instruments.enter(self.slot, &call);
         let panics = fault == Some(CallFaultKind::Panic);
         let job = Job { call, operation, buffers: Box::new(buffers), handle: handle.clone(), panics };
         Pending::new(self.transport.start(job), handle)

@@ -60,9 +60,9 @@ impl Instruments {
         &self.record
     }
 
-    /// Records a new call of a group, in which this rank sends `elements_sent` to others.
-    pub(crate) fn enter(&self, slot: GroupSlot, call: &Call, elements_sent: usize) -> EntryHandle {
-        self.meter.add(call, elements_sent);
+    /// Records a new call of a group.
+    pub(crate) fn enter(&self, slot: GroupSlot, call: &Call) -> EntryHandle {
+        self.meter.add(call);
         let id = self.record.enter(slot, call);
         EntryHandle { record: self.record.clone(), slot, collective: call.verb.is_collective(), id }
     }
@@ -136,7 +136,8 @@ impl Meter {
         lock(&self.counts).clear();
     }
 
-    fn add(&self, call: &Call, elements: usize) {
+    fn add(&self, call: &Call) {
+        let elements = call.elements_sent;
         let key = MeterKey { group: call.group.clone(), verb: call.verb, label: call.label.clone(), dtype: call.dtype };
         let mut counts = lock(&self.counts);
         let count = counts.entry(key).or_default();
@@ -442,6 +443,7 @@ mod tests {
             number,
             elements: 8,
             dtype: Dtype::Bf16,
+            elements_sent: 0,
         }
     }
 
@@ -450,9 +452,9 @@ mod tests {
         let instruments = Instruments::new(None);
         let slot = instruments.add_group(RankSet::world(4));
         let calls = RECORD_CALLS_MAX as u64 + 100;
-        let first = instruments.enter(slot, &call(0), 0);
+        let first = instruments.enter(slot, &call(0));
         for number in 1..calls {
-            let handle = instruments.enter(slot, &call(number), 0);
+            let handle = instruments.enter(slot, &call(number));
             handle.mark_started();
             handle.mark_ended(&Ok(()));
         }
@@ -470,13 +472,13 @@ mod tests {
         let (slot, record) = (instruments.add_group(RankSet::world(4)), instruments.flight_recorder());
         let make = |numbers: std::ops::Range<u64>| {
             for number in numbers {
-                let handle = instruments.enter(slot, &call(number), 0);
+                let handle = instruments.enter(slot, &call(number));
                 handle.mark_ended(&Ok(()));
                 handle.mark_waited(Duration::ZERO);
             }
         };
         make(0..3);
-        let under_way = instruments.enter(slot, &call(3), 0);
+        let under_way = instruments.enter(slot, &call(3));
         record.keep_all();
         let since = record.epoch().elapsed();
         make(4..3 * RECORD_CALLS_MAX as u64);
@@ -500,14 +502,14 @@ mod tests {
             (entry.call.number, entry.status, entry.waits_for, calls_behind)
         };
         assert!(record.group_status().is_empty());
-        let handles = [1, 2, 3].map(|number| instruments.enter(slot, &call(number), 0));
+        let handles = [1, 2, 3].map(|number| instruments.enter(slot, &call(number)));
         assert_eq!(status(), (1, CallStatus::Queued, vec![], 2));
         handles[0].mark_started();
         handles[0].set_waits_for(&[3]);
         assert_eq!(status(), (1, CallStatus::Running, vec![3], 2));
         // A call that does not end may leave the ring; it is still its group's current call.
         for number in 0..RECORD_CALLS_MAX as u64 {
-            instruments.enter(quiet, &call(number), 0).mark_ended(&Ok(()));
+            instruments.enter(quiet, &call(number)).mark_ended(&Ok(()));
         }
         assert_eq!(record.group_status().len(), 2);
         assert_eq!(record.group_status()[0].entry.waits_for, [3]);
@@ -526,7 +528,7 @@ mod tests {
         let slot = instruments.add_group(RankSet::world(4));
         let record = instruments.flight_recorder().clone();
         let enter = |verb: Verb, number: u64| {
-            let handle = instruments.enter(slot, &Call { verb, ..call(number) }, 0);
+            let handle = instruments.enter(slot, &Call { verb, ..call(number) });
             handle.mark_started();
             handle
         };
@@ -566,7 +568,7 @@ mod tests {
         let instruments = Instruments::new(None);
         let slot = instruments.add_group(RankSet::world(4));
         for number in 0..3 {
-            drop(instruments.enter(slot, &call(number), 6));
+            drop(instruments.enter(slot, &Call { elements_sent: 6, ..call(number) }));
         }
         let total = instruments.meter().total(|key| key.verb == Verb::AllGather);
         assert_eq!(total, Count { calls: 3, elements: 18, bytes: 36 });

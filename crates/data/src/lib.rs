@@ -32,7 +32,7 @@
 //! let mixture = Mixture::new(vec![(windows.count(), 1.0)], 42)?;
 //! let mut tokens = [0; 9];
 //! for number in 0..4 {
-//!     windows.read(mixture.at(number).index, &mut tokens)?;
+//!     windows.read(mixture.at(number).index, 0, &mut tokens)?;
 //!     println!("{}", tokenizer.decode(&tokens)?);
 //! }
 //! # Ok(())

@@ -41,16 +41,16 @@ impl Windows {
         (self.corpus.tokens() - 1) / self.seq_len
     }
 
-    /// Reads a window into `out`, whose length must be `seq_len + 1`.
-    pub fn read(&self, window: u64, out: &mut [u32]) -> Result<()> {
-        if window >= self.count() || out.len() as u64 != self.seq_len + 1 {
+    /// Reads the tokens of a window from `start` on into `out`. A window has `seq_len + 1` tokens.
+    pub fn read(&self, window: u64, start: u64, out: &mut [u32]) -> Result<()> {
+        let end = start.saturating_add(out.len() as u64);
+        if window >= self.count() || end > self.seq_len + 1 {
             return Err(Error::invalid_argument(format!(
-                "cannot read window {window} into {} tokens: there are {} windows of {} tokens",
-                out.len(),
+                "cannot read tokens {start} to {end} of window {window}: there are {} windows of {} tokens",
                 self.count(),
                 self.seq_len + 1
             )));
         }
-        self.corpus.read(window * self.seq_len, out)
+        self.corpus.read(window * self.seq_len + start, out)
     }
 }

@@ -133,9 +133,11 @@ fn windows_share_a_token_with_the_next() {
     let windows = Windows::new(Corpus::open(&prefix).unwrap(), 5).unwrap();
     assert_eq!(windows.count(), 2);
     let mut tokens = [0; 6];
-    windows.read(1, &mut tokens).unwrap();
+    windows.read(1, 0, &mut tokens).unwrap();
     assert_eq!(tokens, [5, 6, 7, 8, 9, 10]);
-    assert!(windows.read(2, &mut tokens).is_err() && windows.read(0, &mut [0; 5]).is_err());
+    windows.read(1, 2, &mut tokens[..3]).unwrap();
+    assert_eq!(tokens[..3], [7, 8, 9]);
+    assert!(windows.read(2, 0, &mut tokens).is_err() && windows.read(0, 1, &mut tokens).is_err());
     assert_eq!(Windows::new(Corpus::open(&prefix).unwrap(), 10).unwrap().count(), 1);
     assert!(Windows::new(Corpus::open(&prefix).unwrap(), 11).is_err());
 }

@@ -109,6 +109,9 @@ pub struct Start {
     /// The number of stages of the pipeline (`parallel.pipeline`).
     #[serde(default = "one")]
     pub pipeline: usize,
+    /// The number of ranks that divide each sequence (`parallel.context`).
+    #[serde(default = "one")]
+    pub context: usize,
     /// The number of ranks that share each layer (`parallel.tensor`).
     #[serde(default = "one")]
     pub tensor: usize,
@@ -391,6 +394,7 @@ mod tests {
                 zero_stage: 3,
                 replicate: 2,
                 pipeline: 1,
+                context: 1,
                 tensor: 1,
                 param_dtype: "bf16".to_string(),
                 parameters: 42,

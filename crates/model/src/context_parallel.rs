@@ -13,6 +13,7 @@
 
 use std::sync::Arc;
 
+use shardwise_plan::ContextPlace;
 use shardwise_plan::program::Place;
 use shardwise_torch::autograd::{self, ClosureError, Forward};
 use shardwise_torch::tch::{Tensor, no_grad};
@@ -27,7 +28,7 @@ use crate::{Error, Result};
 #[derive(Clone)]
 pub struct ContextParallel {
     /// Those that exchange positions for heads (Ulysses).
-    heads: Option<Arc<dyn ContextGroup>>,
+    ulysses: Option<Arc<dyn ContextGroup>>,
     /// Those that send each other keys and values (ring attention).
     ring: Option<Arc<dyn ContextGroup>>,
     label: Arc<str>,
@@ -36,13 +37,13 @@ pub struct ContextParallel {
 impl ContextParallel {
     /// Every rank has whole sequences.
     pub fn none() -> Self {
-        ContextParallel { heads: None, ring: None, label: "".into() }
+        ContextParallel { ulysses: None, ring: None, label: "".into() }
     }
 
     /// Ranks that exchange heads, and ranks that send each other keys. A group may have one rank.
-    pub fn new(heads: Arc<dyn ContextGroup>, ring: Arc<dyn ContextGroup>) -> Self {
+    pub fn new(ulysses: Arc<dyn ContextGroup>, ring: Arc<dyn ContextGroup>) -> Self {
         let several = |group: Arc<dyn ContextGroup>| Some(group).filter(|group| group.size() > 1);
-        ContextParallel { heads: several(heads), ring: several(ring), label: "".into() }
+        ContextParallel { ulysses: several(ulysses), ring: several(ring), label: "".into() }
     }
 
     /// The same with another label for its collectives.
@@ -57,12 +58,9 @@ impl ContextParallel {
             Some(group) => Place { size: group.size(), index: group.rank() },
             None => Place::ALONE,
         };
-        let (ring, heads) = (place(&self.ring), place(&self.heads));
-        if (ring, heads) != (batch.ring, batch.heads) {
-            let problem = format!(
-                "the micro-batch is divided for {:?} × {:?}, but this rank is {ring:?} × {heads:?}",
-                batch.ring, batch.heads
-            );
+        let own = ContextPlace { ring: place(&self.ring), ulysses: place(&self.ulysses) };
+        if own != batch.place {
+            let problem = format!("the micro-batch is divided for {:?}, but this rank is {own:?}", batch.place);
             return Err(Error::Config { key: "context", problem });
         }
         Ok(())
@@ -80,7 +78,7 @@ impl ContextParallel {
     ) -> Result<Tensor> {
         self.check(batch)?;
         let ring = Ring::new(self.ring.clone(), batch, window, self.label.clone());
-        let exchange = HeadExchange::new(self.heads.clone(), self.label.clone(), query, key, batch)?;
+        let exchange = HeadExchange::new(self.ulysses.clone(), self.label.clone(), query, key, batch)?;
         let computed = no_grad(|| -> std::result::Result<_, ClosureError> {
             let [query, key, value] = exchange.to_heads([query, key, value].map(Tensor::detach))?;
             let (attended, logsumexp) = ring.forward([&query, &key, &value], exchange.key_of_query())?;

@@ -6,7 +6,7 @@ use shardwise_torch::tch::{Kind, Tensor};
 
 use crate::activation_checkpointing::recompute_in_backward;
 use crate::head::{Head, LmHead, Sizes};
-use crate::pass::{Region, RegionWeights};
+use crate::pass::{AttentionShape, Region, RegionWeights};
 use crate::unit::embed;
 use crate::{
     Activations, Batch, Cache, Error, Footprint, Init, Layer, Linear, Parameter, Parameters, Pass, PassShape, Result,
@@ -224,6 +224,12 @@ impl Layer for Block {
         // With a split sequence, the outputs of norms are gathered, and not kept.
         let normed = if shape.splits_sequence { 0 } else { element(2 * width) };
         let gathered = if shape.splits_sequence { element(width) } else { 0 };
+        let (is_divided, context) = (shape.context.size() > 1, shape.context_memory(&self.attention_shape(shape)));
+        // What the MLP keeps is not there yet while the forward pass attends, and not any more while the backward pass does.
+        let of_mlp = match shape.activations {
+            Activations::All => normed / 2 + element(2 * hidden) + own_element(width),
+            Activations::Selective => element(hidden) + own_element(width),
+        };
         // The gradient of `mlp.c_proj`, the first that the backward pass computes.
         let c_proj = hidden * width * element_bytes;
         let (kept, forward, backward) = match shape.activations {
@@ -233,17 +239,20 @@ impl Layer for Block {
                 (normed + own_element(2 * width) + element(4 * attention + 2 * hidden), element(width), element(hidden))
             }
             Activations::Selective => (
-                own_element(2 * width) + element(3 * attention + hidden),
+                own_element(2 * width)
+                    + element(3 * attention + hidden)
+                    + if is_divided { element(attention) } else { 0 },
                 element(2 * width + hidden),
                 element(width + 2 * hidden),
             ),
         };
         Footprint {
-            kept_bytes: kept,
+            kept_bytes: kept + context.kept,
             output_bytes: own_element(width),
-            forward_temporary_bytes: forward + gathered,
-            no_grad_temporary_bytes: element(3 * width + 2 * hidden),
-            temporary_bytes: backward + c_proj + gathered,
+            forward_temporary_bytes: forward.max(context.forward.saturating_sub(of_mlp)) + gathered,
+            no_grad_temporary_bytes: element(3 * width)
+                + element(2 * hidden).max(context.forward + element(4 * attention)),
+            temporary_bytes: backward.max(context.backward.saturating_sub(of_mlp)) + c_proj + gathered,
             sparse_gradient_bytes: 0,
         }
     }
@@ -256,6 +265,8 @@ impl Layer for Block {
             trains_before: any(&["ln_1.weight", "ln_1.bias"]),
             trains_inside: any(&["c_attn.weight", "c_attn.bias", "attn.c_proj.weight"]),
             trains_after: is_trained("attn.c_proj.bias"),
+            attention: Some(self.attention_shape(shape)),
+            trains_before_attention: any(&["c_attn.weight", "c_attn.bias"]),
             first: weight("c_attn.weight", 3 * width * width),
             last: weight("attn.c_proj.weight", width * width),
         };
@@ -263,10 +274,12 @@ impl Layer for Block {
             trains_before: any(&["ln_2.weight", "ln_2.bias"]),
             trains_inside: any(&["c_fc.weight", "c_fc.bias", "mlp.c_proj.weight"]),
             trains_after: is_trained("mlp.c_proj.bias"),
+            attention: None,
+            trains_before_attention: false,
             first: weight("c_fc.weight", width * hidden),
             last: weight("mlp.c_proj.weight", width * hidden),
         };
-        shape.collectives_of_regions(&[attention, mlp], width, self.attention_flops(shape.positions))
+        shape.collectives_of_regions(&[attention, mlp], width)
     }
 
     fn attention_flops(&self, positions: usize) -> f64 {
@@ -277,6 +290,12 @@ impl Layer for Block {
 impl Block {
     fn head_dim(&self) -> usize {
         self.0.n_embd / self.0.n_head
+    }
+
+    fn attention_shape(&self, shape: &PassShape) -> AttentionShape {
+        let heads = shape.part_of(self.0.n_head);
+        let flops = self.attention_flops(shape.positions);
+        AttentionShape { query_heads: heads, key_heads: heads, head_dim: self.head_dim(), window: None, flops }
     }
 
     fn attend(&self, parameters: &Parameters<'_>, x: &Tensor, batch: &Batch, pass: &Pass) -> Result<Tensor> {

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use shardwise_plan::Partition;
+use shardwise_plan::divide_heads;
 use shardwise_torch::autograd::ClosureError;
 use shardwise_torch::tch::{TchError, Tensor};
 
@@ -39,26 +39,20 @@ impl HeadExchange {
     ) -> crate::Result<Self> {
         let (sequences, queries, _, head_dim) = query.size4()?;
         let (queries, keys) = (queries as usize, key.size()[1] as usize);
-        let size = batch.heads.size;
+        let size = batch.place.ulysses.size;
         if queries < size {
             let problem = format!("{queries} heads cannot be exchanged by {size} ranks; use fewer for Ulysses");
             return Err(Error::Config { key: "context", problem });
         }
-        let shared_by = queries / keys;
-        let of_rank = |rank: usize| {
-            let own = Partition::new(queries, size).range(rank);
-            let needed = own.start / shared_by..own.end.div_ceil(shared_by);
-            [own, needed]
-        };
         Ok(HeadExchange {
             group,
             label,
             rows: (0..size).map(|rank| batch.rows_of(rank)).collect(),
-            heads: (0..size).map(of_rank).collect(),
+            heads: divide_heads(queries, keys, size),
             counts: [queries, keys],
             sequences: sequences as usize,
             head_dim: head_dim as usize,
-            rank: batch.heads.index,
+            rank: batch.place.ulysses.index,
         })
     }
 

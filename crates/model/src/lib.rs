@@ -44,6 +44,7 @@ mod cache;
 mod chunked_head;
 mod compiled;
 mod context_batch;
+mod context_costs;
 mod context_group;
 mod context_parallel;
 mod documents;
@@ -81,7 +82,7 @@ pub use tensor_parallel::{PendingTensor, TensorGroup, TensorParallel, cut};
 pub use unit::{Batch, Footprint, Layer, Model, Parameters, Tied, Unit};
 
 pub use shardwise_plan::package::Package;
-pub use shardwise_plan::{ConfigError, Gpt2Config, Llama3Rope, LlamaConfig, ModelConfig};
+pub use shardwise_plan::{ConfigError, Gpt2Config, Llama3Rope, LlamaConfig, ModelConfig, RopeScaling, YarnRope};
 use shardwise_torch::tch::TchError;
 
 /// The result of building or running a model.

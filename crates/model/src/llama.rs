@@ -2,14 +2,14 @@
 
 use std::sync::Arc;
 
-use shardwise_plan::program::InnerCollectives;
+use shardwise_plan::program::{InnerCollectives, Place};
 use shardwise_plan::{LlamaConfig, ParameterShape, Partition};
 use shardwise_torch::tch::Tensor;
 
 use crate::activation_checkpointing::recompute_in_backward;
 use crate::documents::Documents;
 use crate::head::{Head, LmHead, Sizes};
-use crate::pass::{Region, RegionWeights};
+use crate::pass::{AttentionShape, Region, RegionWeights};
 use crate::rotary::{Positions, RotaryTables};
 use crate::unit::embed;
 use crate::{
@@ -134,9 +134,8 @@ impl Layer for Block {
         let LlamaConfig { hidden_size, head_dim, .. } = self.config;
         let &PassShape { tokens, positions, element_bytes, activations, .. } = shape;
         let intermediate_size = shape.part_of(self.config.intermediate_size);
-        let heads = shape.part_of(self.config.num_attention_heads);
-        let key_heads = heads.div_ceil(self.config.num_attention_heads / self.config.num_key_value_heads);
-        let (query, key) = (heads * head_dim, key_heads * head_dim);
+        let attention = self.attention_shape(shape);
+        let (query, key) = (attention.query_heads * head_dim, attention.key_heads * head_dim);
         let element = |count: usize| tokens * count * element_bytes;
         let own_element = |count: usize| shape.own_tokens() * count * element_bytes;
         // A norm computes in f32 or f64. It keeps its input divided by the root of the mean square and, if the input is narrower, a
@@ -148,8 +147,15 @@ impl Layer for Block {
         let gathered = if shape.splits_sequence { element(hidden_size) } else { 0 };
         // A sliding window needs a mask of positions by positions, first of booleans and then of floats.
         let needs_mask = self.config.sliding_window.is_some_and(|window| window < positions);
-        let mask = if needs_mask && !shape.uses_flash_attention { positions * positions } else { 0 };
-        let repeated_key = if shape.uses_flash_attention { key } else { query };
+        let is_divided = shape.context.size() > 1;
+        let repeated_key = if shape.uses_flash_attention || is_divided { key } else { query };
+        let context = shape.context_memory(&attention);
+        let mask = if needs_mask && !shape.uses_flash_attention && !is_divided { positions * positions } else { 0 };
+        // What the MLP keeps is not there yet while the forward pass attends, and not any more while the backward pass does.
+        let of_mlp = match activations {
+            Activations::All => normed(1) + element(3 * intermediate_size) + own_element(hidden_size),
+            Activations::Selective => element(2 * intermediate_size) + own_element(hidden_size),
+        };
         // The gradient of `mlp.down_proj`, the first that the backward pass computes.
         let down_proj = hidden_size * intermediate_size * element_bytes;
         // The input of the second norm is kept in the type in which the norm computes, unless something else needs it.
@@ -164,17 +170,24 @@ impl Layer for Block {
                 element(3 * intermediate_size),
             ),
             Activations::Selective => (
-                own_element(2 * hidden_size) + element(query + 2 * key + 2 * intermediate_size),
+                own_element(2 * hidden_size)
+                    + element(query + 2 * key + 2 * intermediate_size)
+                    + if is_divided { element(query) } else { 0 },
                 element(hidden_size + 2 * intermediate_size),
                 element(hidden_size + 4 * intermediate_size),
             ),
         };
         Footprint {
-            kept_bytes: kept + 2 * norm + mask * (1 + element_bytes),
+            kept_bytes: kept + context.kept + 2 * norm + mask * (1 + element_bytes),
             output_bytes: own_element(hidden_size),
-            forward_temporary_bytes: forward + gathered,
-            no_grad_temporary_bytes: element(hidden_size + 4 * intermediate_size) + own_element(2 * hidden_size),
-            temporary_bytes: backward + down_proj + mask * element_bytes.max(4) + gathered,
+            forward_temporary_bytes: forward.max(context.forward.saturating_sub(of_mlp)) + gathered,
+            no_grad_temporary_bytes: element(hidden_size)
+                + own_element(2 * hidden_size)
+                + element(4 * intermediate_size).max(context.forward + element(2 * query + 2 * key)),
+            temporary_bytes: backward.max(context.backward.saturating_sub(of_mlp))
+                + down_proj
+                + mask * element_bytes.max(4)
+                + gathered,
             sparse_gradient_bytes: 0,
         }
     }
@@ -193,6 +206,8 @@ impl Layer for Block {
             trains_before: is_trained("input_layernorm.weight"),
             trains_inside: first.trained + last.trained > 0 || any(&of_heads),
             trains_after: false,
+            attention: Some(self.attention_shape(shape)),
+            trains_before_attention: first.trained > 0 || any(&of_heads),
             first,
             last,
         };
@@ -202,10 +217,12 @@ impl Layer for Block {
             trains_before: is_trained("post_attention_layernorm.weight"),
             trains_inside: first.trained + last.trained > 0,
             trains_after: false,
+            attention: None,
+            trains_before_attention: false,
             first,
             last,
         };
-        shape.collectives_of_regions(&[attention, mlp], hidden_size, self.attention_flops(shape.positions))
+        shape.collectives_of_regions(&[attention, mlp], hidden_size)
     }
 
     fn attention_flops(&self, positions: usize) -> f64 {
@@ -214,6 +231,17 @@ impl Layer for Block {
 }
 
 impl Block {
+    fn attention_shape(&self, shape: &PassShape) -> AttentionShape {
+        let [query_heads, key_heads] = own_heads(&self.config, shape.tensor);
+        AttentionShape {
+            query_heads,
+            key_heads,
+            head_dim: self.config.head_dim,
+            window: self.config.sliding_window,
+            flops: self.attention_flops(shape.positions),
+        }
+    }
+
     fn attend(&self, parameters: &Parameters<'_>, x: &Tensor, batch: &Batch, pass: &Pass) -> Result<Tensor> {
         let (rows, parallel) = (batch.inputs.numel(), &pass.parallel);
         let norm = parameters.get("input_layernorm.weight");
@@ -259,7 +287,7 @@ impl Block {
             value,
             query_norm: parameters.find("self_attn.q_norm.weight").map(Tensor::shallow_clone),
             key_norm: parameters.find("self_attn.k_norm.weight").map(Tensor::shallow_clone),
-            key_of_query: key_of_query(&self.config, parallel),
+            key_of_query: key_of_query(&self.config, Place { size: parallel.size(), index: parallel.rank() }),
             context: None,
         }
     }
@@ -317,13 +345,22 @@ fn projections<'a>(parameters: &'a Parameters<'_>) -> [Linear<'a>; 3] {
 
 /// The key head of each of this rank's query heads, among the rank's key heads; `None` if each key head belongs to the same number
 /// of consecutive query heads.
-fn key_of_query(config: &LlamaConfig, parallel: &TensorParallel) -> Option<Vec<i64>> {
+fn key_of_query(config: &LlamaConfig, tensor: Place) -> Option<Vec<i64>> {
     let (heads, shared_by) = (config.num_attention_heads, config.num_attention_heads / config.num_key_value_heads);
-    let own = Partition::new(heads, parallel.size()).range(parallel.rank());
+    let own = Partition::new(heads, tensor.size).range(tensor.index);
     let first = own.start / shared_by;
     let is_regular = own.start.is_multiple_of(shared_by) && own.end.is_multiple_of(shared_by)
         || own.end.div_ceil(shared_by) - first == 1;
     (!is_regular).then(|| own.map(|head| (head / shared_by - first) as i64).collect())
+}
+
+/// The number of query heads of a rank at this place among those that share the layer, and of the key heads that it attends to. Keys
+/// are repeated if they are not evenly grouped.
+fn own_heads(config: &LlamaConfig, tensor: Place) -> [usize; 2] {
+    let queries = Partition::new(config.num_attention_heads, tensor.size).part_len(tensor.index);
+    let shared_by = config.num_attention_heads / config.num_key_value_heads;
+    let keys = if key_of_query(config, tensor).is_some() { queries } else { queries.div_ceil(shared_by) };
+    [queries, keys]
 }
 
 /// Attention between the input projections and the output projection (Megatron: core attention).
@@ -382,9 +419,11 @@ impl Core {
         let (sequences, positions) = (self.query.size()[0], self.query.size()[1]);
         let (kind, device) = (self.query.kind(), self.query.device());
         let at = match &self.context {
-            Some((_, batch)) => {
-                Positions::Of { positions: batch.positions_in_sequence().clone(), per_sequence: positions as usize }
-            }
+            Some((_, batch)) => Positions::Of {
+                positions: batch.positions_in_sequence().clone(),
+                per_sequence: positions as usize,
+                sequence_len: batch.sequence_len(),
+            },
             None => Positions::Range(first..first + positions),
         };
         let rope = self.rotary.get(config, at, kind, device)?;

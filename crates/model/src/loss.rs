@@ -114,10 +114,10 @@ pub(crate) fn collectives(
     let exchange = |start: usize| {
         let row_bytes = 3 * chunk_tokens.min(shape.tokens - start) * wide_bytes;
         let (group, kind) = (GroupKind::Tensor, CollectiveKind::AllGather);
-        InnerCollective { group, kind, bytes: shape.tensor.size * row_bytes, row_bytes, overlap: 0. }
+        InnerCollective { group, kind, bytes: shape.tensor.size * row_bytes, row_bytes, overlap: 0., uneven: None }
     };
-    let exchanges = (0..shape.tokens).step_by(chunk_tokens).map(exchange);
-    let sum = Some(shape.leave(hidden_size)).filter(|_| hidden_has_grad);
+    let exchanges = (0..shape.tokens).step_by(chunk_tokens).map(exchange).filter(|_| shape.tensor.size > 1);
+    let sum = shape.leave(hidden_size).filter(|_| hidden_has_grad);
     let forward: Vec<InnerCollective> = shape.enter(hidden_size).into_iter().chain(exchanges).chain(sum).collect();
     InnerCollectives { recompute: forward.clone(), forward, backward: Vec::new() }
 }

@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
-use shardwise_plan::Partition;
 use shardwise_plan::program::{CollectiveKind, GroupKind, InnerCollective, InnerCollectives, Place};
+use shardwise_plan::{ContextPlace, Partition};
 
 use crate::row_pieces::{multiplies_own_rows_first, row_pieces};
 use crate::{Activations, ContextParallel, DeferredGradients, TensorParallel};
@@ -44,7 +44,7 @@ impl Pass {
 /// The shape of a pass, from which its costs follow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PassShape {
-    /// The number of tokens of a micro-batch.
+    /// The number of tokens that this rank has of a micro-batch, all ranks that share the layer together.
     pub tokens: usize,
     /// The number of positions of a sequence.
     pub positions: usize,
@@ -56,6 +56,8 @@ pub struct PassShape {
     pub is_recomputed: bool,
     /// This rank among those that share the layer.
     pub tensor: Place,
+    /// This rank among those that divide sequences.
+    pub context: ContextPlace,
     /// Whether each of them has its own rows outside of tensor-parallel regions.
     pub splits_sequence: bool,
     /// Whether the backward pass computes a gradient of the input.
@@ -76,10 +78,25 @@ pub(crate) struct Region {
     pub(crate) trains_inside: bool,
     /// Whether a parameter applied right after the region, such as a bias, is trained.
     pub(crate) trains_after: bool,
+    /// The attention between its layers, if there is one.
+    pub(crate) attention: Option<AttentionShape>,
+    /// Whether a parameter inside the region is trained whose gradient comes through that attention.
+    pub(crate) trains_before_attention: bool,
     /// The weights of the layers at its beginning.
     pub(crate) first: RegionWeights,
     /// The weight of the layer at its end.
     pub(crate) last: RegionWeights,
+}
+
+/// The attention of a layer, on a rank that may share the layer with others.
+#[derive(Clone, Copy)]
+pub(crate) struct AttentionShape {
+    pub(crate) query_heads: usize,
+    pub(crate) key_heads: usize,
+    pub(crate) head_dim: usize,
+    pub(crate) window: Option<usize>,
+    /// The FLOPs of a position, of all heads, averaged over a sequence.
+    pub(crate) flops: f64,
 }
 
 /// Weights of a region, in elements on all ranks.
@@ -118,30 +135,32 @@ impl PassShape {
     }
 
     /// The collectives of a unit with these tensor-parallel regions, one after the other, of rows with `features` elements. What
-    /// overlaps with them is a share of the unit's FLOPs, of which attention has `attention_flops` per token.
-    pub(crate) fn collectives_of_regions(
-        &self,
-        regions: &[Region],
-        features: usize,
-        attention_flops: f64,
-    ) -> InnerCollectives {
+    /// overlaps with them is a share of the unit's FLOPs.
+    pub(crate) fn collectives_of_regions(&self, regions: &[Region], features: usize) -> InnerCollectives {
+        let attention_flops = |region: &Region| region.attention.map_or(0., |attention| attention.flops);
         let of_weights: usize = regions.iter().map(|region| region.first.elements + region.last.elements).sum();
-        let share = |elements: usize| match self.overlaps {
-            true => 2. * elements as f64 / (2. * of_weights as f64 + attention_flops),
-            false => 0.,
+        let flops = 2. * of_weights as f64 + regions.iter().map(attention_flops).sum::<f64>();
+        let share = |elements: usize| if self.overlaps { 2. * elements as f64 / flops } else { 0. };
+        let inside = |region: &Region| {
+            let attention = region.attention.as_ref();
+            attention.map(|attention| self.collectives_of_attention(attention, attention.flops / flops))
         };
-        let forward: Vec<InnerCollective> =
-            regions.iter().flat_map(|region| self.forward_of_region(region, features, &share)).collect();
+        let inside: Vec<InnerCollectives> = regions.iter().map(|region| inside(region).unwrap_or_default()).collect();
+        let forward: Vec<InnerCollective> = regions
+            .iter()
+            .zip(&inside)
+            .flat_map(|(region, inside)| self.forward_of_region(region, inside, features, &share))
+            .collect();
         // Without sequence parallelism, the input is divided until it is recomputed.
-        let restored = (!self.splits_sequence).then_some(InnerCollective {
+        let restored = self.leave(features).filter(|_| !self.splits_sequence).map(|leave| InnerCollective {
             kind: CollectiveKind::AllGather,
             row_bytes: features * self.element_bytes,
-            ..self.leave(features)
+            ..leave
         });
         InnerCollectives {
             recompute: restored.into_iter().chain(forward.clone()).collect(),
             forward,
-            backward: self.backward_of_regions(regions, features, &share),
+            backward: self.backward_of_regions(regions, &inside, features, &share),
         }
     }
 
@@ -149,6 +168,7 @@ impl PassShape {
     fn forward_of_region(
         &self,
         region: &Region,
+        inside: &InnerCollectives,
         features: usize,
         share: &dyn Fn(usize) -> f64,
     ) -> Vec<InnerCollective> {
@@ -158,11 +178,15 @@ impl PassShape {
         };
         let enter = self.enter(features).map(|enter| InnerCollective { overlap: own_rows, ..enter });
         let pieces = row_pieces(self.tokens, if self.splits_sequence { self.tensor.size } else { 1 });
-        let leave = pieces.iter().enumerate().map(|(index, piece)| InnerCollective {
-            overlap: if index + 1 < pieces.len() { share(region.last.elements) / pieces.len() as f64 } else { 0. },
-            ..self.leave_with(piece.iter().map(Range::len).sum(), features)
+        let leave = pieces.iter().enumerate().filter_map(|(index, piece)| {
+            let leave = self.leave_with(piece.iter().map(Range::len).sum(), features)?;
+            let is_last = index + 1 == pieces.len();
+            Some(InnerCollective {
+                overlap: if is_last { 0. } else { share(region.last.elements) / pieces.len() as f64 },
+                ..leave
+            })
         });
-        enter.into_iter().chain(leave).collect()
+        enter.into_iter().chain(inside.forward.iter().copied()).chain(leave).collect()
     }
 
     /// Gradients of weights are computed while those of activations travel. Each region leaves one to overlap with the first collective
@@ -170,28 +194,32 @@ impl PassShape {
     fn backward_of_regions(
         &self,
         regions: &[Region],
+        inside: &[InnerCollectives],
         features: usize,
         share: &dyn Fn(usize) -> f64,
     ) -> Vec<InnerCollective> {
         let (enter, leave) = (self.enter(features), self.leave(features));
         let mut has_grad = self.input_has_grad;
         let mut grads = Vec::new();
-        for region in regions {
+        for (region, inside) in regions.iter().zip(inside) {
             let enters_with_grad = has_grad || region.trains_before;
             let leaves_with_grad = enters_with_grad || region.trains_inside;
             has_grad = leaves_with_grad || region.trains_after;
-            grads.push((region, enters_with_grad, leaves_with_grad));
+            grads.push((region, inside, enters_with_grad, leaves_with_grad));
         }
         let (mut backward, mut deferred) = (Vec::new(), 0.);
-        for (region, enters_with_grad, leaves_with_grad) in grads.into_iter().rev() {
+        for (region, inside, enters_with_grad, leaves_with_grad) in grads.into_iter().rev() {
             let has_grad = leaves_with_grad || region.trains_after;
             // The backward pass of each verb is the other one, and begins with gathering what the forward pass did not keep.
             backward.extend(enter.filter(|_| has_grad && !self.is_recomputed));
             if let Some(of_leave) = enter.filter(|_| leaves_with_grad) {
                 backward.push(InnerCollective { overlap: std::mem::take(&mut deferred), ..of_leave });
             }
+            if enters_with_grad || region.trains_before_attention {
+                backward.extend(&inside.backward);
+            }
             // A backward pass has twice the FLOPs, half of them for gradients of weights.
-            if enters_with_grad {
+            if let Some(leave) = leave.filter(|_| enters_with_grad) {
                 let now = region.last.trained + region.first.trained - region.first.left;
                 backward.push(InnerCollective { overlap: deferred + share(now) / 2., ..leave });
                 deferred = share(region.first.left) / 2.;
@@ -202,31 +230,36 @@ impl PassShape {
 
     /// The collectives of an embedding whose rows are divided among the ranks.
     pub(crate) fn collectives_of_embedding(&self, is_trained: bool, features: usize) -> InnerCollectives {
-        let forward = vec![self.leave(features)];
+        let forward: Vec<InnerCollective> = self.leave(features).into_iter().collect();
         let backward = self.enter(features).into_iter().filter(|_| is_trained).collect();
         InnerCollectives { recompute: forward.clone(), forward, backward }
     }
 
     /// The collective with which a region starts: an all-gather, if the sequence is split.
     pub(crate) fn enter(&self, features: usize) -> Option<InnerCollective> {
-        self.splits_sequence.then_some(InnerCollective { kind: CollectiveKind::AllGather, ..self.leave(features) })
+        let leave = self.leave(features).filter(|_| self.splits_sequence)?;
+        Some(InnerCollective { kind: CollectiveKind::AllGather, ..leave })
     }
 
-    /// The collective with which a region ends.
-    pub(crate) fn leave(&self, features: usize) -> InnerCollective {
+    /// The collective with which a region ends, if several ranks share the layer.
+    pub(crate) fn leave(&self, features: usize) -> Option<InnerCollective> {
         self.leave_with(self.tokens, features)
     }
 
-    fn leave_with(&self, rows: usize, features: usize) -> InnerCollective {
+    fn leave_with(&self, rows: usize, features: usize) -> Option<InnerCollective> {
         let row_bytes = features * self.element_bytes;
-        let (group, bytes) = (GroupKind::Tensor, rows * row_bytes);
-        match self.splits_sequence {
-            true => InnerCollective { group, kind: CollectiveKind::ReduceScatter, bytes, row_bytes, overlap: 0. },
+        let (kind, divided_by) = match self.splits_sequence {
+            true => (CollectiveKind::ReduceScatter, row_bytes),
             // An all-reduce divides its buffer by elements.
-            false => {
-                let row_bytes = self.element_bytes;
-                InnerCollective { group, kind: CollectiveKind::AllReduce, bytes, row_bytes, overlap: 0. }
-            }
-        }
+            false => (CollectiveKind::AllReduce, self.element_bytes),
+        };
+        (self.tensor.size > 1).then_some(InnerCollective {
+            group: GroupKind::Tensor,
+            kind,
+            bytes: rows * row_bytes,
+            row_bytes: divided_by,
+            overlap: 0.,
+            uneven: None,
+        })
     }
 }

@@ -88,7 +88,7 @@ impl Ring {
         let alike = if batch.is_alike() { batch.splits.len() } else { 1 };
         let firsts = (0..batch.splits.len()).step_by(alike.max(1));
         let rows = firsts.map(|at| AlikeSequences { sequences: at..at + alike, split: batch.splits[at].clone() });
-        Ring { group, place: batch.ring, rows: rows.collect(), window, label }
+        Ring { group, place: batch.place.ring, rows: rows.collect(), window, label }
     }
 
     /// Attention of this rank's queries to all keys: the output, and the logarithm of the sum of exponentials of each query.
@@ -275,15 +275,16 @@ impl Ring {
     fn elements(&self, from: usize, to: usize, like: &Tensor) -> usize {
         let size = like.size();
         let tokens: usize =
-            self.rows.iter().map(|rows| rows.sequences.len() * total(&rows.visible(from, to, self.window))).sum();
+            self.rows.iter().map(|rows| rows.sequences.len() * rows.split.sent_positions(from, to, self.window)).sum();
         2 * tokens * (size[1] * size[3]) as usize
     }
 
     /// Whether no rank sends anything in a turn.
     fn is_silent(&self, turn: usize) -> bool {
         let size = self.place.size;
-        let is_empty =
-            |rows: &AlikeSequences, from: usize| total(&rows.visible(from, (from + turn) % size, self.window)) == 0;
+        let is_empty = |rows: &AlikeSequences, from: usize| {
+            rows.split.sent_positions(from, (from + turn) % size, self.window) == 0
+        };
         (0..size).all(|from| self.rows.iter().all(|rows| is_empty(rows, from)))
     }
 
@@ -292,7 +293,7 @@ impl Ring {
         let (heads, head_dim) = (like.size()[1], like.size()[3]);
         let mut unpack = Unpack { from: arrived, at: 0 };
         let of_rows = |rows: &AlikeSequences| {
-            let seen = total(&rows.visible(from, self.place.index, self.window)) as i64;
+            let seen = rows.split.sent_positions(from, self.place.index, self.window) as i64;
             let shape = [rows.sequences.len() as i64, heads, seen, head_dim];
             Ok([unpack.next(&shape)?, unpack.next(&shape)?])
         };
@@ -470,10 +471,6 @@ fn flat(pieces: &[Tensor], like: &Tensor) -> Result<Tensor, TchError> {
         true => Tensor::f_empty([0], (like.kind(), like.device())),
         false => Tensor::f_cat(pieces, 0),
     }
-}
-
-fn total(ranges: &[Range<usize>]) -> usize {
-    ranges.iter().map(Range::len).sum()
 }
 
 #[cfg(test)]

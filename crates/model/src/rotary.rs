@@ -1,10 +1,9 @@
 //! Rotary position embeddings.
 
-use std::f64::consts::PI;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use shardwise_plan::{Llama3Rope, LlamaConfig};
+use shardwise_plan::{LlamaConfig, rotary_frequencies};
 use shardwise_torch::tch::{Device, Kind, Tensor};
 
 use crate::Result;
@@ -23,7 +22,17 @@ pub(crate) enum Positions {
     /// Consecutive ones.
     Range(Range<i64>),
     /// Those of a rank that has a part of each sequence: of one sequence, or of several one after the other.
-    Of { positions: Arc<[i64]>, per_sequence: usize },
+    Of { positions: Arc<[i64]>, per_sequence: usize, sequence_len: usize },
+}
+
+impl Positions {
+    /// The number of positions of a whole sequence.
+    fn sequence_len(&self) -> usize {
+        match self {
+            Positions::Range(range) => range.end as usize,
+            Positions::Of { sequence_len, .. } => *sequence_len,
+        }
+    }
 }
 
 impl PartialEq for Positions {
@@ -64,10 +73,8 @@ impl Rope {
     }
 
     fn new(config: &LlamaConfig, positions: &Positions, kind: Kind, device: Device) -> Result<Self> {
-        let frequencies: Vec<f64> = (0..config.head_dim / 2)
-            .map(|pair| config.rope_theta.powf(-2. * pair as f64 / config.head_dim as f64))
-            .map(|frequency| config.rope_scaling.map_or(frequency, |scaling| stretch(scaling, frequency)))
-            .collect();
+        let LlamaConfig { rope_theta, head_dim, rope_scaling, .. } = *config;
+        let frequencies = rotary_frequencies(rope_theta, head_dim, rope_scaling, positions.sequence_len());
         // Angles are f32, as in the original code of the models, unless everything is f64.
         let wide = if kind == Kind::Double { Kind::Double } else { Kind::Float };
         let frequencies = Tensor::f_from_slice(&frequencies)?.f_to_kind(wide)?.to_device(device);
@@ -75,32 +82,20 @@ impl Rope {
             Positions::Range(range) => {
                 Tensor::f_arange_start(range.start, range.end, (wide, device))?.f_outer(&frequencies)?
             }
-            Positions::Of { positions, per_sequence } => {
+            Positions::Of { positions, per_sequence, .. } => {
                 let positions = Tensor::f_from_slice(positions)?.f_to_kind(wide)?.to_device(device);
                 positions.f_outer(&frequencies)?.f_view([-1, 1, *per_sequence as i64, frequencies.size()[0]])?
             }
         };
         let angles = Tensor::f_cat(&[&angles, &angles], -1)?;
-        Ok(Rope { cosines: angles.f_cos()?.to_kind(kind), sines: angles.f_sin()?.to_kind(kind) })
+        let factor = rope_scaling.map_or(1., |scaling| scaling.attention_factor());
+        let table = |values: Tensor| if factor == 1. { Ok(values) } else { values.f_mul_scalar(factor) };
+        Ok(Rope { cosines: table(angles.f_cos()?)?.to_kind(kind), sines: table(angles.f_sin()?)?.to_kind(kind) })
     }
 
     pub(crate) fn rotate(&self, x: &Tensor) -> Result<Tensor> {
         let half = x.size()[3] / 2;
         let rotated = Tensor::f_cat(&[x.f_narrow(3, half, half)?.f_neg()?, x.f_narrow(3, 0, half)?], -1)?;
         Ok(x.f_mul(&self.cosines)?.f_add(&rotated.f_mul(&self.sines)?)?)
-    }
-}
-
-/// Returns the rotary frequency for a longer context: long wavelengths are stretched, short ones are not.
-fn stretch(rope: Llama3Rope, frequency: f64) -> f64 {
-    let wavelength = 2. * PI / frequency;
-    let context = rope.original_max_position_embeddings as f64;
-    if wavelength < context / rope.high_freq_factor {
-        frequency
-    } else if wavelength > context / rope.low_freq_factor {
-        frequency / rope.factor
-    } else {
-        let smooth = (context / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor);
-        (1. - smooth) * frequency / rope.factor + smooth * frequency
     }
 }

@@ -7,6 +7,7 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
+use shardwise_plan::ContextPlace;
 use shardwise_plan::package::Package;
 use shardwise_plan::program::{InnerCollectives, Place};
 use shardwise_plan::{ModelConfig, Partition, check_frozen_prefixes};
@@ -79,18 +80,17 @@ impl Batch {
         Ok(Batch { inputs, targets, documents: Documents::from_numbers(numbers)?, context: None })
     }
 
-    /// This rank's part of a micro-batch whose sequences are divided among `ring` × `heads` ranks: inputs, targets, positions and
-    /// documents together.
-    pub fn split_context(&self, ring: Place, heads: Place) -> Result<Batch> {
+    /// This rank's part of a micro-batch whose sequences are divided among ranks: inputs, targets, positions and documents together.
+    pub fn split_context(&self, place: ContextPlace) -> Result<Batch> {
         let (sequences, positions) = self.inputs.size2()?;
         let whole = || vec![vec![positions]; sequences as usize];
         let documents = self.documents.as_ref().map_or_else(whole, |documents| documents.lengths().to_vec());
-        let ranks = ring.size * heads.size;
+        let ranks = place.size();
         if (positions as usize) < ranks {
             let problem = format!("sequences of {positions} positions cannot be divided among {ranks} ranks");
             return Err(Error::Config { key: "context", problem });
         }
-        let context = ContextBatch::new(&documents, ring, heads, self.fingerprint());
+        let context = ContextBatch::new(&documents, place, self.fingerprint());
         let (inputs, targets) = (context.select(&self.inputs)?, context.select(&self.targets)?);
         Ok(Batch { inputs, targets, documents: None, context: Some(context) })
     }
@@ -377,7 +377,7 @@ impl Unit {
 
     /// The collectives of its passes; see [`Layer::collectives`].
     pub fn collectives(&self, shape: &PassShape) -> InnerCollectives {
-        match shape.tensor.size {
+        match shape.tensor.size * shape.context.size() {
             1 => InnerCollectives::default(),
             _ => self.layer.collectives(shape, &|ending| {
                 self.parameters.iter().any(|parameter| parameter.trainable && parameter.name.ends_with(ending))

@@ -9,7 +9,9 @@ use std::path::Path;
 use std::process::Command;
 
 use serde_json::{Value, json};
-use shardwise_model::{Activations, Batch, Gpt2Config, IGNORED, Llama3Rope, LlamaConfig, Model, Pass, head_loss};
+use shardwise_model::{
+    Activations, Batch, Gpt2Config, IGNORED, Llama3Rope, LlamaConfig, Model, Pass, RopeScaling, head_loss,
+};
 use shardwise_torch::autograd::{self, Graph};
 use shardwise_torch::tch::{Device, Kind, Tensor, manual_seed};
 use support::parameters;
@@ -86,11 +88,18 @@ fn llama_config(name: &str, llama: &LlamaConfig) -> Value {
         "name": name, "family": "llama", "num_hidden_layers": llama.num_hidden_layers, "head_dim": llama.head_dim,
         "rope_theta": llama.rope_theta, "rms_norm_eps": llama.rms_norm_eps,
         "tie_word_embeddings": llama.tie_word_embeddings, "sliding_window": llama.sliding_window,
-        "rope_scaling": llama.rope_scaling.map(|scaling| json!({
+        "rope_scaling": llama3_rope(llama).map(|scaling| json!({
             "factor": scaling.factor, "low_freq_factor": scaling.low_freq_factor,
             "high_freq_factor": scaling.high_freq_factor, "original_max_position_embeddings": scaling.original_max_position_embeddings,
         })),
     })
+}
+
+fn llama3_rope(llama: &LlamaConfig) -> Option<Llama3Rope> {
+    match llama.rope_scaling? {
+        RopeScaling::Llama3(rope) => Some(rope),
+        other => panic!("the reference does not know {other:?}"),
+    }
 }
 
 fn assert_llama_agrees(name: &str, llama: &LlamaConfig) {
@@ -111,7 +120,12 @@ fn llama_2_agrees() {
 fn llama_3_agrees() {
     let rope =
         Llama3Rope { factor: 8., low_freq_factor: 1., high_freq_factor: 4., original_max_position_embeddings: 32 };
-    let llama = LlamaConfig { num_key_value_heads: 2, rope_theta: 500_000., rope_scaling: Some(rope), ..small() };
+    let llama = LlamaConfig {
+        num_key_value_heads: 2,
+        rope_theta: 500_000.,
+        rope_scaling: Some(RopeScaling::Llama3(rope)),
+        ..small()
+    };
     assert_llama_agrees("llama-3", &llama);
 }
 

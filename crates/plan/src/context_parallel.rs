@@ -14,6 +14,103 @@
 use std::ops::Range;
 
 use crate::Partition;
+use crate::mesh::Place;
+
+/// A rank's place among those that divide a sequence. Ranks that exchange heads divide the part of one rank of the ring. The default is
+/// [`ContextPlace::ALONE`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ContextPlace {
+    /// Among the ranks that send each other keys and values (ring attention).
+    pub ring: Place,
+    /// Among the ranks that exchange positions for heads (Ulysses).
+    pub ulysses: Place,
+}
+
+impl ContextPlace {
+    /// The place of a rank that has whole sequences.
+    pub const ALONE: ContextPlace = ContextPlace { ring: Place::ALONE, ulysses: Place::ALONE };
+
+    /// The number of ranks that divide a sequence.
+    pub fn size(&self) -> usize {
+        self.ring.size * self.ulysses.size
+    }
+
+    /// The number of positions that the ranks which exchange heads with this one have together, of a sequence with `positions`.
+    pub fn ring_positions(&self, positions: usize) -> usize {
+        ContextSplit::part_len(positions, self.ring.size, self.ring.index)
+    }
+
+    /// The positions of one of the ranks that exchange heads with this one, among those that they have together.
+    pub fn rows_of(&self, ulysses_index: usize, positions: usize) -> Range<usize> {
+        Partition::new(self.ring_positions(positions), self.ulysses.size).range(ulysses_index)
+    }
+
+    /// The number of positions that this rank has of a sequence with `positions`.
+    pub fn own_positions(&self, positions: usize) -> usize {
+        self.rows_of(self.ulysses.index, positions).len()
+    }
+}
+
+/// The heads that each of `ranks` ranks attends with: its query heads, and the key heads that they need, which several ranks may.
+///
+/// # Panics
+/// If key heads do not divide query heads.
+pub fn divide_heads(queries: usize, keys: usize, ranks: usize) -> Vec<[Range<usize>; 2]> {
+    assert!(queries.is_multiple_of(keys), "{queries} query heads and {keys} key heads");
+    let shared_by = queries / keys;
+    let of_rank = |rank| {
+        let own = Partition::new(queries, ranks).range(rank);
+        let needed = own.start / shared_by..own.end.div_ceil(shared_by);
+        [own, needed]
+    };
+    (0..ranks).map(of_rank).collect()
+}
+
+/// What decides between Ulysses and ring attention.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ContextAttention {
+    /// The number of query heads.
+    pub query_heads: usize,
+    /// The number of key heads, a divisor of that of query heads.
+    pub key_heads: usize,
+    /// The number of positions that a position attends to, if it is limited.
+    pub window: Option<usize>,
+    /// The length of a sequence.
+    pub positions: usize,
+    /// The size of an element of the computation.
+    pub element_bytes: usize,
+    /// Whether the backward pass repeats the forward pass.
+    pub is_recomputed: bool,
+}
+
+/// How many of `ranks` ranks that divide a sequence should exchange heads (Ulysses), and leave the rest to ring attention: the divisor with
+/// which ranks send the fewest bytes in a training step.
+///
+/// With u of C ranks, an exchange moves (u − 1)/u of N/C positions: of query, key, value and output in the forward pass, and of their
+/// gradients in the backward pass. A ring of C/u ranks sends the keys and values of 1/u of the heads in both passes, and their gradients
+/// back, in f32 at least.
+///
+/// # Panics
+/// If key heads do not divide query heads.
+pub fn choose_ulysses(attention: &ContextAttention, ranks: usize) -> usize {
+    let ContextAttention { query_heads: queries, key_heads: keys, window, positions, .. } = *attention;
+    let (element, repeated) = (attention.element_bytes, usize::from(attention.is_recomputed));
+    let (exchange_bytes, ring_bytes) = ((2 + repeated) * element, (2 + repeated) * element + element.max(4));
+    let sent = |ulysses: usize| {
+        let heads = divide_heads(queries, keys, ulysses);
+        let of_key: usize = heads.iter().map(|[_, keys]| keys.len()).sum();
+        let exchanged = (exchange_bytes * (2 * queries + 2 * of_key)) as f64 * positions as f64 / ranks as f64;
+        let ring = ranks / ulysses;
+        let split = ContextSplit::new(&[positions], ring);
+        let pairs = (0..ring).flat_map(|from| (0..ring).filter(move |&to| to != from).map(move |to| (from, to)));
+        let seen: usize = pairs.map(|(from, to)| split.sent_positions(from, to, window)).sum();
+        let most_keys = heads.iter().map(|[_, keys]| keys.len()).max().unwrap_or(0);
+        let around = (ring_bytes * 2 * most_keys) as f64 * seen as f64 / ring as f64;
+        exchanged * (ulysses - 1) as f64 / ulysses as f64 + around
+    };
+    let divisors = (1..=ranks.min(queries)).filter(|&ulysses| ranks.is_multiple_of(ulysses));
+    divisors.min_by(|&a, &b| sent(a).total_cmp(&sent(b))).unwrap_or(1)
+}
 
 /// The work of a rank may be this much more than the mean before another document is divided.
 const IMBALANCE: f64 = 1.05;
@@ -54,6 +151,19 @@ impl Segment {
             true => start - keys.start..end - keys.start,
             false => 0..0,
         }
+    }
+
+    /// The number of pairs of a query of this segment and a key of another one.
+    fn pairs(&self, keys: &Segment, window: Option<usize>) -> u64 {
+        if self.document != keys.document {
+            return 0;
+        }
+        let keys = keys.in_document();
+        let seen = |query: usize| {
+            let oldest = window.map_or(0, |window| (query + 1).saturating_sub(window));
+            keys.end.min(query + 1).saturating_sub(keys.start.max(oldest)) as u64
+        };
+        self.in_document().map(seen).sum()
     }
 
     /// The number of pairs of a query of this segment and a key of its document.
@@ -152,6 +262,17 @@ impl ContextSplit {
     /// The work of a rank: the number of pairs of its queries and their keys.
     pub fn work(&self, rank: usize, window: Option<usize>) -> u64 {
         self.parts[rank].iter().map(|segment| segment.work(window)).sum()
+    }
+
+    /// The work of rank `to` with the keys of rank `from`.
+    pub fn work_with(&self, from: usize, to: usize, window: Option<usize>) -> u64 {
+        let with = |queries: &Segment| -> u64 { self.parts[from].iter().map(|keys| queries.pairs(keys, window)).sum() };
+        self.parts[to].iter().map(with).sum()
+    }
+
+    /// The number of positions whose keys rank `from` sends to rank `to`.
+    pub fn sent_positions(&self, from: usize, to: usize, window: Option<usize>) -> usize {
+        self.visible_keys(from, to, window).iter().map(Range::len).sum()
     }
 
     /// The keys of rank `from` that queries of rank `to` attend to: for each segment of `from` one range, which may be empty, of the
@@ -267,6 +388,8 @@ mod tests {
             for to in 0..ranks {
                 let own = pairs.iter().filter(|(query, _)| rank_of(*query) == Some(to));
                 assert_eq!(split.work(to, window), own.clone().count() as u64, "{documents:?} {ranks} {window:?}");
+                let with: u64 = (0..ranks).map(|from| split.work_with(from, to, window)).sum();
+                assert_eq!(with, split.work(to, window), "{documents:?} {ranks} {window:?}");
                 for from in 0..ranks {
                     let mut needed: Vec<usize> =
                         own.clone().map(|(_, key)| *key).filter(|key| rank_of(*key) == Some(from)).collect();
@@ -306,6 +429,30 @@ mod tests {
                 assert!(found < 0.1, "{documents:?} on {ranks} ranks: {found}");
             }
         }
+    }
+
+    #[test]
+    fn what_sends_the_fewest_bytes_is_chosen() {
+        let choose = |query_heads, key_heads, window, element_bytes, ranks| {
+            let attention = ContextAttention {
+                query_heads,
+                key_heads,
+                window,
+                positions: 8192,
+                element_bytes,
+                is_recomputed: false,
+            };
+            choose_ulysses(&attention, ranks)
+        };
+        // Ulysses sends every query, and a ring only keys: the fewer they are, the better.
+        assert_eq!(choose(32, 32, None, 4, 4), 4);
+        assert_eq!(choose(32, 8, None, 4, 4), 1);
+        assert_eq!(choose(32, 1, None, 2, 4), 1);
+        // In 16 bits, the ring's gradients still have 32.
+        assert_eq!(choose(32, 8, None, 2, 4), 4);
+        // A ring sends hardly more than a window, and there cannot be more ranks than heads.
+        assert_eq!(choose(32, 32, Some(64), 4, 4), 1);
+        assert_eq!(choose(2, 2, None, 4, 8), 2);
     }
 
     #[test]

@@ -4,7 +4,7 @@
 
 use serde_json::{Value, json};
 
-use crate::{ConfigError, Gpt2Config, Llama3Rope, LlamaConfig, ModelConfig};
+use crate::{ConfigError, Gpt2Config, Llama3Rope, LlamaConfig, ModelConfig, RopeScaling, YarnRope};
 
 type Result<T> = std::result::Result<T, ConfigError>;
 
@@ -99,14 +99,11 @@ fn llama_to_hugging_face(llama: &LlamaConfig, positions: usize) -> Value {
         "mistral" => config["sliding_window"] = json!(llama.sliding_window),
         _ => (),
     }
-    if let Some(rope) = llama.rope_scaling {
-        config["rope_scaling"] = json!({
-            "rope_type": "llama3",
-            "factor": rope.factor,
-            "low_freq_factor": rope.low_freq_factor,
-            "high_freq_factor": rope.high_freq_factor,
-            "original_max_position_embeddings": rope.original_max_position_embeddings,
-        });
+    if let Some(RopeScaling::Dynamic { max_position_embeddings, .. }) = llama.rope_scaling {
+        config["max_position_embeddings"] = json!(max_position_embeddings);
+    }
+    if let Some(scaling) = llama.rope_scaling {
+        config["rope_scaling"] = write_rope_scaling(scaling);
     }
     config
 }
@@ -160,11 +157,9 @@ fn llama(config: &Config<'_>, family: &str) -> Result<LlamaConfig> {
     {
         return Err(config_error("rope_parameters", "differ between layers, which is not supported".to_string()));
     }
-    let scaling = match (config.0.get("rope_parameters"), config.0.get("rope_scaling")) {
-        (Some(parameters), _) if parameters.is_object() => Some(parameters),
-        (_, Some(scaling)) if scaling.is_object() => Some(scaling),
-        _ => None,
-    };
+    // As in transformers, the older object has priority.
+    let objects = ["rope_scaling", "rope_parameters"].map(|key| config.0.get(key).filter(|value| value.is_object()));
+    let scaling = objects.into_iter().flatten().next();
     Ok(LlamaConfig {
         num_key_value_heads: match (
             config.maybe_count("num_key_value_heads")?,
@@ -183,7 +178,7 @@ fn llama(config: &Config<'_>, family: &str) -> Result<LlamaConfig> {
             (None, _) => plain.head_dim,
         },
         rope_theta: rope.number("rope_theta", config.number("rope_theta", plain.rope_theta)?)?,
-        rope_scaling: scaling.map(|scaling| rope_scaling(&Config(scaling))).transpose()?.flatten(),
+        rope_scaling: scaling.map(|scaling| rope_scaling(&Config(scaling), config)).transpose()?.flatten(),
         rms_norm_eps: config.number("rms_norm_eps", 1e-6)?,
         tie_word_embeddings: config.flag("tie_word_embeddings")?,
         qkv_bias: family == "qwen2",
@@ -198,19 +193,83 @@ fn llama(config: &Config<'_>, family: &str) -> Result<LlamaConfig> {
     })
 }
 
-fn rope_scaling(scaling: &Config<'_>) -> Result<Option<Llama3Rope>> {
+fn write_rope_scaling(scaling: RopeScaling) -> Value {
+    match scaling {
+        RopeScaling::Linear { factor } => json!({ "rope_type": "linear", "factor": factor }),
+        RopeScaling::Dynamic { factor, .. } => json!({ "rope_type": "dynamic", "factor": factor }),
+        RopeScaling::Yarn(yarn) => json!({
+            "rope_type": "yarn",
+            "factor": yarn.factor,
+            "original_max_position_embeddings": yarn.original_max_position_embeddings,
+            "attention_factor": yarn.attention_factor,
+            "beta_fast": yarn.beta_fast,
+            "beta_slow": yarn.beta_slow,
+            "truncate": yarn.truncate,
+        }),
+        RopeScaling::Llama3(llama) => json!({
+            "rope_type": "llama3",
+            "factor": llama.factor,
+            "low_freq_factor": llama.low_freq_factor,
+            "high_freq_factor": llama.high_freq_factor,
+            "original_max_position_embeddings": llama.original_max_position_embeddings,
+        }),
+    }
+}
+
+/// Reads a scaling of the rotary embedding. `config` is the whole file.
+fn rope_scaling(scaling: &Config<'_>, config: &Config<'_>) -> Result<Option<RopeScaling>> {
     let kind =
         scaling.0.get("rope_type").or_else(|| scaling.0.get("type")).and_then(Value::as_str).unwrap_or("default");
     match kind {
         "default" => Ok(None),
-        "llama3" => Ok(Some(Llama3Rope {
+        "linear" => Ok(Some(RopeScaling::Linear { factor: scaling.needed_number("factor")? })),
+        "dynamic" => Ok(Some(RopeScaling::Dynamic {
+            factor: scaling.needed_number("factor")?,
+            max_position_embeddings: config.count("max_position_embeddings")?,
+        })),
+        "yarn" => Ok(Some(RopeScaling::Yarn(yarn(scaling, config)?))),
+        "llama3" => Ok(Some(RopeScaling::Llama3(Llama3Rope {
             factor: scaling.needed_number("factor")?,
             low_freq_factor: scaling.needed_number("low_freq_factor")?,
             high_freq_factor: scaling.needed_number("high_freq_factor")?,
-            original_max_position_embeddings: scaling.count("original_max_position_embeddings")?,
-        })),
-        other => Err(config_error("rope_type", format!("is '{other}', and only default and llama3 are known"))),
+            original_max_position_embeddings: original_context(scaling, config)?,
+        }))),
+        other => {
+            let problem = format!("is '{other}', and only default, linear, dynamic, yarn and llama3 are known");
+            Err(config_error("rope_type", problem))
+        }
     }
+}
+
+/// The context length of the original training, which files have in one of three places.
+fn original_context(scaling: &Config<'_>, config: &Config<'_>) -> Result<usize> {
+    let key = "original_max_position_embeddings";
+    match (config.maybe_count(key)?, scaling.maybe_count(key)?) {
+        (Some(context), _) | (None, Some(context)) => Ok(context),
+        (None, None) => config.count("max_position_embeddings"),
+    }
+}
+
+/// As transformers reads it: what is not given follows from the rest.
+fn yarn(scaling: &Config<'_>, config: &Config<'_>) -> Result<YarnRope> {
+    let context = original_context(scaling, config)?;
+    let factor = match scaling.given("factor") {
+        Some(_) => scaling.needed_number("factor")?,
+        None => config.count("max_position_embeddings")? as f64 / context.max(1) as f64,
+    };
+    let plain = YarnRope::new(factor, context);
+    let (weight, of_all) = (scaling.number("mscale", 0.)?, scaling.number("mscale_all_dim", 0.)?);
+    let sharpness = match weight > 0. && of_all > 0. {
+        true => YarnRope::sharpness(factor, weight) / YarnRope::sharpness(factor, of_all),
+        false => plain.attention_factor,
+    };
+    Ok(YarnRope {
+        attention_factor: scaling.number("attention_factor", sharpness)?,
+        beta_fast: Some(scaling.number("beta_fast", 0.)?).filter(|beta| *beta > 0.).unwrap_or(plain.beta_fast),
+        beta_slow: Some(scaling.number("beta_slow", 0.)?).filter(|beta| *beta > 0.).unwrap_or(plain.beta_slow),
+        truncate: scaling.0.get("truncate").is_none() || scaling.flag("truncate")?,
+        ..plain
+    })
 }
 
 /// Reads and checks the keys of a `config.json`.
@@ -290,17 +349,21 @@ mod tests {
         let plain = LlamaConfig { rms_norm_eps: 1e-6, ..LlamaConfig::new(101, 36, 2, 6, 53) };
         let stretched =
             Llama3Rope { factor: 8., low_freq_factor: 1., high_freq_factor: 4., original_max_position_embeddings: 64 };
+        let scaled = |scaling| ModelConfig::Llama(LlamaConfig { rope_scaling: Some(scaling), ..plain.clone() });
         for shape in [
             ModelConfig::Llama(plain.clone()),
             ModelConfig::Llama(LlamaConfig {
                 num_key_value_heads: 2,
-                rope_scaling: Some(stretched),
+                rope_scaling: Some(RopeScaling::Llama3(stretched)),
                 tie_word_embeddings: true,
                 ..plain.clone()
             }),
+            scaled(RopeScaling::Linear { factor: 2. }),
+            scaled(RopeScaling::Dynamic { factor: 2., max_position_embeddings: 77 }),
+            scaled(RopeScaling::Yarn(YarnRope { truncate: false, beta_fast: 16., ..YarnRope::new(4., 64) })),
             ModelConfig::Llama(LlamaConfig { sliding_window: Some(16), head_dim: 8, ..plain.clone() }),
             ModelConfig::Llama(LlamaConfig { qkv_bias: true, rope_theta: 1e6, ..plain.clone() }),
-            ModelConfig::Llama(LlamaConfig { qk_norm: true, ..plain }),
+            ModelConfig::Llama(LlamaConfig { qk_norm: true, ..plain.clone() }),
             ModelConfig::Gpt2(Gpt2Config::new(101, 32, 36, 2, 6)),
         ] {
             assert_eq!(ModelConfig::from_hugging_face(&shape.to_hugging_face(128).unwrap()).unwrap(), shape);
@@ -316,7 +379,7 @@ mod tests {
             ("model_type", json!("mamba")),
             ("hidden_act", json!("gelu")),
             ("attention_bias", json!(true)),
-            ("rope_scaling", json!({ "rope_type": "yarn", "factor": 2. })),
+            ("rope_scaling", json!({ "rope_type": "longrope", "factor": 2. })),
             ("hidden_size", json!(-1)),
             ("vocab_size", json!(1e30)),
             ("rms_norm_eps", json!("small")),

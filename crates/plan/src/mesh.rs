@@ -6,7 +6,7 @@
 //! while pipeline stages exchange one activation per micro-batch and may be far apart. The order is fixed, because checkpoints
 //! and logs contain coordinates.
 //!
-//! A group of ranks is a start and at most six (size, stride) pairs. No list of ranks is ever built: in a world of 10,000
+//! A group of ranks is a start and at most seven (size, stride) pairs. No list of ranks is ever built: in a world of 10,000
 //! ranks, a group takes about a hundred bytes.
 
 use std::fmt;
@@ -22,16 +22,18 @@ pub enum Axis {
     Shard,
     /// Expert parallelism: the experts of a layer on different ranks.
     Expert,
-    /// Context parallelism: parts of a sequence on different ranks.
-    Context,
+    /// Context parallelism by ring attention: parts of a sequence on different ranks, which send each other keys and values.
+    Ring,
+    /// Context parallelism by Ulysses: parts of a sequence on different ranks, which exchange positions for heads.
+    Ulysses,
     /// Tensor parallelism: parts of a layer's matrices on different ranks.
     Tensor,
 }
 
 impl Axis {
     /// All axes, slowest first.
-    pub const ALL: [Axis; 6] =
-        [Axis::Pipeline, Axis::Replicate, Axis::Shard, Axis::Expert, Axis::Context, Axis::Tensor];
+    pub const ALL: [Axis; 7] =
+        [Axis::Pipeline, Axis::Replicate, Axis::Shard, Axis::Expert, Axis::Ring, Axis::Ulysses, Axis::Tensor];
 }
 
 impl fmt::Display for Axis {
@@ -41,7 +43,8 @@ impl fmt::Display for Axis {
             Axis::Replicate => "replicate",
             Axis::Shard => "shard",
             Axis::Expert => "expert",
-            Axis::Context => "context",
+            Axis::Ring => "ring",
+            Axis::Ulysses => "ulysses",
             Axis::Tensor => "tensor",
         })
     }
@@ -99,6 +102,26 @@ impl Coordinates {
     }
 }
 
+/// A rank's index along an axis, and the size of the axis. The default is [`Place::ALONE`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// The number of ranks.
+    pub size: usize,
+    /// This rank's index.
+    pub index: usize,
+}
+
+impl Place {
+    /// The place of a rank that is alone.
+    pub const ALONE: Place = Place { size: 1, index: 0 };
+}
+
+impl Default for Place {
+    fn default() -> Self {
+        Place::ALONE
+    }
+}
+
 /// The grid of all ranks (PyTorch: `DeviceMesh`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mesh {
@@ -122,12 +145,12 @@ impl Mesh {
     }
 
     /// Divides ranks: first into the stages of a pipeline, then each stage, from the ranks that are closest to each other, along the
-    /// tensor, context, expert and replicate axes. Axes that are not given have size 1. What is left of the ranks shards the model.
+    /// tensor, Ulysses, ring, expert and replicate axes. Axes that are not given have size 1. What is left of the ranks shards the model.
     pub fn divide(ranks: usize, sizes: &[(Axis, usize)]) -> Result<Self, MeshError> {
         let size_of = |axis| sizes.iter().find(|(given, _)| *given == axis).map_or(1, |(_, size)| *size);
         let mut divided = Vec::new();
         let (mut left, mut together) = (ranks, 1);
-        for axis in [Axis::Pipeline, Axis::Tensor, Axis::Context, Axis::Expert, Axis::Replicate] {
+        for axis in [Axis::Pipeline, Axis::Tensor, Axis::Ulysses, Axis::Ring, Axis::Expert, Axis::Replicate] {
             let size = size_of(axis);
             if size == 0 || !left.is_multiple_of(size) {
                 let what = if together > 1 { format!("groups of {together} ranks") } else { "ranks".to_string() };
@@ -178,6 +201,14 @@ impl Mesh {
         Coordinates(Axis::ALL.map(|axis| rank / self.stride(axis) % self.size(axis)))
     }
 
+    /// The place of `rank` along an axis.
+    ///
+    /// # Panics
+    /// If the mesh has no such rank.
+    pub fn place(&self, rank: usize, axis: Axis) -> Place {
+        Place { size: self.size(axis), index: self.coordinates(rank).along(axis) }
+    }
+
     /// The rank at `coordinates`.
     ///
     /// # Panics
@@ -193,24 +224,9 @@ impl Mesh {
             .sum()
     }
 
-    /// The ranks along `axis` that are in the same run of `inner` consecutive indices as `rank`, and those that have the same index in
-    /// their run.
-    ///
-    /// # Panics
-    /// If `inner` does not divide the axis.
-    pub fn split_axis(&self, rank: usize, axis: Axis, inner: usize) -> [RankSet; 2] {
-        let (size, stride, along) = (self.size(axis), self.stride(axis), self.coordinates(rank).along(axis));
-        assert!(inner > 0 && size.is_multiple_of(inner), "{size} ranks in runs of {inner}");
-        let set = |first: usize, span: Span| {
-            let mut set = RankSet { first, spans: [Span { size: 1, stride: 1 }; Axis::ALL.len()] };
-            set.spans[axis as usize] = span;
-            set
-        };
-        let (run, outer) = (along / inner, size / inner);
-        [
-            set(rank - along % inner * stride, Span { size: inner, stride }),
-            set(rank - run * inner * stride, Span { size: outer, stride: stride * inner }),
-        ]
+    /// The number of ranks that divide a sequence: those along the ring and the Ulysses axes.
+    pub fn context_size(&self) -> usize {
+        self.size(Axis::Ring) * self.size(Axis::Ulysses)
     }
 
     /// The group of `rank` for a collective along `axes`: all ranks with the same coordinates as `rank` on every other axis.

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use crate::config_error::ConfigError;
 use crate::package::Package;
+use crate::rope_scaling::RopeScaling;
 
 /// The configuration of a model: one of the supported families, or a compiled package.
 #[derive(Clone, Debug, PartialEq)]
@@ -39,8 +40,8 @@ pub struct LlamaConfig {
     pub intermediate_size: usize,
     /// The base of the rotary embedding's wavelengths.
     pub rope_theta: f64,
-    /// How Llama 3.1 and later stretch those wavelengths.
-    pub rope_scaling: Option<Llama3Rope>,
+    /// How those wavelengths are stretched for long contexts.
+    pub rope_scaling: Option<RopeScaling>,
     /// The epsilon that RMSNorm adds to the mean square.
     pub rms_norm_eps: f64,
     /// Whether the head shares the embedding's matrix.
@@ -55,19 +56,6 @@ pub struct LlamaConfig {
     pub initializer_range: f64,
     /// The number of tokens whose logits are in memory at once.
     pub loss_chunk_tokens: usize,
-}
-
-/// Llama 3.1's scaling of the rotary embedding for long contexts. Fields are named as in Hugging Face's `rope_scaling`.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Llama3Rope {
-    /// The factor by which long wavelengths are stretched.
-    pub factor: f64,
-    /// Wavelengths longer than the original context divided by this are stretched by the full factor.
-    pub low_freq_factor: f64,
-    /// Wavelengths shorter than the original context divided by this are not stretched.
-    pub high_freq_factor: f64,
-    /// The context length of the original training.
-    pub original_max_position_embeddings: usize,
 }
 
 /// The configuration of a GPT-2. Fields are named as in Hugging Face's `config.json`.
@@ -98,6 +86,23 @@ impl ModelConfig {
             ModelConfig::Llama(llama) => llama.vocab_size,
             ModelConfig::Gpt2(gpt2) => gpt2.vocab_size,
             ModelConfig::Compiled(package) => package.vocab_size().unwrap_or(0),
+        }
+    }
+
+    /// The numbers of query heads and of key heads; `None` for a compiled model, whose attention is unknown.
+    pub fn attention_heads(&self) -> Option<[usize; 2]> {
+        match self {
+            ModelConfig::Llama(llama) => Some([llama.num_attention_heads, llama.num_key_value_heads]),
+            ModelConfig::Gpt2(gpt2) => Some([gpt2.n_head; 2]),
+            ModelConfig::Compiled(_) => None,
+        }
+    }
+
+    /// The number of positions that a position attends to, if it is limited.
+    pub fn sliding_window(&self) -> Option<usize> {
+        match self {
+            ModelConfig::Llama(llama) => llama.sliding_window,
+            ModelConfig::Gpt2(_) | ModelConfig::Compiled(_) => None,
         }
     }
 
@@ -203,6 +208,7 @@ impl LlamaConfig {
         if self.head_dim == 0 || !self.head_dim.is_multiple_of(2) {
             return fail("head_dim", format!("{} is not a positive even number, as rotary pairs need", self.head_dim));
         }
+        self.rope_scaling.map_or(Ok(()), |scaling| scaling.check())?;
         if self.sliding_window == Some(0) {
             return fail("sliding_window", "is 0, and a position sees at least itself".to_string());
         }

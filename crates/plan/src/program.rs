@@ -34,7 +34,8 @@ pub use costs::{Costs, LinkCost, UnitCost};
 pub use groups::{CollectiveKind, GroupKind};
 pub use instruction::{Buffer, Codec, Instruction, Keep, Message, Offload, Payload, Tier};
 pub use policy::{
-    ActivationCheckpointing, InnerCollective, InnerCollectives, Policy, Replicated, Sharding, StageError, UnitSpec,
+    ActivationCheckpointing, InnerCollective, InnerCollectives, Policy, Replicated, Sharding, StageError, UnevenBytes,
+    UnitSpec,
 };
 pub use programs::Programs;
 pub use simulate::{
@@ -43,7 +44,9 @@ pub use simulate::{
 };
 pub use text::ParseError;
 pub use topology::{SharedLink, Topology};
-pub use traffic::{Layout, ModelParallel, Place, Sent, Traffic, traffic};
+pub use traffic::{Layout, ModelParallel, Sent, Traffic, traffic};
+
+pub use crate::mesh::Place;
 
 /// What one rank does in one step, in order.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -140,6 +140,7 @@ fn collectives_inside_units_are_counted_and_take_time() {
         bytes: 4096,
         row_bytes: 1,
         overlap: 0.,
+        uneven: None,
     };
     let exchange = InnerCollective {
         group: GroupKind::Expert,
@@ -147,6 +148,7 @@ fn collectives_inside_units_are_counted_and_take_time() {
         bytes: 800,
         row_bytes: 1,
         overlap: 0.,
+        uneven: None,
     };
     let inner = InnerCollectives {
         forward: vec![reduce, exchange, exchange],
@@ -178,7 +180,9 @@ fn a_pass_computes_while_its_collectives_are_under_way() {
     let link = SharedLink::unshared(LinkCost::new(0.25, f64::INFINITY));
     let waiting_s = |overlaps: [f64; 2], splits_backward: bool| {
         let (group, kind) = (GroupKind::Tensor, CollectiveKind::AllReduce);
-        let passes = overlaps.map(|overlap| InnerCollective { group, kind, bytes: 64, row_bytes: 1, overlap }).to_vec();
+        let passes = overlaps
+            .map(|overlap| InnerCollective { group, kind, bytes: 64, row_bytes: 1, overlap, uneven: None })
+            .to_vec();
         let inner = InnerCollectives { forward: passes.clone(), recompute: Vec::new(), backward: passes };
         let units: Vec<UnitSpec> =
             blocks(1).into_iter().map(|unit| UnitSpec { inner: inner.clone(), ..unit }).collect();
@@ -299,6 +303,7 @@ fn a_405b_pipeline_on_16384_ranks_is_built_checked_and_simulated_in_seconds() {
         bytes: output_bytes,
         row_bytes: 1,
         overlap: 0.,
+        uneven: None,
     };
     let passes = vec![reduce; 2];
     let inner = InnerCollectives { forward: passes.clone(), recompute: passes.clone(), backward: passes };

@@ -4,13 +4,16 @@ use std::ops::Range;
 use std::result::Result as Either;
 
 use shardwise_plan::pipeline::{Actions, ActionsError, PipelineSchedule, ScheduleError};
-use shardwise_plan::{Axis, Mesh, MeshError, ModelConfig};
+use shardwise_plan::{Axis, ContextAttention, Mesh, MeshError, ModelConfig, choose_ulysses};
 
 use super::resolve::{
     GRADIENT_ACCUMULATION_STEPS_MAX, MICRO_BATCH_SIZE_MAX, NO_MICRO_BATCH_SIZE, TOKENS_MAX, number, word,
 };
 use super::source::Invalid;
-use super::{FloatRecipe, OptimizerKind, ParallelRecipe, Recipe, Result, ScheduleKind, SpikeRecipe};
+use super::{
+    ActivationCheckpointingRecipe, DeviceRecipe, FloatRecipe, OptimizerKind, ParallelRecipe, Recipe, Result,
+    ScheduleKind, SpikeRecipe,
+};
 
 type Checked = Either<(), Invalid>;
 
@@ -54,6 +57,8 @@ impl Recipe {
             ("batch.seq_len", batch.seq_len, 1 << 22),
             ("parallel.pipeline", self.parallel.pipeline, 1 << 12),
             ("parallel.replicate", self.parallel.replicate, 1 << 20),
+            ("parallel.context", self.parallel.context, 1 << 12),
+            ("parallel.ulysses", self.parallel.ulysses.unwrap_or(1), 1 << 12),
             ("parallel.tensor", self.parallel.tensor, 1 << 10),
             ("run.steps", count(self.run.steps), 1 << 40),
             ("run.log_every", count(self.run.log_every), 1 << 40),
@@ -431,6 +436,7 @@ impl Recipe {
         })?;
         let at_tensor = |error| Invalid::at("parallel.tensor", format!("parallel.tensor: {error}"));
         config.check_tensor_parallel(self.parallel.tensor).map_err(at_tensor)?;
+        self.check_context(&config)?;
         let frozen = &self.model.frozen;
         config.check_frozen(frozen).map_err(|error| Invalid::at("model.frozen", format!("model.{error}")))?;
         if config.is_all_frozen(frozen) {
@@ -440,24 +446,99 @@ impl Recipe {
         Ok(())
     }
 
+    fn check_context(&self, config: &ModelConfig) -> Checked {
+        let ParallelRecipe { context, tensor, ulysses, .. } = self.parallel;
+        if let Some(ulysses) = ulysses.filter(|ulysses| !context.is_multiple_of(*ulysses)) {
+            let keys = [("parallel.ulysses", ulysses.to_string()), ("parallel.context", context.to_string())];
+            return Err(Invalid::between(&keys, format!("parallel.ulysses must be a divisor of {context}")));
+        }
+        if context == 1 {
+            return Ok(());
+        }
+        let at = |key: &str, problem: String| Err(Invalid::at(key, format!("{key}: {problem}")));
+        if self.run.device != DeviceRecipe::Cpu {
+            return at("parallel.context", "sequences can be divided on CPUs only so far".to_string());
+        }
+        let Some([heads, _]) = config.attention_heads().filter(|_| !self.model.compiled) else {
+            let problem = "compiled layers attend to whole sequences only, so ranks cannot divide them";
+            return at("parallel.context", problem.to_string());
+        };
+        let positions = self.batch.seq_len;
+        if positions < context {
+            return at("parallel.context", format!("{positions} positions cannot be divided among {context} ranks"));
+        }
+        match ulysses.filter(|ulysses| ulysses * tensor > heads) {
+            Some(ulysses) if tensor > 1 => at(
+                "parallel.ulysses",
+                format!("{heads} heads on {tensor} tensor-parallel ranks are too few for {ulysses} to exchange them"),
+            ),
+            Some(ulysses) => at("parallel.ulysses", format!("{heads} heads cannot be exchanged by {ulysses} ranks")),
+            None => Ok(()),
+        }
+    }
+
+    /// How many of the ranks that divide a sequence exchange heads, and how many form a ring.
+    fn context_axes(&self) -> Result<[usize; 2]> {
+        let ParallelRecipe { context, tensor, ulysses, .. } = self.parallel;
+        let ulysses = match ulysses {
+            _ if context == 1 => 1,
+            Some(ulysses) => ulysses,
+            None => {
+                let config = self.model_config()?;
+                let Some([queries, keys]) = config.attention_heads() else { return Ok([1, context]) };
+                let [queries, keys] = [queries, keys].map(|heads| heads.div_ceil(tensor));
+                // Otherwise every query head has a copy of its key head.
+                let keys = if queries.is_multiple_of(keys) { keys } else { queries };
+                let attention = ContextAttention {
+                    query_heads: queries,
+                    key_heads: keys,
+                    window: config.sliding_window(),
+                    positions: self.batch.seq_len,
+                    element_bytes: self.precision.param_dtype.dtype().bytes(),
+                    is_recomputed: self.activation_checkpointing == ActivationCheckpointingRecipe::Full,
+                };
+                choose_ulysses(&attention, context)
+            }
+        };
+        Ok([ulysses, context / ulysses])
+    }
+
     /// The mesh of this many ranks. Fails if they cannot be divided into replicas whose layers are shared as the recipe says.
     pub fn mesh(&self, ranks: usize) -> Result<Mesh> {
         let ParallelRecipe { pipeline, replicate, tensor, .. } = self.parallel;
-        Mesh::divide(ranks, &[(Axis::Pipeline, pipeline), (Axis::Replicate, replicate), (Axis::Tensor, tensor)])
-            .map_err(|error| {
-                let key = match &error {
-                    MeshError::Indivisible { axis: Axis::Pipeline, .. } => "parallel.pipeline",
-                    MeshError::Indivisible { axis: Axis::Tensor, .. } => "parallel.tensor",
-                    _ => "parallel.replicate",
-                };
-                self.sources.error_at(key, format!("{key}: {error}"))
-            })
+        let [ulysses, ring] = self.context_axes()?;
+        // The user has set the product of two axes of the mesh.
+        let groups = ranks / pipeline / tensor;
+        if ranks.is_multiple_of(pipeline * tensor) && !groups.is_multiple_of(self.parallel.context) {
+            let (context, key) = (self.parallel.context, "parallel.context");
+            let what = if tensor > 1 { format!("groups of {tensor} ranks") } else { "ranks".to_string() };
+            let problem =
+                format!("{key}: {groups} {what} cannot be divided into groups of {context}; use a divisor of {groups}");
+            return Err(self.sources.error_at(key, problem));
+        }
+        let sizes = [
+            (Axis::Pipeline, pipeline),
+            (Axis::Replicate, replicate),
+            (Axis::Ring, ring),
+            (Axis::Ulysses, ulysses),
+            (Axis::Tensor, tensor),
+        ];
+        Mesh::divide(ranks, &sizes).map_err(|error| {
+            let key = match &error {
+                MeshError::Indivisible { axis: Axis::Pipeline, .. } => "parallel.pipeline",
+                MeshError::Indivisible { axis: Axis::Tensor, .. } => "parallel.tensor",
+                MeshError::Indivisible { axis: Axis::Ring | Axis::Ulysses, .. } => "parallel.context",
+                _ => "parallel.replicate",
+            };
+            self.sources.error_at(key, format!("{key}: {error}"))
+        })
     }
 
-    /// The number of these ranks that read different samples: those that share layers, or hold the stages of a pipeline, count as
-    /// one.
+    /// The number of these ranks that read different samples: those that share layers, divide sequences, or hold the stages of a pipeline,
+    /// count as one.
     pub fn data_ranks(&self, ranks: usize) -> usize {
-        (ranks / self.parallel.tensor.max(1) / self.parallel.pipeline.max(1)).max(1)
+        let ParallelRecipe { pipeline, context, tensor, .. } = self.parallel;
+        (ranks / tensor.max(1) / context.max(1) / pipeline.max(1)).max(1)
     }
 
     /// The schedule of the pipeline: one with a name, or one that is read from a file.

@@ -226,8 +226,8 @@ pub struct EvaluationRecipe {
 }
 
 /// `[batch]`: global_batch_size = micro_batch_size × gradient_accumulation_steps × ranks. Two of the three give the third;
-/// micro_batch_size alone means one micro-batch per step. Ranks that share layers
-/// (parallel.tensor), and those that hold the stages of a pipeline (parallel.pipeline), count as one.
+/// micro_batch_size alone means one micro-batch per step. Ranks that share layers (parallel.tensor), divide sequences
+/// (parallel.context) or hold the stages of a pipeline (parallel.pipeline) count as one.
 #[derive(Clone, Debug, Deserialize, JsonSchema, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct BatchRecipe {
@@ -275,6 +275,12 @@ pub struct ParallelRecipe {
     pub pipeline_split_points: Option<Vec<String>>,
     /// The number of replicas, for hybrid sharding (HSDP). Each replica is sharded over an equal share of the ranks.
     pub replicate: usize,
+    /// The number of ranks that divide each sequence (context parallelism), for sequences that are too long for one rank. Consecutive ranks
+    /// do. They read parts of the same samples.
+    pub context: usize,
+    /// How many of the ranks that divide a sequence exchange positions for heads (Ulysses). The others send keys and values around a ring
+    /// (ring attention): 1 is ring attention alone, and as many as `context` is Ulysses alone. By default, whatever sends the fewest bytes.
+    pub ulysses: Option<usize>,
     /// The number of ranks that share each layer (tensor parallelism). Consecutive ranks do, so they are usually on one host. They
     /// read the same samples.
     pub tensor: usize,
@@ -301,6 +307,8 @@ impl Default for ParallelRecipe {
             pipeline_schedule: "1f1b".to_string(),
             pipeline_split_points: None,
             replicate: 1,
+            context: 1,
+            ulysses: None,
             tensor: 1,
             sequence: true,
             async_tensor: true,

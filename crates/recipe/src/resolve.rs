@@ -60,7 +60,11 @@ impl Recipe {
     /// The batch on `ranks` ranks. Two of the three sizes determine the third; if all three are given, they must agree.
     pub fn batch(&self, ranks: usize) -> Result<Batch> {
         let readers = self.data_ranks(ranks);
-        let keys = [("parallel.pipeline", self.parallel.pipeline), ("parallel.tensor", self.parallel.tensor)];
+        let keys = [
+            ("parallel.pipeline", self.parallel.pipeline),
+            ("parallel.context", self.parallel.context),
+            ("parallel.tensor", self.parallel.tensor),
+        ];
         let causes = keys.iter().filter(|(_, size)| *size > 1).map(|(key, size)| format!("{key} is {size}"));
         let causes = causes.collect::<Vec<_>>().join(" and ");
         self.compute_batch(readers).map_err(|wrong| match causes.is_empty() {

@@ -155,7 +155,8 @@ pub(crate) fn candidates(recipe: &Recipe, ranks: usize, hosts: usize, room: usiz
         recipe.batch.micro_batch_size = Some(sequences);
         recipe.batch.gradient_accumulation_steps = Some(micro_batches);
     };
-    let is_small = |times: usize| sequences * times * recipe.batch.seq_len <= MICRO_BATCH_TOKENS_MAX;
+    let own_positions = recipe.batch.seq_len.div_ceil(recipe.parallel.context);
+    let is_small = |times: usize| sequences * times * own_positions <= MICRO_BATCH_TOKENS_MAX;
     let divides = |times: &usize| micro_batches.is_multiple_of(*times) && (is_small(*times) || *times == 2);
     for times in (2..=micro_batches).rev().filter(divides) {
         let (sequences, micro_batches) = (sequences * times, micro_batches / times);

@@ -10,15 +10,14 @@ use shardwise_model::{Model, Unit};
 use shardwise_plan::pipeline_partition::{
     Constraints, GradientReduction, Replication, StateBytes, UnitProfile, Workers, partition_stages,
 };
-use shardwise_plan::program::Programs;
+use shardwise_plan::program::{ModelParallel, Programs};
 use shardwise_recipe::{
     ActivationCheckpointingRecipe, DeviceRecipe, NonFiniteRecipe, Recipe, ResolvedOptimizer, SupervisionRecipe,
 };
 use shardwise_torch::device::accelerators;
 use shardwise_torch::tch::Device;
 use shardwise_train::{
-    ActivationCheckpointing, LossScale, OnNonFinite, Options, PipelineSchedule, StepShape, checked_programs,
-    tensor_place, unit_specs,
+    ActivationCheckpointing, LossScale, OnNonFinite, Options, PipelineSchedule, StepShape, checked_programs, unit_specs,
 };
 use shardwise_zero::{AdamW, Lamb, Optimizer, Precision, Sgd, Sharding};
 
@@ -46,7 +45,7 @@ pub(crate) fn eager_model(recipe: &Recipe) -> Result<Model> {
 /// The programs of a step on this many ranks: one, or one for each stage of a pipeline.
 pub fn programs(recipe: &Recipe, ranks: usize) -> Result<Programs> {
     let (mesh, shape, options) = (recipe.mesh(ranks)?, step_shape(recipe, ranks)?, options(recipe, Device::Cpu)?);
-    let units = unit_specs(&model(recipe)?, &options, tensor_place(&mesh, 0), shape);
+    let units = unit_specs(&model(recipe)?, &options, &ModelParallel::of_rank(&mesh, 0), shape);
     Ok(checked_programs(&units, &options, &mesh, shape.micro_batches)?)
 }
 
@@ -85,7 +84,7 @@ pub(crate) fn step_shape(recipe: &Recipe, ranks: usize) -> Result<StepShape> {
     recipe.mesh(ranks)?;
     let (batch, positions) = (recipe.batch(ranks)?, recipe.batch.seq_len);
     let micro_batches = batch.gradient_accumulation_steps;
-    Ok(StepShape { tokens: batch.micro_batch_size * positions, positions, micro_batches })
+    Ok(StepShape { sequences: batch.micro_batch_size, positions, micro_batches })
 }
 
 /// Fails if the recipe needs a GPU and this process sees none.

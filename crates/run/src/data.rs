@@ -2,15 +2,17 @@
 //!
 //! A sequence is a function of the seed and its index, so a step has the same sequences on any number of ranks.
 
+use std::ops::Range;
 use std::path::Path;
 
 use serde_json::{Value, json};
 use shardwise_data::{ChatTemplate, Corpus, Mixture, PackedConversations, Tokenizer, Windows};
 use shardwise_model::init::splitmix64;
-use shardwise_model::{Batch, IGNORED};
+use shardwise_model::{Batch, ContextBatch, IGNORED};
+use shardwise_plan::ContextPlace;
 use shardwise_recipe::{EvaluationRecipe, Recipe};
 use shardwise_torch::tch::Tensor;
-use shardwise_train::BatchSize;
+use shardwise_train::{BatchSize, Ranks};
 
 use crate::error::{Error, Result};
 
@@ -39,9 +41,12 @@ enum Source {
     },
 }
 
-/// The sequences of a batch, concatenated.
-#[derive(Default)]
+/// The sequences of a batch, or this rank's part of them, concatenated.
 struct Rows {
+    sequences: usize,
+    /// The positions that are read of each sequence.
+    positions: Vec<Range<usize>>,
+    context: Option<ContextBatch>,
     tokens: Vec<i64>,
     targets: Vec<i64>,
     documents: Vec<i64>,
@@ -114,14 +119,26 @@ impl Data {
 
     /// A rank's micro-batches of a step. Steps are counted from 1.
     pub fn step(&self, step: u64, rank: usize, ranks: usize) -> Result<Vec<Batch>> {
+        self.step_part(step, rank, ranks, ContextPlace::ALONE)
+    }
+
+    /// A rank's micro-batches of a step, or its part of them, if it divides sequences with others.
+    pub fn step_part(&self, step: u64, rank: usize, ranks: usize, place: ContextPlace) -> Result<Vec<Batch>> {
         let batch_size = BatchSize {
             micro_batch_size: self.micro_batch_size,
             gradient_accumulation_steps: self.gradient_accumulation_steps,
         };
         let micro_batch = |indices: Vec<u64>| {
-            let mut rows = Rows::default();
+            // How packed conversations are divided depends on all of them.
+            let is_packed = matches!(self.source, Source::Conversations { .. });
+            let read_at = if is_packed { ContextPlace::ALONE } else { place };
+            let mut rows = Rows::new(&indices, self.seed, self.seq_len, read_at);
             indices.into_iter().try_for_each(|index| self.add(index, &mut rows))?;
-            rows.batch(self.micro_batch_size)
+            let batch = rows.batch()?;
+            match is_packed && place.size() > 1 {
+                true => Ok(batch.split_context(place).map_err(shardwise_train::Error::Batch)?),
+                false => Ok(batch),
+            }
         };
         batch_size.sample_indices(step, rank, ranks).into_iter().map(micro_batch).collect()
     }
@@ -154,8 +171,10 @@ impl Data {
             Source::Random => {
                 let key = splitmix64(self.seed ^ splitmix64(index));
                 let id = |place: u64| (splitmix64(key ^ place) % self.vocab_size) as i64;
-                rows.tokens.extend((0..self.seq_len as u64).map(id));
-                rows.targets.extend((1..=self.seq_len as u64).map(id));
+                for run in rows.positions.clone() {
+                    rows.tokens.extend(run.clone().map(|at| id(at as u64)));
+                    rows.targets.extend(run.map(|at| id(at as u64 + 1)));
+                }
                 Ok(())
             }
             Source::Corpora { windows, mixture, .. } => {
@@ -174,29 +193,55 @@ impl Data {
 }
 
 impl Rows {
+    /// Rows for the samples with these indices in the order of a seed.
+    fn new(indices: &[u64], seed: u64, seq_len: usize, place: ContextPlace) -> Self {
+        let context = (place.size() > 1).then(|| {
+            let samples = indices.iter().fold(splitmix64(seed), |hash, index| splitmix64(hash ^ index));
+            ContextBatch::of_whole_documents(indices.len(), seq_len, place, samples)
+        });
+        let own = context.as_ref().and_then(ContextBatch::own_positions);
+        Rows {
+            sequences: indices.len(),
+            positions: own.unwrap_or_else(|| std::iter::once(0..seq_len).collect()),
+            context,
+            tokens: Vec::new(),
+            targets: Vec::new(),
+            documents: Vec::new(),
+        }
+    }
+
     /// Appends a window. It has one token more than a sequence, because the target of each position is the next token.
     fn add_window(&mut self, windows: &Windows, index: u64, vocab_size: u64) -> Result<()> {
-        let mut ids = vec![0; windows.seq_len() as usize + 1];
-        windows.read(index, &mut ids)?;
-        if let Some(place) = ids.iter().position(|&id| u64::from(id) >= vocab_size) {
-            let problem = format!(
-                "token {} is {}, but the model's vocab_size is {vocab_size}: was the corpus written with another tokenizer?",
-                index * windows.seq_len() + place as u64,
-                ids[place],
-            );
-            return Err(Error::Data { path: windows.corpus().path().to_path_buf(), problem });
+        for run in self.positions.clone() {
+            let mut ids = vec![0; run.len() + 1];
+            windows.read(index, run.start as u64, &mut ids)?;
+            if let Some(place) = ids.iter().position(|&id| u64::from(id) >= vocab_size) {
+                let problem = format!(
+                    "token {} is {}, but the model's vocab_size is {vocab_size}: was the corpus written with another tokenizer?",
+                    index * windows.seq_len() + (run.start + place) as u64,
+                    ids[place],
+                );
+                return Err(Error::Data { path: windows.corpus().path().to_path_buf(), problem });
+            }
+            let ids = ids.into_iter().map(i64::from);
+            self.tokens.extend(ids.clone().take(run.len()));
+            self.targets.extend(ids.skip(1));
         }
-        let ids = ids.into_iter().map(i64::from);
-        self.tokens.extend(ids.clone().take(windows.seq_len() as usize));
-        self.targets.extend(ids.skip(1));
         Ok(())
     }
 
-    fn batch(self, sequences: usize) -> Result<Batch> {
-        let tensor = |values: &[i64]| Tensor::from_slice(values).view([sequences as i64, -1]);
+    /// Appends a sequence whose targets are ignored.
+    fn add_padding(&mut self) {
+        let positions: usize = self.positions.iter().map(Range::len).sum();
+        self.tokens.extend(std::iter::repeat_n(0, positions));
+        self.targets.extend(std::iter::repeat_n(IGNORED, positions));
+    }
+
+    fn batch(self) -> Result<Batch> {
+        let tensor = |values: &[i64]| Tensor::from_slice(values).view([self.sequences as i64, -1]);
         let (tokens, targets) = (tensor(&self.tokens), tensor(&self.targets));
         match self.documents.is_empty() {
-            true => Ok(Batch::new(tokens, targets)),
+            true => Ok(Batch { context: self.context, ..Batch::new(tokens, targets) }),
             false => {
                 let packed = Batch::packed(tokens, targets, &tensor(&self.documents));
                 packed.map_err(|error| shardwise_train::Error::Batch(error).into())
@@ -289,24 +334,22 @@ impl EvaluationSet {
         Ok(EvaluationSet { windows, count, bytes_per_token, vocab_size: recipe.vocab_size() as u64, every_steps: None })
     }
 
-    /// This rank's batches of `sequences` sequences. Every rank has the same number of batches; the last ones are padded with
-    /// sequences whose targets are ignored.
-    pub(crate) fn batches(&self, rank: usize, ranks: usize, sequences: usize) -> impl Iterator<Item = Result<Batch>> {
-        let together = (ranks * sequences) as u64;
+    /// This rank's batches of `sequences` sequences, or its part of them. Every rank has the same number of batches; the last ones are
+    /// padded with sequences whose targets are ignored.
+    pub(crate) fn batches(&self, ranks: &Ranks, sequences: usize) -> impl Iterator<Item = Result<Batch>> {
+        let (rank, together, place) =
+            (ranks.data_rank(), (ranks.data_size() * sequences) as u64, ranks.context.place());
         (0..self.count.div_ceil(together)).map(move |round| {
             let first = round * together + (rank * sequences) as u64;
-            let mut rows = Rows::default();
-            for index in first..first + sequences as u64 {
+            let indices: Vec<u64> = (first..first + sequences as u64).collect();
+            let mut rows = Rows::new(&indices, 0, self.windows.seq_len() as usize, place);
+            for index in indices {
                 match index < self.count {
                     true => rows.add_window(&self.windows, index, self.vocab_size)?,
-                    false => {
-                        let seq_len = self.windows.seq_len() as usize;
-                        rows.tokens.extend(std::iter::repeat_n(0, seq_len));
-                        rows.targets.extend(std::iter::repeat_n(IGNORED, seq_len));
-                    }
+                    false => rows.add_padding(),
                 }
             }
-            rows.batch(sequences)
+            rows.batch()
         })
     }
 }

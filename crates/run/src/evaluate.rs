@@ -34,9 +34,9 @@ pub(crate) fn evaluate_set(
     evaluation_set: &EvaluationSet,
     sequences: usize,
 ) -> Result<EvaluationMetrics> {
-    let (rank, ranks) = (trainer.ranks().data_rank(), trainer.ranks().data_size());
+    let ranks = trainer.ranks().clone();
     let (mut loss_sum, mut tokens) = (0., 0);
-    for batch in evaluation_set.batches(rank, ranks, sequences) {
+    for batch in evaluation_set.batches(&ranks, sequences) {
         let sums = trainer.evaluate(&[batch?])?;
         loss_sum += sums.loss_sum;
         tokens += sums.tokens;

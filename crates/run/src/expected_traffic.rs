@@ -1,11 +1,12 @@
 //! The expected traffic of a step, by collective. The meter compares the measured traffic with it.
 //!
 //! It follows from the step's program (`shardwise_plan::program`): what each instruction sends, and how much of it this rank sends.
-//! The counts are exact. They do not include token counts, losses and norms.
+//! The counts are exact. They do not include token counts, losses and norms. If ranks divide sequences of packed documents, they are
+//! those of one document: what ranks send each other depends on the documents, and is usually less.
 
 use shardwise_comm::Verb;
-use shardwise_plan::program::{CollectiveKind, Sent, traffic};
-use shardwise_train::{StepShape, Trainer, tensor_place, unit_specs};
+use shardwise_plan::program::{CollectiveKind, ModelParallel, Sent, traffic};
+use shardwise_train::{StepShape, Trainer, unit_specs};
 
 use crate::error::Result;
 
@@ -27,7 +28,8 @@ impl ExpectedTraffic {
         let program = trainer.program(shape.micro_batches)?;
         let (options, ranks) = (trainer.options(), trainer.ranks());
         let (policy, layout) = (options.policy(shape.micro_batches), ranks.layout(options.precision));
-        let units = unit_specs(trainer.model(), options, tensor_place(&ranks.mesh(), ranks.world.rank()), shape);
+        let place = ModelParallel::of_rank(&ranks.mesh(), ranks.world.rank());
+        let units = unit_specs(trainer.model(), options, &place, shape);
         let sent = traffic(&program, &units, &policy, &layout);
         Ok(ExpectedTraffic { step: by_verb(&sent.step), update: by_verb(&sent.update) })
     }

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use shardwise_model::Batch;
+use shardwise_plan::ContextPlace;
 use shardwise_train::Ranks;
 
 use crate::data::Data;
@@ -23,12 +24,13 @@ struct Place {
     data: Arc<Data>,
     rank: usize,
     ranks: usize,
+    context: ContextPlace,
     is_pinned: bool,
 }
 
 impl Place {
     fn load(&self, step: u64) -> Result<Vec<Batch>> {
-        let mut batches = self.data.step(step, self.rank, self.ranks)?;
+        let mut batches = self.data.step_part(step, self.rank, self.ranks, self.context)?;
         if self.is_pinned {
             batches.iter_mut().try_for_each(Batch::pin).map_err(shardwise_train::Error::Batch)?;
         }
@@ -38,7 +40,8 @@ impl Place {
 
 impl Loader {
     pub(crate) fn new(data: Arc<Data>, ranks: &Ranks, is_pinned: bool, last: u64) -> Self {
-        let place = Place { data, rank: ranks.data_rank(), ranks: ranks.data_size(), is_pinned };
+        let (rank, size, context) = (ranks.data_rank(), ranks.data_size(), ranks.context.place());
+        let place = Place { data, rank, ranks: size, context, is_pinned };
         Loader { place, next: None, last }
     }
 

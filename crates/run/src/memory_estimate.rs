@@ -8,13 +8,11 @@ use std::fmt;
 use shardwise_checkpoint::SaveId;
 use shardwise_journal::format::format_memory_fixed;
 use shardwise_model::Model;
-use shardwise_plan::program::{Layout, Memory, MemoryKind, MemoryUse, Program, memory_use};
+use shardwise_plan::program::{Layout, Memory, MemoryKind, MemoryUse, ModelParallel, Program, memory_use};
 use shardwise_plan::{Axis, Mesh};
 use shardwise_recipe::{ActivationCheckpointingRecipe, DeviceRecipe, FloatRecipe, Recipe};
 use shardwise_torch::tch::Device;
-use shardwise_train::{
-    Options, checked_programs, checkpoint_layouts, memory_costs, stages_of_units, tensor_place, unit_specs,
-};
+use shardwise_train::{Options, checked_programs, checkpoint_layouts, memory_costs, stages_of_units, unit_specs};
 
 use crate::build::{self, step_shape};
 use crate::error::Result;
@@ -116,10 +114,10 @@ pub(crate) fn simulate_memory(
     let (parameter_bytes, gradient_bytes) =
         (options.precision.param_dtype.bytes(), options.precision.reduce_dtype.bytes());
     let layout = Layout::of_rank(&mesh, 0, parameter_bytes, gradient_bytes);
-    let place = tensor_place(&mesh, 0);
-    let (units, policy) = (unit_specs(model, options, place, shape), options.policy(shape.micro_batches));
+    let place = ModelParallel::of_rank(&mesh, 0);
+    let (units, policy) = (unit_specs(model, options, &place, shape), options.policy(shape.micro_batches));
     let programs = checked_programs(&units, options, &mesh, shape.micro_batches)?;
-    let costs = memory_costs(model, options, place, shape);
+    let costs = memory_costs(model, options, &place, shape);
     let of_stage = |program: Program| {
         let memory = memory_use(&program, &units, &policy, &layout, &costs);
         (program, memory)

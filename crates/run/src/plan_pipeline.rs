@@ -10,10 +10,10 @@ use shardwise_plan::pipeline_partition::{
     Constraints, GradientReduction, PartitionError, Replication, StagePlan, StateBytes, UnitProfile, Workers,
     partition_stages,
 };
-use shardwise_plan::program::{Instruction, Lane, Programs, StepSimulation};
+use shardwise_plan::program::{Instruction, Lane, ModelParallel, Programs, StepSimulation};
 use shardwise_recipe::Recipe;
 use shardwise_torch::tch::Device;
-use shardwise_train::{ActivationCheckpointing, Options, memory_costs, tensor_place, unit_specs};
+use shardwise_train::{ActivationCheckpointing, Options, memory_costs, unit_specs};
 
 use crate::build::{self, step_shape};
 use crate::error::{Error, Result};
@@ -39,13 +39,14 @@ pub fn plan_pipeline(recipe: &Recipe, costs: &StepCosts, request: &PlanRequest) 
     (recipe.parallel.pipeline, recipe.parallel.replicate) = (request.stages.unwrap_or(1), 1);
     recipe.parallel.pipeline_split_points = None;
     let recipe = &recipe;
-    let tensor = recipe.parallel.tensor;
-    if request.ranks == 0 || !request.ranks.is_multiple_of(tensor) {
+    // Ranks that share layers or divide sequences work as one.
+    let together = recipe.parallel.tensor * recipe.parallel.context;
+    if request.ranks == 0 || !request.ranks.is_multiple_of(together) {
         recipe.mesh(request.ranks)?;
     }
-    let workers = request.ranks / tensor;
+    let workers = request.ranks / together;
     let units = unit_profiles(recipe, costs, request)?;
-    let links = links(costs, request.ranks, tensor, workers);
+    let links = links(costs, request.ranks, together, workers);
     let constraints = constraints(recipe, request, Replication::Grid { stages: request.stages })?;
     let plan = partition_stages(&units, &links, &constraints).map_err(refuse)?;
     let mut text = plan.to_string();
@@ -190,11 +191,11 @@ fn first_units(plan: &StagePlan, units: &[UnitProfile]) -> Vec<String> {
 fn unit_profiles(recipe: &Recipe, costs: &StepCosts, request: &PlanRequest) -> Result<Vec<UnitProfile>> {
     let (model, options) = (build::model(recipe)?, build::options(recipe, Device::Cpu)?);
     let shape = step_shape(recipe, request.ranks)?;
-    let place = tensor_place(&recipe.mesh(request.ranks)?, 0);
-    let specs = unit_specs(&model, &options, place, shape);
+    let place = ModelParallel::of_rank(&recipe.mesh(request.ranks)?, 0);
+    let specs = unit_specs(&model, &options, &place, shape);
     costs.check_units(&specs)?;
-    let memory = memory_costs(&model, &options, place, shape);
-    let scale = costs.scale_pass(shape.tokens, place.size);
+    let memory = memory_costs(&model, &options, &place, shape);
+    let scale = costs.scale_pass(shape.tokens(&place), place.tensor.size);
     let profile = |index: usize| {
         let (spec, times, bytes) = (&specs[index], &costs.units[index], &memory.units[index]);
         let recomputed_s = if recomputes(&options) { times.forward_s } else { 0. };
@@ -218,12 +219,12 @@ fn recomputes(options: &Options) -> bool {
     options.activation_checkpointing == ActivationCheckpointing::Full
 }
 
-/// The links between workers: groups of ranks that share layers. The bandwidths of the costs are those of all ranks of a host together.
-fn links(costs: &StepCosts, ranks: usize, tensor: usize, workers: usize) -> Workers {
+/// The links between workers: groups of `together` ranks that share layers or divide sequences. The bandwidths of the costs are those of all ranks of a host together.
+fn links(costs: &StepCosts, ranks: usize, together: usize, workers: usize) -> Workers {
     let ranks_per_host = costs.ranks_per_host.unwrap_or(ranks).clamp(1, ranks);
     let per_rank = |link: f64| link / ranks_per_host as f64;
     let [within, between] = [costs.within_host, costs.between_hosts].map(|link| per_rank(link.bytes_per_s));
-    Workers::on_hosts(workers, (ranks_per_host / tensor).max(1), within, between)
+    Workers::on_hosts(workers, (ranks_per_host / together).max(1), within, between)
 }
 
 /// What the stages must respect.

@@ -12,7 +12,7 @@ use shardwise_comm::{Group, ReduceOp};
 use shardwise_journal::Profile;
 use shardwise_journal::spans::Trace;
 use shardwise_plan::Dtype;
-use shardwise_plan::program::{Layout, UnitSpec};
+use shardwise_plan::program::{Layout, ModelParallel, UnitSpec};
 use shardwise_recipe::Recipe;
 use shardwise_torch::tch::Device;
 use shardwise_train::Trainer;
@@ -218,7 +218,7 @@ fn gather_facts<'a>(report: &'a ProfileReport, recipe: &Recipe, machine: &Machin
         step_s: report.least_step_s,
         hosts: report.hosts,
         micro_batches: batch.1,
-        micro_batch_tokens: batch.0 * recipe.batch.seq_len,
+        micro_batch_tokens: batch.0 * recipe.batch.seq_len.div_ceil(recipe.parallel.context),
         arithmetic_s: report.flops / report.peak_flops_per_s.max(1.),
         other_dtype_speedup: machine.other_flops_per_s / machine.flops_per_s.max(1.),
         threads: machine.threads,
@@ -265,7 +265,7 @@ fn trace_steps(
         if step > WARM_UP {
             times.push(began.elapsed().as_secs_f64());
         }
-        trace = tracer.after_step(step, trainer.ranks(), false)?.or(trace);
+        trace = tracer.after_step(step, false)?.or(trace);
     }
     let peaks = memory_probe.take_peaks();
     let path = trace.map_or(Err("no step was traced".to_string()), |trace| trace.path).map_err(Error::Options)?;
@@ -290,7 +290,7 @@ fn trace_steps(
 }
 
 /// Measures what a step costs, on rank 0. Nothing is prefetched, and layers wait for their collectives, so that computation and
-/// communication do not compete for cores. The model is not cut into the stages of a pipeline, so that every rank computes every unit
+/// communication do not compete for cores; only the turns of ring attention overlap as always. The model is not cut into the stages of a pipeline, so that every rank computes every unit
 /// and no rank waits for another stage.
 fn measure_costs(
     recipe: &Recipe,
@@ -319,7 +319,7 @@ fn measure_costs(
         layout,
         shards_optimizer: recipe.zero.stage >= 1,
         micro_batches: shape.micro_batches,
-        micro_batch_tokens: shape.tokens,
+        micro_batch_tokens: shape.tokens(&ModelParallel::of_rank(&recipe.mesh(world.size())?, 0)),
         tensor: recipe.parallel.tensor,
         hosts,
         ranks_per_host: options.ranks_here,
@@ -349,7 +349,8 @@ fn observe_memory(trainer: &mut Trainer, position: &Arc<PositionTracker>) -> Arc
 
 fn run_step(data: &Data, trainer: &mut Trainer, position: &PositionTracker) -> Result<()> {
     position.enter(Phase::Data);
-    let own = data.step(trainer.steps() + 1, trainer.ranks().data_rank(), trainer.ranks().data_size())?;
+    let ranks = trainer.ranks();
+    let own = data.step_part(trainer.steps() + 1, ranks.data_rank(), ranks.data_size(), ranks.context.place())?;
     trainer.step(&own)?;
     position.enter(Phase::Between);
     Ok(())

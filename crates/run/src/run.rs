@@ -10,6 +10,7 @@ use shardwise_comm::Group;
 use shardwise_journal::format::format_memory_fixed;
 use shardwise_journal::{Entry, EntryKind, Evaluation, JOURNAL_VERSION, Start, Step};
 use shardwise_model::Model;
+use shardwise_plan::Axis;
 use shardwise_recipe::{Recipe, ScheduleKind, SpikeRecipe};
 use shardwise_torch::tch::Device;
 use shardwise_train::{Options, Ranks, Report, Trainer};
@@ -271,7 +272,8 @@ impl<'a> Session<'a> {
         let (recipe, data) = (self.recipe, &self.data);
         let data_size = trainer.ranks().data_size();
         let step = trainer.steps() + 1;
-        let rank_batches = |data_rank: usize| data.step(step, data_rank, data_size);
+        let place = trainer.ranks().context.place();
+        let rank_batches = |data_rank: usize| data.step_part(step, data_rank, data_size, place);
         self.position.enter(Phase::Data);
         let own = self.meter.time_loading(|| self.loader.load(step))?;
 
@@ -357,9 +359,7 @@ impl<'a> Session<'a> {
 
     /// Ends and writes the trace, if this was its last step.
     fn trace(&mut self, trainer: &Trainer) -> Result<()> {
-        if let Some(traced) =
-            self.tracer.after_step(trainer.steps(), trainer.ranks(), trainer.steps() == self.recipe.run.steps)?
-        {
+        if let Some(traced) = self.tracer.after_step(trainer.steps(), trainer.steps() == self.recipe.run.steps)? {
             self.log.print(&traced);
             let WrittenTrace { first_step, steps, path } = traced;
             if let Ok(path) = path {
@@ -477,6 +477,7 @@ fn journal_start(recipe: &Recipe, trainer: &Trainer, workload: &Workload, resume
         zero_stage: recipe.zero.stage,
         replicate: trainer.ranks().groups.replicate.size(),
         pipeline: trainer.ranks().pipeline.size(),
+        context: trainer.ranks().context.size(),
         tensor: trainer.ranks().tensor.size(),
         param_dtype: trainer.options().precision.param_dtype.to_string(),
         parameters: trainer.model().elements() as u64,
@@ -494,11 +495,14 @@ fn journal_start(recipe: &Recipe, trainer: &Trainer, workload: &Workload, resume
 
 /// The sizes of the mesh: replicas by shards and, if there are any, the stages of a pipeline and the ranks that share each layer.
 fn describe_mesh(ranks: &Ranks) -> String {
-    let (replicas, shards) = (ranks.groups.replicate.size(), ranks.groups.shard.size());
+    let (mesh, replicas) = (ranks.mesh(), ranks.groups.replicate.size());
+    let shards = mesh.size(Axis::Shard);
     let along = |axis: &str, size: usize| (size > 1).then(|| format!("{axis} {size}"));
     let parts = [
         along("pipeline", ranks.pipeline.size()),
         Some(format!("{replicas} × {shards}")),
+        along("ring", ranks.context.ring.size()),
+        along("ulysses", ranks.context.ulysses.size()),
         along("tensor", ranks.tensor.size()),
     ];
     parts.into_iter().flatten().collect::<Vec<_>>().join(" × ")

@@ -8,10 +8,12 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 use shardwise_journal::Profile;
-use shardwise_plan::program::{Lane, Layout, LinkCost, SharedLink, StepSimulation, Topology, UnitSpec, simulate};
+use shardwise_plan::program::{
+    Lane, Layout, LinkCost, ModelParallel, SharedLink, StepSimulation, Topology, UnitSpec, simulate,
+};
 use shardwise_recipe::Recipe;
 use shardwise_torch::tch::Device;
-use shardwise_train::{ActivationCheckpointing, Options, checked_programs, memory_costs, tensor_place, unit_specs};
+use shardwise_train::{ActivationCheckpointing, Options, checked_programs, memory_costs, unit_specs};
 
 use crate::build;
 use crate::build::step_shape;
@@ -125,16 +127,16 @@ impl StepCosts {
     pub(crate) fn simulate(&self, recipe: &Recipe, ranks: usize, speedup: Speedup) -> Result<SimulatedStep> {
         let (model, options) = (build::model(recipe)?, build::options(recipe, Device::Cpu)?);
         let shape = step_shape(recipe, ranks)?;
-        let place = tensor_place(&recipe.mesh(ranks)?, 0);
-        let (units, policy) = (unit_specs(&model, &options, place, shape), options.policy(shape.micro_batches));
+        let place = ModelParallel::of_rank(&recipe.mesh(ranks)?, 0);
+        let (units, policy) = (unit_specs(&model, &options, &place, shape), options.policy(shape.micro_batches));
         self.check_units(&units)?;
         let topology = self.topology(recipe, &options, ranks)?;
-        let mut costs = memory_costs(&model, &options, place, shape);
+        let mut costs = memory_costs(&model, &options, &place, shape);
         let layout = topology.layout(0);
         let share = |unit: &UnitSpec, is_sharded: bool| {
             layout.kept_trainable(unit, is_sharded) as f64 / unit.trainable.max(1) as f64
         };
-        let per_micro_batch = self.scale_pass(shape.tokens, place.size) / speedup;
+        let per_micro_batch = self.scale_pass(shape.tokens(&place), place.tensor.size) / speedup;
         let recomputed = match policy.activation_checkpointing {
             ActivationCheckpointing::Selective => SELECTIVE_RECOMPUTATION,
             ActivationCheckpointing::None | ActivationCheckpointing::Full => 0.,
@@ -142,8 +144,9 @@ impl StepCosts {
         for ((cost, times), unit) in costs.units.iter_mut().zip(&self.units).zip(&units) {
             cost.forward_s = times.forward_s * per_micro_batch;
             cost.backward_s = (times.backward_s + recomputed * times.forward_s) * per_micro_batch;
-            cost.update_s = times.update_s * self.scale_layer(place.size) * share(unit, options.sharding.optimizer);
-            cost.norm_s = times.norm_s * self.scale_layer(place.size) * share(unit, true);
+            cost.update_s =
+                times.update_s * self.scale_layer(place.tensor.size) * share(unit, options.sharding.optimizer);
+            cost.norm_s = times.norm_s * self.scale_layer(place.tensor.size) * share(unit, true);
         }
         let programs = checked_programs(&units, &options, &topology.mesh, shape.micro_batches)?;
         let simulation = simulate(&programs, &units, &policy, &topology, &costs);

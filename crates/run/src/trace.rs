@@ -17,8 +17,6 @@ use rustix::time::{ClockId, clock_gettime};
 use shardwise_comm::{Call, Entry, Group, RecordedCalls, Verb};
 use shardwise_journal::spans::{Kind, Span, SpanCall, Thread, TraceInfo, TraceRank, TraceWriter, events};
 
-use shardwise_train::Ranks;
-
 use crate::error::Result;
 use crate::host;
 use crate::phase::Phase;
@@ -116,9 +114,9 @@ impl Tracer {
     }
 
     /// Ends the trace after its last step, or after the run's last step. All ranks return the path of the file, which rank 0 writes.
-    pub(crate) fn after_step(&mut self, step: u64, ranks: &Ranks, is_last: bool) -> Result<Option<WrittenTrace>> {
+    pub(crate) fn after_step(&mut self, step: u64, is_last: bool) -> Result<Option<WrittenTrace>> {
         match self.active.take() {
-            Some(trace) if is_last || trace.last_step <= step => self.end(trace, ranks).map(Some),
+            Some(trace) if is_last || trace.last_step <= step => self.end(trace).map(Some),
             other => {
                 self.active = other;
                 Ok(None)
@@ -145,7 +143,7 @@ impl Tracer {
         Ok(())
     }
 
-    fn end(&mut self, trace: ActiveTrace, ranks: &Ranks) -> Result<WrittenTrace> {
+    fn end(&mut self, trace: ActiveTrace) -> Result<WrittenTrace> {
         let ended = Instant::now();
         let first_step = trace.steps.first().map_or(trace.last_step, |(step, _)| *step);
         let steps = trace.steps.len() as u64;
@@ -164,7 +162,6 @@ impl Tracer {
             let builder = SpanBuilder {
                 rank,
                 units: self.position.units(),
-                groups: groups(ranks),
                 steps: &trace.steps,
                 ended,
                 epoch: record.epoch(),
@@ -310,18 +307,10 @@ fn boot() -> i64 {
     host::hash_text(&id)
 }
 
-/// The names and sizes of a trainer's groups.
-fn groups(ranks: &Ranks) -> Vec<(String, usize)> {
-    let data_parallel = [&ranks.groups.shard, &ranks.groups.replicate, &ranks.replicated.shard];
-    let groups = [&ranks.world, &ranks.stage, &ranks.pipeline, &ranks.tensor].into_iter().chain(data_parallel);
-    groups.map(|group| (group.name().to_string(), group.size())).collect()
-}
-
 /// Builds the spans of a rank.
 struct SpanBuilder<'a> {
     rank: usize,
     units: &'a [String],
-    groups: Vec<(String, usize)>,
     steps: &'a [(u64, Instant)],
     ended: Instant,
     /// The origin of the flight recorder's times.
@@ -413,7 +402,8 @@ impl SpanBuilder<'_> {
     fn fill_call(&self, call: &Call, span: &mut Span) {
         let is_of_unit = self.units.iter().any(|unit| **unit == *call.label);
         let kind = match call.verb {
-            Verb::AllGather if is_of_unit => Kind::Gather,
+            // What context parallelism exchanges is mostly keys, which other ranks have.
+            Verb::AllGather | Verb::AllToAll if is_of_unit => Kind::Gather,
             Verb::ReduceScatter | Verb::AllReduce if is_of_unit => Kind::Reduce,
             _ => Kind::Agree,
         };
@@ -428,20 +418,8 @@ impl SpanBuilder<'_> {
             },
             number: call.number,
             verb: call.verb.to_string(),
-            sent_bytes: self.sent_bytes(call),
+            sent_bytes: (call.elements_sent * call.dtype.bytes()) as u64,
         });
-    }
-
-    /// The bytes that this rank sends, computed from the size of the call.
-    fn sent_bytes(&self, call: &Call) -> u64 {
-        let size = self.groups.iter().find(|(name, _)| **name == *call.group).map_or(1, |(_, size)| *size) as u64;
-        let bytes = (call.elements * call.dtype.bytes()) as u64;
-        match call.verb {
-            Verb::AllGather | Verb::ReduceScatter | Verb::AllToAll => bytes * (size - 1) / size,
-            Verb::AllReduce => 2 * bytes * (size - 1) / size,
-            Verb::Send | Verb::Broadcast => bytes,
-            Verb::Receive | Verb::Barrier => 0,
-        }
     }
 }
 
@@ -463,6 +441,7 @@ mod tests {
                 number: 1,
                 elements: 1000,
                 dtype: Dtype::Bf16,
+                elements_sent: 500,
             },
             queued,
             started: Some(started),
@@ -492,7 +471,6 @@ mod tests {
         let builder = SpanBuilder {
             rank: 1,
             units: &["block.0".to_string()],
-            groups: vec![("shard 0-1".to_string(), 2)],
             steps: &[(7, at(10)), (8, at(19))],
             ended: at(30),
             epoch,

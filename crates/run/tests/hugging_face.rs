@@ -19,7 +19,8 @@ use shardwise_torch::tch::Tensor;
 use shardwise_train::{Options, Ranks, Schedule, Trainer, init};
 use shardwise_zero::{AdamW, Optimizer, Sharding};
 
-const FAMILIES: [&str; 6] = ["llama2", "llama3", "mistral", "qwen2", "qwen3", "gpt2"];
+const FAMILIES: [&str; 10] =
+    ["llama2", "llama3", "mistral", "qwen2", "qwen3", "gpt2", "linear", "dynamic", "yarn", "yarn-tuned"];
 const FOLDER: &str = "SHARDWISE_TEST_FOLDER";
 
 fn python(verb: &str, folder: &Path) {

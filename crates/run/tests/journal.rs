@@ -88,10 +88,10 @@ fn traffic_is_what_theory_says() {
                 assert!(entries.is_empty() && text.is_empty());
                 continue;
             }
-            // In addition, each step sends five numbers per rank: tokens, micro-batches, a trace request, a fingerprint, and whether
+            // In addition, each step sends six numbers per rank: tokens, micro-batches, a trace request, two fingerprints, and whether
             // sequences are divided.
             let (bytes, theory) = sent(&entries, "all-gather");
-            assert_eq!(bytes - 3 * 5 * 8 * 3, theory, "all-gather, {sets:?}");
+            assert_eq!(bytes - 3 * 6 * 8 * 3, theory, "all-gather, {sets:?}");
             let (bytes, theory) = sent(&entries, "send");
             assert_eq!(bytes, theory, "send, {sets:?}");
             let (bytes, theory) = sent(&entries, "reduce-scatter");

@@ -94,8 +94,8 @@ pub mod model {
     pub use shardwise_model::init::splitmix64;
     pub use shardwise_model::{
         Activations, Batch, Cache, ConfigError, Error, Footprint, Gpt2Config, IGNORED, Init, Layer, Llama3Rope,
-        LlamaConfig, Model, ModelConfig, Parameter, Parameters, Pass, PassShape, Result, TensorParallel, Tied, Unit,
-        head_loss,
+        LlamaConfig, Model, ModelConfig, Parameter, Parameters, Pass, PassShape, Result, RopeScaling, TensorParallel,
+        Tied, Unit, YarnRope, head_loss,
     };
     pub use shardwise_plan::{Split, TensorPlacement};
 }

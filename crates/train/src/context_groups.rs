@@ -4,20 +4,19 @@ use std::sync::Arc;
 
 use shardwise_comm::Group;
 use shardwise_model::{Batch, ContextGroup, ContextParallel, PendingTensor};
+use shardwise_plan::ContextPlace;
 use shardwise_plan::program::Place;
-use shardwise_plan::{Axis, Mesh};
 use shardwise_torch::autograd::ClosureError;
 use shardwise_torch::tch::Tensor;
 use shardwise_torch::{Block, dtype_of};
 
-use crate::error::{Error, Result};
 use crate::tensor_group::Sent;
 
 /// The ranks that divide sequences: neighbors that exchange heads, and rings of ranks that have the same heads.
 #[derive(Clone)]
 pub struct ContextGroups {
     /// The ranks that exchange heads (Ulysses).
-    pub heads: Arc<Group>,
+    pub ulysses: Arc<Group>,
     /// The ranks that send each other keys and values (ring attention).
     pub ring: Arc<Group>,
 }
@@ -25,44 +24,33 @@ pub struct ContextGroups {
 impl ContextGroups {
     /// Every rank has whole sequences.
     pub(crate) fn none() -> Self {
-        let [heads, ring] = [(); 2].map(|()| Arc::new(shardwise_comm::single::group()));
-        ContextGroups { heads, ring }
-    }
-
-    /// The groups of a mesh: `ulysses` neighbors exchange heads.
-    pub(crate) fn new(world: &Group, mesh: &Mesh, ulysses: usize) -> Result<Self> {
-        let ranks = mesh.size(Axis::Context);
-        if ulysses == 0 || !ranks.is_multiple_of(ulysses) {
-            let problem = format!(
-                "{ranks} context-parallel ranks cannot exchange heads in groups of {ulysses}; use a divisor of {ranks}"
-            );
-            return Err(Error::Options(problem));
-        }
-        if ranks == 1 {
-            return Ok(ContextGroups::none());
-        }
-        let [heads, ring] = world.split_axis(mesh, Axis::Context, ulysses, ["ulysses", "ring"])?;
-        Ok(ContextGroups { heads: Arc::new(heads), ring: Arc::new(ring) })
+        let [ulysses, ring] = [(); 2].map(|()| Arc::new(shardwise_comm::single::group()));
+        ContextGroups { ulysses, ring }
     }
 
     /// The number of ranks that divide a sequence.
     pub fn size(&self) -> usize {
-        self.heads.size() * self.ring.size()
+        self.ulysses.size() * self.ring.size()
     }
 
     /// The verbs of context parallelism.
     pub(crate) fn verbs(&self) -> ContextParallel {
         let exchange = |group: &Arc<Group>| Arc::new(Exchange(group.clone()));
-        ContextParallel::new(exchange(&self.heads), exchange(&self.ring))
+        ContextParallel::new(exchange(&self.ulysses), exchange(&self.ring))
     }
 
     /// This rank's part of a micro-batch.
     pub fn split(&self, batch: Batch) -> shardwise_model::Result<Batch> {
-        let place = |group: &Group| Place { size: group.size(), index: group.rank() };
         match self.size() {
             1 => Ok(batch),
-            _ => batch.split_context(place(&self.ring), place(&self.heads)),
+            _ => batch.split_context(self.place()),
         }
+    }
+
+    /// This rank's place among those that divide sequences.
+    pub fn place(&self) -> ContextPlace {
+        let place = |group: &Group| Place { size: group.size(), index: group.rank() };
+        ContextPlace { ring: place(&self.ring), ulysses: place(&self.ulysses) }
     }
 }
 

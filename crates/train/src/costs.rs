@@ -1,26 +1,25 @@
 //! What the units of a model cost in bytes, from their shapes.
 
 use shardwise_model::{Activations, Model, Unit};
-use shardwise_plan::program::{Costs, GroupKind, LinkCost, Place, Tier, UnitCost};
+use shardwise_plan::program::{Costs, GroupKind, LinkCost, ModelParallel, Tier, UnitCost};
 
 use crate::options::Options;
 use crate::unit_specs::{StepShape, pass_shape};
 
-/// The costs of a step in bytes on a rank at this place among those that share its layers, from the shapes of the model. Nothing
-/// takes any time.
-pub fn memory_costs(model: &Model, options: &Options, tensor: Place, shape: StepShape) -> Costs {
+/// The costs of a step in bytes on a rank at this place, from the shapes of the model. Nothing takes any time.
+pub fn memory_costs(model: &Model, options: &Options, place: &ModelParallel, shape: StepShape) -> Costs {
     let masters = usize::from(options.precision.has_masters());
     Costs {
-        units: model.units().iter().map(|unit| unit_cost(model, unit, options, tensor, shape)).collect(),
+        units: model.units().iter().map(|unit| unit_cost(model, unit, options, place, shape)).collect(),
         links: [LinkCost::FREE; GroupKind::ALL.len()],
         tiers: [LinkCost::FREE; Tier::ALL.len()],
         optimizer_element_bytes: (masters + options.optimizer.states()) * options.precision.state_dtype().bytes(),
     }
 }
 
-fn unit_cost(model: &Model, unit: &Unit, options: &Options, tensor: Place, shape: StepShape) -> UnitCost {
+fn unit_cost(model: &Model, unit: &Unit, options: &Options, place: &ModelParallel, shape: StepShape) -> UnitCost {
     let element_bytes = options.precision.param_dtype.bytes();
-    let footprint = |activations| unit.footprint(&pass_shape(options, tensor, shape, activations));
+    let footprint = |activations| unit.footprint(&pass_shape(options, place, shape, activations));
     let (all, selective) = (footprint(Activations::All), footprint(Activations::Selective));
     let tied = unit.tied().map(|tied| &model.units()[tied.unit].parameters()[tied.parameter]);
     UnitCost {
@@ -35,7 +34,7 @@ fn unit_cost(model: &Model, unit: &Unit, options: &Options, tensor: Place, shape
         selective_temporary_bytes: selective.temporary_bytes,
         tied_gradient_bytes: tied
             .filter(|tied| tied.trainable)
-            .map_or(0, |tied| tied.kept_elements(tensor) * element_bytes),
+            .map_or(0, |tied| tied.kept_elements(place.tensor) * element_bytes),
         sparse_gradient_bytes: all.sparse_gradient_bytes,
         ..UnitCost::default()
     }

@@ -7,9 +7,9 @@ use shardwise_torch::tch::Kind;
 use crate::error::{Error, Result};
 use crate::step::Trainer;
 
-/// The numbers that each rank sends: its targets, its micro-batches, its signal, the fingerprint of its micro-batches, and whether they
-/// are divided as the ranks divide sequences.
-const NUMBERS: usize = 5;
+/// The numbers that each rank sends: its targets, its micro-batches, its signal, the fingerprint of its micro-batches, that of its part
+/// of them, and whether they are divided as the ranks divide sequences.
+const NUMBERS: usize = 6;
 
 impl Trainer {
     /// Counts the targets of all ranks that are not ignored. The same collective returns the largest `signal` of any rank. Fails
@@ -23,24 +23,29 @@ impl Trainer {
         let (shared_by, per_stage) = (self.ranks.tensor.size(), self.ranks.stage.size());
         let same_samples = self.ranks.ranks_per_sample();
         let is_shared = same_samples > 1 || per_stage < world.size();
-        let fingerprint = if is_shared { fingerprint(micro_batches) } else { 0 };
-        let own = vec![counted, micro_batches.len() as i64, signal as i64, fingerprint, i64::from(is_divided)];
+        let [whole, part] = if is_shared { fingerprints(micro_batches) } else { [0; 2] };
+        let own = vec![counted, micro_batches.len() as i64, signal as i64, whole, part, i64::from(is_divided)];
         let (own, all) = world.all_gather("tokens", own, vec![0i64; NUMBERS * world.size()]).wait()?;
         let of_rank = |rank: usize| &all[NUMBERS * rank..NUMBERS * (rank + 1)];
         if let Some(rank) = (0..world.size()).find(|&rank| of_rank(rank)[1] != own[1] || of_rank(rank)[1] == 0) {
             return Err(Error::MicroBatches { step, rank, theirs: of_rank(rank)[1], ours: own[1] });
         }
-        if let Some(rank) = (0..world.size()).find(|&rank| of_rank(rank)[4] == 0) {
+        if let Some(rank) = (0..world.size()).find(|&rank| of_rank(rank)[5] == 0) {
             let found = if divided_by > 1 { "a whole micro-batch" } else { "a part of one" };
             let problem = format!("sequences are divided among {divided_by} ranks, but rank {rank} has {found}");
             return Err(Error::Options(format!(
                 "step {step}: {problem}; divide micro-batches with `ContextGroups::split`"
             )));
         }
-        // The first rank that must have the same micro-batches, or other parts of them.
-        let counterpart = |rank: usize| rank % per_stage - rank % same_samples;
-        if let Some(rank) = (0..world.size()).find(|&rank| of_rank(rank)[3] != of_rank(counterpart(rank))[3]) {
-            let other = counterpart(rank);
+        // The first ranks that must have the same micro-batches, or the same part of them.
+        let counterparts = |rank: usize| [same_samples, shared_by].map(|ranks| rank % per_stage - rank % ranks);
+        let differs = |rank: usize| {
+            let [whole, part] = counterparts(rank);
+            let is_whole_same = of_rank(rank)[3] == of_rank(whole)[3];
+            let is_part_same = of_rank(rank)[4] == of_rank(part)[4];
+            (!is_whole_same).then_some(whole).or((!is_part_same).then_some(part))
+        };
+        if let Some((rank, other)) = (0..world.size()).find_map(|rank| Some((rank, differs(rank)?))) {
             let what = if rank < per_stage { "share their layers or sequences" } else { "hold stages of one pipeline" };
             let problem = format!("ranks {other} and {rank} {what}, but have different micro-batches");
             return Err(Error::Options(format!("step {step}: {problem}")));
@@ -51,9 +56,13 @@ impl Trainer {
     }
 }
 
-/// A number that almost certainly differs between different micro-batches.
-fn fingerprint(micro_batches: &[Batch]) -> i64 {
-    let of_batch =
-        |batch: &Batch| batch.context.as_ref().map_or_else(|| batch.fingerprint(), |part| part.whole_fingerprint());
-    micro_batches.iter().fold(0, |hash, batch| splitmix64(hash ^ of_batch(batch))) as i64
+/// Numbers that almost certainly differ between different micro-batches, and between different parts of them.
+fn fingerprints(micro_batches: &[Batch]) -> [i64; 2] {
+    let mut hashes = [0u64; 2];
+    for batch in micro_batches {
+        let part = batch.fingerprint();
+        let whole = batch.context.as_ref().map_or(part, |context| context.whole_fingerprint());
+        hashes = [splitmix64(hashes[0] ^ whole), splitmix64(hashes[1] ^ part)];
+    }
+    hashes.map(|hash| hash as i64)
 }

@@ -81,4 +81,4 @@ pub use state::{TensorLease, checkpoint_layouts};
 pub use step::Trainer;
 pub use step_programs::{checked_programs, stages_of_units};
 pub use step_values::BeforeUpdate;
-pub use unit_specs::{StepShape, tensor_place, unit_specs};
+pub use unit_specs::{StepShape, unit_specs};

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use shardwise_comm::{Group, ReduceOp};
 use shardwise_plan::pipeline::PipelineSchedule;
-use shardwise_plan::program::{ActivationCheckpointing, Layout, Place, Policy};
+use shardwise_plan::program::{ActivationCheckpointing, GroupKind, Layout, Place, Policy};
 use shardwise_plan::schedule::Schedule;
 use shardwise_plan::{Axis, Dtype, DynamicScale, Mesh};
 use shardwise_torch::Block;
@@ -189,21 +189,14 @@ impl Ranks {
         Ranks::on_mesh(world, mesh)
     }
 
-    /// The ranks of a mesh with the axes pipeline, replicate, shard, context and tensor. Ranks along the context axis form a ring. All
-    /// ranks call this together.
+    /// The ranks of a mesh. All ranks call this together.
     pub fn on_mesh(world: Arc<Group>, mesh: Mesh) -> Result<Self> {
-        Ranks::with_ulysses(world, mesh, 1)
-    }
-
-    /// Like [`Ranks::on_mesh`]: `ulysses` consecutive ranks of the context axis exchange heads, and the rest of the axis is a ring.
-    pub fn with_ulysses(world: Arc<Group>, mesh: Mesh, ulysses: usize) -> Result<Self> {
         let along = |axes: &[Axis]| -> Result<Arc<Group>> { Ok(Arc::new(world.split_along(&mesh, axes)?)) };
-        let groups = Groups { shard: along(&[Axis::Shard, Axis::Context])?, replicate: along(&[Axis::Replicate])? };
+        let groups = Groups { shard: along(GroupKind::Shard.axes())?, replicate: along(&[Axis::Replicate])? };
         let (tensor, replicated) = match mesh.size(Axis::Tensor) {
             1 => (Arc::new(shardwise_comm::single::group()), groups.clone()),
             _ => {
-                let (shard, replicate) =
-                    (along(&[Axis::Shard, Axis::Context, Axis::Tensor])?, groups.replicate.clone());
+                let (shard, replicate) = (along(GroupKind::ShardTensor.axes())?, groups.replicate.clone());
                 (along(&[Axis::Tensor])?, Groups { shard, replicate })
             }
         };
@@ -215,7 +208,11 @@ impl Ranks {
             }
         };
         let messages = MessageGroups::same(&pipeline);
-        let context = ContextGroups::new(&world, &mesh, ulysses)?;
+        let unless_single = |axis| match mesh.size(axis) {
+            1 => Ok(Arc::new(shardwise_comm::single::group())),
+            _ => along(&[axis]),
+        };
+        let context = ContextGroups { ulysses: unless_single(Axis::Ulysses)?, ring: unless_single(Axis::Ring)? };
         Ok(Ranks { world, groups, replicated, tensor, context, pipeline, messages, stage, mesh })
     }
 
@@ -233,7 +230,7 @@ impl Ranks {
     /// Fails if a call of one of the groups has failed; see [`Group::check`].
     pub(crate) fn check(&self) -> Result<()> {
         let groups = [&self.groups, &self.replicated].map(|groups| [&groups.shard, &groups.replicate]);
-        let context = [&self.context.heads, &self.context.ring];
+        let context = [&self.context.ulysses, &self.context.ring];
         let others = [&self.tensor, &self.pipeline].into_iter().chain(context).chain(self.messages.all());
         let mut all = groups.iter().flatten().copied().chain(others);
         Ok(all.try_for_each(|group| group.check())?)
@@ -291,7 +288,7 @@ impl Ranks {
         mesh: Mesh,
         connect: impl Fn(Group) -> shardwise_comm::Result<Group>,
     ) -> Result<Self> {
-        if mesh.size(Axis::Context) > 1 {
+        if mesh.context_size() > 1 {
             return Err(Error::Options("context parallelism has been written for CPUs only".into()));
         }
         let Ranks { world, groups, replicated, tensor, context, pipeline, messages, stage, mesh } =

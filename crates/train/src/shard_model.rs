@@ -3,15 +3,14 @@
 use std::sync::Arc;
 
 use shardwise_model::{Model, Parameter, Unit};
-use shardwise_plan::FloatsMut;
 use shardwise_plan::program::Place;
+use shardwise_plan::{Axis, FloatsMut};
 use shardwise_zero::{Groups, Layout, ParameterSpec, Pool, ShardedUnit};
 
 use crate::error::{Error, Result};
 use crate::init::{ParameterInit, for_each_run};
 use crate::options::{Options, Ranks};
 use crate::own_units::OwnUnits;
-use crate::unit_specs::tensor_place;
 
 /// The index of the layout of parameters that tensor-parallel ranks split: those with the same part shard it.
 const SPLIT: usize = 0;
@@ -29,7 +28,7 @@ pub(crate) fn shard_model(
 ) -> Result<OwnUnits> {
     load_units(model, stage_of_unit, ranks.pipeline.rank())?;
     let layouts = layouts(ranks, options, pool);
-    let place = tensor_place(&ranks.mesh(), ranks.world.rank());
+    let place = ranks.mesh().place(ranks.world.rank(), Axis::Tensor);
     let mut shard = |unit: &Unit| -> Result<ShardedUnit> {
         let specs: Vec<ParameterSpec> =
             unit.parameters().iter().map(|parameter| parameter_spec(parameter, options, place)).collect();

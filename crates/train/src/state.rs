@@ -30,7 +30,7 @@ pub fn checkpoint_layouts(model: &Model, options: &Options, mesh: &Mesh) -> Vec<
 
 /// The number of ranks that a parameter is sharded among.
 fn shards(mesh: &Mesh) -> usize {
-    mesh.size(Axis::Shard) * mesh.size(Axis::Context)
+    mesh.size(Axis::Shard) * mesh.context_size()
 }
 
 /// The flat buffers of a unit in a checkpoint, each with the tensor-parallel rank that has it, unless all have: first those with the

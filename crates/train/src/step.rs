@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use shardwise_comm::ReduceOp;
 use shardwise_model::{Activations, Batch, DeferredGradients, Model, Pass, TensorParallel, Unit};
-use shardwise_plan::program::{Instruction, Keep, Place, Policy, Program, UnitSpec};
+use shardwise_plan::program::{Instruction, Keep, ModelParallel, Place, Policy, Program, UnitSpec};
 use shardwise_torch::autograd::{self, Graph};
 use shardwise_torch::tch::{Device, Tensor, no_grad};
 use shardwise_torch::{Stream, kind_of};
@@ -28,7 +28,7 @@ use crate::step_programs::{
 };
 use crate::step_values::{BeforeUpdate, HalfBackward, ParameterGradient, StepValues, UnitPass, Unread, copy_batches};
 use crate::tensor_group::TensorRanks;
-use crate::unit_specs::{StepShape, tensor_place, unit_specs};
+use crate::unit_specs::{StepShape, unit_specs};
 
 /// One rank's part of a model in training.
 pub struct Trainer {
@@ -92,13 +92,14 @@ impl Trainer {
         check_ties(&model, &ranks.mesh())?;
         let shards = shard_model(&model, &ranks, &options, &stage_of_unit, &pool, init)?;
         let loss_scaler = LossScaler::new(options.loss_scale);
-        let place = tensor_place(&ranks.mesh(), ranks.world.rank());
+        let place = ModelParallel::of_rank(&ranks.mesh(), ranks.world.rank());
         // The number of tokens changes nothing about the order.
-        let shape = StepShape { tokens: place.size, positions: place.size, micro_batches: 1 };
-        let unit_specs = unit_specs(&model, &options, place, shape);
+        let positions = place.tensor.size * place.context.size();
+        let shape = StepShape { sequences: 1, positions, micro_batches: 1 };
+        let unit_specs = unit_specs(&model, &options, &place, shape);
         let tensor_ranks = Arc::new(TensorRanks(ranks.tensor.clone()));
-        let parallel =
-            TensorParallel::new(tensor_ranks, options.splits_sequence(place)).with_async(options.async_tensor_parallel);
+        let parallel = TensorParallel::new(tensor_ranks, options.splits_sequence(place.tensor))
+            .with_async(options.async_tensor_parallel);
         let leases = model.units().iter().map(|_| Arc::default()).collect();
         Ok(Trainer {
             model,
@@ -656,8 +657,8 @@ mod tests {
         let options =
             Options::new(Sharding::stage(3).unwrap(), Optimizer::AdamW(AdamW::default()), Schedule::constant(1e-3));
         let model = |blocks| Model::from_config(LlamaConfig::new(32, 16, blocks, 2, 40)).unwrap();
-        let shape = StepShape { tokens: 8, positions: 8, micro_batches: 1 };
-        let specs = unit_specs(&model(8), &options, Place::ALONE, shape);
+        let shape = StepShape { sequences: 1, positions: 8, micro_batches: 1 };
+        let specs = unit_specs(&model(8), &options, &ModelParallel::NONE, shape);
         let program = shardwise_plan::program::build::train_step(&specs, &options.policy(1));
 
         let unsharded = Options { sharding: Sharding::stage(0).unwrap(), ..options };

@@ -1,51 +1,58 @@
 //! What the order of a step depends on, by unit.
 
 use shardwise_model::{Activations, Model, Parameter, PassShape, Unit, may_use_flash_attention};
-use shardwise_plan::program::{ActivationCheckpointing, Place, Replicated, UnitSpec};
-use shardwise_plan::{Axis, Mesh};
+use shardwise_plan::program::{ActivationCheckpointing, ModelParallel, Replicated, UnitSpec};
 
 use crate::options::Options;
 
 /// The micro-batches of a step on one rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StepShape {
-    /// The tokens of a micro-batch.
-    pub tokens: usize,
+    /// The sequences of a micro-batch.
+    pub sequences: usize,
     /// The length of a sequence.
     pub positions: usize,
     /// The number of micro-batches.
     pub micro_batches: usize,
 }
 
-/// The place of a rank among those that share its layers.
-pub fn tensor_place(mesh: &Mesh, rank: usize) -> Place {
-    Place { size: mesh.size(Axis::Tensor), index: mesh.coordinates(rank).along(Axis::Tensor) }
+impl StepShape {
+    /// The number of tokens that a rank has of a micro-batch, if ranks divide sequences.
+    pub fn tokens(&self, place: &ModelParallel) -> usize {
+        self.sequences * place.context.own_positions(self.positions)
+    }
 }
 
-/// What the order of a step depends on, by unit, on a rank at this place among those that share a layer.
-pub fn unit_specs(model: &Model, options: &Options, tensor: Place, shape: StepShape) -> Vec<UnitSpec> {
-    let shape = pass_shape(options, tensor, shape, options.activation_checkpointing.into());
+/// What the order of a step depends on, by unit, on a rank at this place.
+pub fn unit_specs(model: &Model, options: &Options, place: &ModelParallel, shape: StepShape) -> Vec<UnitSpec> {
+    let shape = pass_shape(options, place, shape, options.activation_checkpointing.into());
     let is_trained = |unit: &Unit| unit.parameters().iter().any(|parameter| parameter.trainable);
     let first_trainable = model.units().iter().position(is_trained).unwrap_or(model.units().len());
     let spec = |(index, unit): (usize, &Unit)| UnitSpec {
         tied_elements: unit
             .tied()
-            .map_or(0, |tied| model.units()[tied.unit].parameters()[tied.parameter].kept_elements(tensor)),
+            .map_or(0, |tied| model.units()[tied.unit].parameters()[tied.parameter].kept_elements(place.tensor)),
         ..unit_spec(unit, &PassShape { input_has_grad: index > first_trainable, ..shape })
     };
     model.units().iter().enumerate().map(spec).collect()
 }
 
 /// The shape of a pass that keeps these activations.
-pub(crate) fn pass_shape(options: &Options, tensor: Place, shape: StepShape, activations: Activations) -> PassShape {
+pub(crate) fn pass_shape(
+    options: &Options,
+    place: &ModelParallel,
+    shape: StepShape,
+    activations: Activations,
+) -> PassShape {
     PassShape {
-        tokens: shape.tokens,
+        tokens: shape.tokens(place),
         positions: shape.positions,
         element_bytes: options.precision.param_dtype.bytes(),
         activations,
         is_recomputed: options.activation_checkpointing == ActivationCheckpointing::Full,
-        tensor,
-        splits_sequence: options.splits_sequence(tensor),
+        tensor: place.tensor,
+        context: place.context,
+        splits_sequence: options.splits_sequence(place.tensor),
         input_has_grad: true,
         uses_flash_attention: may_use_flash_attention(options.device, options.precision.param_dtype),
         overlaps: options.async_tensor_parallel,

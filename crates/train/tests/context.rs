@@ -144,8 +144,8 @@ fn assert_same(found: &Trained, expected: &Trained, place: Place, tolerance: f64
 /// with one rank.
 fn compare(context: usize, ulysses: usize, tensor: usize) {
     let world = world();
-    let mesh = Mesh::divide(world.size(), &[(Axis::Context, context), (Axis::Tensor, tensor)]).unwrap();
-    let ranks = Ranks::with_ulysses(world.clone(), mesh, ulysses).unwrap();
+    let sizes = [(Axis::Ring, context / ulysses), (Axis::Ulysses, ulysses), (Axis::Tensor, tensor)];
+    let ranks = Ranks::on_mesh(world.clone(), Mesh::divide(world.size(), &sizes).unwrap()).unwrap();
     let place = Place { size: tensor, index: ranks.tensor.rank() };
     let micro = (world.size() / context / tensor) as i64;
     let checkpointing =
@@ -193,7 +193,7 @@ fn sequences_on_4_ranks_compute_the_same_as_on_one() {
 #[test]
 fn a_whole_micro_batch_is_refused_by_ranks_that_divide_sequences() {
     ranks!(2, || {
-        let mesh = Mesh::divide(2, &[(Axis::Context, 2)]).unwrap();
+        let mesh = Mesh::divide(2, &[(Axis::Ring, 2)]).unwrap();
         let ranks = Ranks::on_mesh(world(), mesh).unwrap();
         let model = Model::from_config(llama()).unwrap();
         let mut trainer = Trainer::new(model, ranks, options(0, sgd(), 1.), &mut init::from_seed(5)).unwrap();
@@ -220,7 +220,7 @@ fn divided_sequences_and_shards_compute_the_same_as_on_one_rank() {
 #[test]
 fn long_sequences_with_windows_compute_the_same_as_on_one_rank() {
     ranks!(3, || {
-        let ranks = Ranks::on_mesh(world(), Mesh::divide(3, &[(Axis::Context, 3)]).unwrap()).unwrap();
+        let ranks = Ranks::on_mesh(world(), Mesh::divide(3, &[(Axis::Ring, 3)]).unwrap()).unwrap();
         let alone = || Ranks::sharded(Arc::new(single::group()));
         for window in [3, 200, 700] {
             let llama = LlamaConfig { num_key_value_heads: 4, sliding_window: Some(window), ..llama() };
@@ -255,8 +255,8 @@ fn sums_over_ranks_are_not_kept_in_16_bits() {
         let on_one = distance(&train(alone(), Precision::BF16), &exact);
         let world = world();
         for ulysses in [1, 2, 4] {
-            let mesh = Mesh::divide(4, &[(Axis::Context, 4)]).unwrap();
-            let ranks = Ranks::with_ulysses(world.clone(), mesh, ulysses).unwrap();
+            let mesh = Mesh::divide(4, &[(Axis::Ring, 4 / ulysses), (Axis::Ulysses, ulysses)]).unwrap();
+            let ranks = Ranks::on_mesh(world.clone(), mesh).unwrap();
             let divided = distance(&train(ranks, Precision::BF16), &exact);
             assert!(divided < 1.1 * on_one, "Ulysses {ulysses}: {divided} instead of {on_one}");
         }
@@ -267,7 +267,7 @@ fn sums_over_ranks_are_not_kept_in_16_bits() {
 #[test]
 fn divided_sequences_and_stages_compute_the_same_as_on_one_rank() {
     ranks!(4, || {
-        let mesh = Mesh::divide(4, &[(Axis::Pipeline, 2), (Axis::Context, 2)]).unwrap();
+        let mesh = Mesh::divide(4, &[(Axis::Pipeline, 2), (Axis::Ring, 2)]).unwrap();
         let ranks = Ranks::on_mesh(world(), mesh).unwrap();
         for is_packed in [false, true] {
             let config: ModelConfig = LlamaConfig { num_key_value_heads: 2, ..llama() }.into();

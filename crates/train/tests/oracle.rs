@@ -15,6 +15,7 @@ use shardwise_harness::{Launch, ranks, scale_timeout};
 use shardwise_model::{
     Batch, Gpt2Config, IGNORED, Init, Layer, LlamaConfig, Model, Parameter, Parameters, Pass, Result, Unit,
 };
+use shardwise_plan::{Axis, Mesh};
 use shardwise_torch::tch::{Device, Kind, Tensor};
 use shardwise_torch::{exclusive, kind_of};
 use shardwise_train::{
@@ -38,9 +39,8 @@ struct Run {
     model: fn() -> Model,
     /// The sequences of a step, for all ranks and micro-batches.
     batch: fn(i64) -> Batch,
-    replicas: usize,
-    /// The ranks that share each layer.
-    tensor: usize,
+    /// The axes of the mesh besides the one that shards.
+    mesh: &'static [(Axis, usize)],
     options: Options,
     /// The relative tolerance of losses and norms.
     tolerance: f64,
@@ -64,16 +64,7 @@ impl Run {
             ..Options::new(Sharding::stage(stage).unwrap(), optimizer, Schedule::constant(rate))
         };
         let model = || Model::from_config(llama()).unwrap();
-        Run {
-            name,
-            family: llama_family(),
-            model,
-            batch: token_batch,
-            replicas: 1,
-            tensor: 1,
-            options,
-            tolerance: 1e-5,
-        }
+        Run { name, family: llama_family(), model, batch: token_batch, mesh: &[], options, tolerance: 1e-5 }
     }
 
     /// The same run in f64. The oracle agrees to eleven digits.
@@ -148,7 +139,7 @@ impl Run {
 
     /// Trains on this rank, and compares every step with the oracle, on the rank that knows its results.
     fn compare(&self, world: &Arc<Group>, oracle: Option<&[Step]>) {
-        let ranks = Ranks::parallel(world.clone(), self.replicas, self.tensor).unwrap();
+        let ranks = Ranks::on_mesh(world.clone(), Mesh::divide(world.size(), self.mesh).unwrap()).unwrap();
         let mut trainer =
             Trainer::new((self.model)(), ranks, self.options.clone(), &mut init::from_seed(SEED)).unwrap();
         let mut worst = [0f64; 2];
@@ -210,7 +201,10 @@ fn compare_with_oracle(runs: &[Run]) -> Option<Vec<Vec<Step>>> {
 fn own_batches(all: Batch, ranks: &Ranks) -> Vec<Batch> {
     let (rank, size) = (ranks.data_rank() as i64, ranks.data_size() as i64);
     let part = |tensor: &Tensor, index: i64| tensor.narrow(0, (index * size + rank) * 2, 2).contiguous();
-    let batch = |index| Batch::new(part(&all.inputs, index), part(&all.targets, index));
+    let batch = |index| {
+        let whole = Batch::new(part(&all.inputs, index), part(&all.targets, index));
+        ranks.context.split(whole).unwrap()
+    };
     (0..MICRO_BATCHES * RANKS / size).map(batch).collect()
 }
 
@@ -248,8 +242,12 @@ fn llama_trains_like_the_oracle() {
     ranks!(Launch::ranks(4), || {
         let run = |name| Run::new(name, 3, Optimizer::AdamW(ADAMW), 3e-3);
         // Layers that two ranks share, with six query heads and three key heads, of which both ranks use the second.
-        let shared = Run { tensor: 2, ..run("llama, tensor 2 × shard 2") };
-        compare_with_oracle(&[run("llama"), run("llama").in_f64("llama, f64"), shared]);
+        let shared = Run { mesh: &[(Axis::Tensor, 2)], ..run("llama, tensor 2 × shard 2") };
+        // Sequences of 16 positions that ranks divide.
+        let ring = Run { mesh: &[(Axis::Ring, 4)], ..run("llama, ring 4") };
+        let ulysses = Run { mesh: &[(Axis::Ulysses, 4)], ..run("llama, Ulysses 4") };
+        let both = Run { mesh: &[(Axis::Ring, 2), (Axis::Ulysses, 2)], ..run("llama, ring 2 × Ulysses 2") };
+        compare_with_oracle(&[run("llama"), run("llama").in_f64("llama, f64"), shared, ring, ulysses, both]);
     });
 }
 
@@ -341,8 +339,8 @@ fn sgd_lamb_and_loss_scaling_match_pytorch() {
         let lamb = Optimizer::Lamb(Lamb { lr: 0., beta1: 0.9, beta2: 0.999, weight_decay: 10., eps: 1e-6 });
         let largest = 2f64.powi(127);
         let oracle = compare_with_oracle(&[
-            Run { replicas: 2, ..Run::new("SGD", 2, sgd.clone(), 0.03) },
-            Run { replicas: 2, ..Run::new("SGD", 2, sgd, 0.03) }.in_f64("SGD, f64"),
+            Run { mesh: &[(Axis::Replicate, 2)], ..Run::new("SGD", 2, sgd.clone(), 0.03) },
+            Run { mesh: &[(Axis::Replicate, 2)], ..Run::new("SGD", 2, sgd, 0.03) }.in_f64("SGD, f64"),
             Run::new("LAMB", 3, lamb.clone(), 0.01),
             Run::new("LAMB", 3, lamb, 0.01).in_f64("LAMB, f64"),
             scaled_run("loss scale, f32", Precision::F32, largest / 4., 1e-5),

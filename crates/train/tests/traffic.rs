@@ -1,5 +1,5 @@
-//! The bytes that a program sends, by collective and group, are exactly those that its execution sends. In tensor-parallel layers
-//! this holds layer by layer, and for the number of calls, too.
+//! The bytes that a program sends, by collective and group, are exactly those that its execution sends. Inside of layers, which ranks share
+//! or whose sequences they divide, this holds layer by layer, and for the number of calls, too.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
@@ -9,12 +9,11 @@ use std::time::Duration;
 use shardwise_comm::{Count, Group, Verb, mpi};
 use shardwise_harness::{Launch, ranks};
 use shardwise_model::{Batch, Gpt2Config, LlamaConfig, Model};
-use shardwise_plan::program::{Call, CallOp, CollectiveKind, GroupKind, Sent, calls, traffic};
+use shardwise_plan::program::{Call, CallOp, CollectiveKind, GroupKind, ModelParallel, Sent, calls, traffic};
 use shardwise_plan::{Axis, Dtype, Mesh};
 use shardwise_torch::tch::{Device, Kind, Tensor};
 use shardwise_train::{
-    ActivationCheckpointing, Options, PipelineSchedule, Ranks, Schedule, StepShape, Trainer, init, tensor_place,
-    unit_specs,
+    ActivationCheckpointing, Options, PipelineSchedule, Ranks, Schedule, StepShape, Trainer, init, unit_specs,
 };
 use shardwise_zero::{AdamW, Optimizer, Precision, Sharding};
 
@@ -49,13 +48,14 @@ fn compare_with(tokens: usize, model: Model, ranks: &Ranks, options: Options, mi
     let policy = trainer.options().policy(micro_batches);
     let layout = ranks.layout(trainer.options().precision);
     let program = trainer.program(micro_batches).unwrap();
-    let place = tensor_place(&ranks.mesh(), ranks.world.rank());
-    let shape = StepShape { tokens, positions: tokens, micro_batches };
-    let units = unit_specs(trainer.model(), trainer.options(), place, shape);
+    let place = ModelParallel::of_rank(&ranks.mesh(), ranks.world.rank());
+    let shape = StepShape { sequences: 1, positions: tokens, micro_batches };
+    let units = unit_specs(trainer.model(), trainer.options(), &place, shape);
     let expected = traffic(&program, &units, &policy, &layout);
     let calls = calls(&program, &units, &policy);
     ranks.world.meter().reset();
-    trainer.step(&batches(micro_batches, tokens)).unwrap();
+    let parts = batches(micro_batches, tokens).into_iter().map(|batch| ranks.context.split(batch).unwrap());
+    trainer.step(&parts.collect::<Vec<_>>()).unwrap();
     if !policy.sharding.parameters {
         settle(&mut trainer);
     }
@@ -65,17 +65,23 @@ fn compare_with(tokens: usize, model: Model, ranks: &Ranks, options: Options, mi
         (GroupKind::Replicate, &ranks.groups.replicate),
         (GroupKind::Tensor, &ranks.tensor),
         (GroupKind::ShardTensor, &ranks.replicated.shard),
+        (GroupKind::Ring, &ranks.context.ring),
+        (GroupKind::Ulysses, &ranks.context.ulysses),
     ];
     let messages = metered.iter().filter(|(key, _)| key.verb == Verb::Send && &*key.group == ranks.pipeline.name());
     let sent: u64 = messages.map(|(_, count)| count.bytes).sum();
     assert_eq!(sent, expected.step.message_bytes(), "messages, {setting}");
-    // Without tensor parallelism there are no more than the first two.
-    let groups = if ranks.tensor.size() == 1 { &groups[..2] } else { &groups[..] };
-    for &(kind, group) in groups {
+    for (kind, group) in groups {
+        let is_inside = matches!(kind, GroupKind::Tensor | GroupKind::Ring | GroupKind::Ulysses);
+        // Without tensor parallelism, the group of all shards is that of the shards.
+        if is_inside && group.size() == 1 || kind == GroupKind::ShardTensor && ranks.tensor.size() == 1 {
+            continue;
+        }
         for (collective, verb) in [
             (CollectiveKind::AllGather, Verb::AllGather),
             (CollectiveKind::ReduceScatter, Verb::ReduceScatter),
             (CollectiveKind::AllReduce, Verb::AllReduce),
+            (CollectiveKind::AllToAll, Verb::AllToAll),
         ] {
             let of = |sent: &Sent| sent.bytes(kind, collective);
             let simulated = of(&expected.step) + of(&expected.update);
@@ -83,7 +89,7 @@ fn compare_with(tokens: usize, model: Model, ranks: &Ranks, options: Options, mi
             let counts = metered.iter().filter(|(key, _)| key.verb == verb && &*key.group == name);
             let sent: Count = counts.clone().map(|(_, count)| *count).sum();
             assert_eq!(sent.bytes, simulated, "{} {}, {setting}", kind.name(), collective.name());
-            if kind != GroupKind::Tensor {
+            if !is_inside {
                 continue;
             }
             let is_such = |call: &Call| call.collective.group == kind && call.collective.kind == collective;
@@ -221,6 +227,64 @@ fn compare_pieces(tensor: usize) {
             compare_with(MANY_TOKENS, gpt2, &ranks, options, 1, &format!("GPT-2, {setting}"));
         }
     }
+}
+
+/// Sequences that `ring` × `ulysses` ranks divide, in layers that `tensor` ranks share: windows × key heads × checkpointing × precision.
+fn compare_context(ring: usize, ulysses: usize, tensor: usize) {
+    let world = world();
+    let sizes = [(Axis::Ring, ring), (Axis::Ulysses, ulysses), (Axis::Tensor, tensor)];
+    let ranks = Ranks::on_mesh(world.clone(), Mesh::divide(world.size(), &sizes).unwrap()).unwrap();
+    let checkpointing =
+        [ActivationCheckpointing::None, ActivationCheckpointing::Selective, ActivationCheckpointing::Full];
+    for (index, (key_heads, window)) in
+        [(6, None), (2, None), (1, None), (3, Some(5)), (2, Some(200))].into_iter().enumerate()
+    {
+        for precision in [Precision::F32, Precision::BF16] {
+            let activation_checkpointing = checkpointing[index % 3];
+            let optimizer = Optimizer::AdamW(AdamW::default());
+            let options = Options {
+                activation_checkpointing,
+                precision,
+                ..Options::new(Sharding::stage(index as u8 % 4).unwrap(), optimizer, Schedule::constant(1e-3))
+            };
+            let setting = format!(
+                "ring {ring}, Ulysses {ulysses}, tensor {tensor}, {key_heads} key heads, window {window:?}, {precision:?}, \
+                 {activation_checkpointing:?}"
+            );
+            let llama = LlamaConfig {
+                num_key_value_heads: key_heads,
+                sliding_window: window,
+                ..LlamaConfig::new(61, 24, 2, 6, 17)
+            };
+            let projections = ["q_proj", "k_proj", "v_proj"].map(|name| format!("model.layers.0.self_attn.{name}"));
+            let [q_proj, k_proj, v_proj] = projections.each_ref().map(String::as_str);
+            for frozen in [
+                &[][..],
+                &["model.embed_tokens", "model.layers.0.input", "model.layers.0.self_attn"],
+                // Only what comes after attention is trained, so attention has no backward pass.
+                &["model.embed_tokens", "model.layers.0.input", q_proj, k_proj, v_proj],
+            ] {
+                let mut model = Model::from_config(llama.clone()).unwrap();
+                model.freeze(frozen).unwrap();
+                let setting = format!("{setting}, frozen {frozen:?}");
+                compare_with(MANY_TOKENS, model, &ranks, options.clone(), 2, &setting);
+            }
+            let gpt2 = Model::from_config(Gpt2Config::new(61, MANY_TOKENS, 24, 2, 6)).unwrap();
+            compare_with(MANY_TOKENS, gpt2, &ranks, options, 1, &format!("GPT-2, {setting}"));
+        }
+    }
+}
+
+#[test]
+fn simulated_bytes_equal_metered_bytes_of_divided_sequences() {
+    ranks!(2, || compare_context(2, 1, 1));
+    ranks!(2, || compare_context(1, 2, 1));
+    ranks!(3, || compare_context(3, 1, 1));
+    ranks!(4, || compare_context(4, 1, 1));
+    ranks!(4, || compare_context(1, 4, 1));
+    ranks!(4, || compare_context(2, 2, 1));
+    ranks!(4, || compare_context(2, 1, 2));
+    ranks!(4, || compare_context(1, 2, 2));
 }
 
 /// Every schedule × stages 0 to 3 × accumulation × frozen parts × tied or untied, on the stages of a pipeline.

@@ -83,7 +83,7 @@ fn steps(updates: &[Update]) -> Vec<u64> {
 fn a_viewer_receives_old_and_new_entries_and_the_state_of_the_ranks() {
     let secret = Secret::new().unwrap();
     let mut server = server(&secret, 2);
-    server.set_axes(ModelAxes { pipeline: 2, tensor: 1 });
+    server.set_axes(ModelAxes { pipeline: 2, ..ModelAxes::default() });
     let mut earlier = History::default();
     earlier.add(step(1));
     server.set_history(earlier);

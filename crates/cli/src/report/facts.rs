@@ -85,6 +85,9 @@ fn facts(run: &RunData) -> Vec<(&'static str, String)> {
                 if start.tensor > 1 {
                     text += &format!(", layers shared by {} ranks", start.tensor);
                 }
+                if start.context > 1 {
+                    text += &format!(", sequences divided among {} ranks", start.context);
+                }
                 if start.pipeline > 1 {
                     text += &format!(", a pipeline of {} stages", start.pipeline);
                 }

@@ -126,7 +126,15 @@ mod tests {
     use crate::Error;
 
     fn call(verb: Verb, label: &str, number: u64, elements: usize) -> Call {
-        Call { verb, label: label.into(), group: "shard 0-6/2".into(), number, elements, dtype: Dtype::F32 }
+        Call {
+            verb,
+            label: label.into(),
+            group: "shard 0-6/2".into(),
+            number,
+            elements,
+            dtype: Dtype::F32,
+            elements_sent: 0,
+        }
     }
 
     fn reduction(elements: usize, reduce: ReduceOp) -> Operation {

@@ -6,7 +6,7 @@
 use super::Program;
 use super::groups::{CollectiveKind, GroupKind};
 use super::instruction::{Codec, Instruction};
-use super::policy::{InnerCollective, Policy, Replicated, Sharding, UnitSpec};
+use super::policy::{InnerCollective, Policy, Replicated, Sharding, UnevenBytes, UnitSpec};
 
 /// A collective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -29,6 +29,8 @@ pub struct Collective {
     /// The group that `elements` are sharded among, if it is called on the caller's part of them instead of on all. All members
     /// of a replicate group have the same part.
     pub on_shard_of: Option<GroupKind>,
+    /// What ranks send, if they do not send equal parts of `elements`.
+    pub uneven: Option<UnevenBytes>,
 }
 
 /// An element of a collective.
@@ -120,7 +122,7 @@ fn inner_collectives<'a>(instruction: &Instruction, spec: &'a UnitSpec) -> &'a [
 
 fn of_pass(unit: usize, inner: &InnerCollective) -> Option<Collective> {
     let collective = of_unit(unit, inner.group, inner.kind, inner.bytes, Element::Byte, Codec::None)?;
-    Some(Collective { row_len: inner.row_bytes, ..collective })
+    Some(Collective { row_len: inner.row_bytes, uneven: inner.uneven, ..collective })
 }
 
 /// The collective of a few numbers that an instruction without a unit issues.
@@ -131,7 +133,8 @@ fn control_call(instruction: &Instruction) -> Option<Collective> {
         _ => return None,
     };
     let (group, element, codec) = (GroupKind::World, Element::Byte, Codec::None);
-    Some(Collective { group, kind, unit: None, elements: 0, element, codec, row_len: 1, on_shard_of: None })
+    let (unit, on_shard_of, uneven) = (None, None, None);
+    Some(Collective { group, kind, unit, elements: 0, element, codec, row_len: 1, on_shard_of, uneven })
 }
 
 /// A collective on all elements of a unit, if it has any.
@@ -143,8 +146,18 @@ fn of_unit(
     element: Element,
     codec: Codec,
 ) -> Option<Collective> {
-    let unit = Some(unit);
-    (elements > 0).then_some(Collective { group, kind, unit, elements, element, codec, row_len: 1, on_shard_of: None })
+    let (unit, on_shard_of, uneven) = (Some(unit), None, None);
+    (elements > 0).then_some(Collective {
+        group,
+        kind,
+        unit,
+        elements,
+        element,
+        codec,
+        row_len: 1,
+        on_shard_of,
+        uneven,
+    })
 }
 
 /// All calls of a program in order, each with the position of its instruction.

@@ -15,8 +15,10 @@ pub enum GroupKind {
     Pipeline,
     /// The ranks that hold the experts of one layer.
     Expert,
-    /// The ranks that hold the parts of one sequence.
-    Context,
+    /// The ranks that hold parts of one sequence and send each other keys and values.
+    Ring,
+    /// The ranks that hold parts of one sequence and exchange positions for heads.
+    Ulysses,
     /// The ranks that hold the parts of one layer's matrices.
     Tensor,
     /// The ranks of one replica: all shards of all parts. They share what tensor parallelism does not split.
@@ -25,13 +27,14 @@ pub enum GroupKind {
 
 impl GroupKind {
     /// All kinds, in the order of their indices.
-    pub const ALL: [GroupKind; 8] = [
+    pub const ALL: [GroupKind; 9] = [
         GroupKind::World,
         GroupKind::Shard,
         GroupKind::Replicate,
         GroupKind::Pipeline,
         GroupKind::Expert,
-        GroupKind::Context,
+        GroupKind::Ring,
+        GroupKind::Ulysses,
         GroupKind::Tensor,
         GroupKind::ShardTensor,
     ];
@@ -44,7 +47,8 @@ impl GroupKind {
             GroupKind::Replicate => "replicate",
             GroupKind::Pipeline => "pipeline",
             GroupKind::Expert => "expert",
-            GroupKind::Context => "context",
+            GroupKind::Ring => "ring",
+            GroupKind::Ulysses => "ulysses",
             GroupKind::Tensor => "tensor",
             GroupKind::ShardTensor => "shard×tensor",
         }
@@ -54,13 +58,14 @@ impl GroupKind {
     pub fn axes(self) -> &'static [Axis] {
         match self {
             GroupKind::World => &Axis::ALL,
-            GroupKind::Shard => &[Axis::Shard, Axis::Context],
+            GroupKind::Shard => &[Axis::Shard, Axis::Ring, Axis::Ulysses],
             GroupKind::Replicate => &[Axis::Replicate],
             GroupKind::Pipeline => &[Axis::Pipeline],
             GroupKind::Expert => &[Axis::Expert],
-            GroupKind::Context => &[Axis::Context],
+            GroupKind::Ring => &[Axis::Ring],
+            GroupKind::Ulysses => &[Axis::Ulysses],
             GroupKind::Tensor => &[Axis::Tensor],
-            GroupKind::ShardTensor => &[Axis::Shard, Axis::Context, Axis::Tensor],
+            GroupKind::ShardTensor => &[Axis::Shard, Axis::Ring, Axis::Ulysses, Axis::Tensor],
         }
     }
 

@@ -158,6 +158,17 @@ pub struct InnerCollective {
     pub bytes: usize,
     /// The bytes that stay together when the tensor is divided among the ranks: those of a row, or of an element.
     pub row_bytes: usize,
-    /// The share of the pass's computation that is done while the collective is under way (async tensor parallelism).
+    /// The share of the pass's computation that is done while the collective is under way (async tensor parallelism, ring attention).
     pub overlap: f64,
+    /// What ranks send, if they do not send equal parts of `bytes`.
+    pub uneven: Option<UnevenBytes>,
+}
+
+/// The bytes that ranks send in a collective in which they do not send equal parts of a tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct UnevenBytes {
+    /// What this rank sends.
+    pub own: usize,
+    /// What the rank sends that sends the most.
+    pub most: usize,
 }

@@ -10,7 +10,8 @@ use super::groups::{CollectiveKind, GroupKind};
 use super::instruction::{Instruction, Message, Payload};
 use super::policy::{Policy, UnitSpec};
 use crate::Partition;
-use crate::mesh::{Axis, Mesh};
+use crate::context_parallel::ContextPlace;
+use crate::mesh::{Axis, Mesh, Place};
 
 /// Where a rank is among the others, and the size of the elements that they send.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,34 +40,32 @@ pub struct ModelParallel {
     /// Among the ranks that hold the experts of a layer.
     pub expert: Place,
     /// Among the ranks that hold the parts of a sequence.
-    pub context: Place,
+    pub context: ContextPlace,
     /// Among the ranks that hold the parts of a matrix.
     pub tensor: Place,
 }
 
 impl ModelParallel {
     /// A model that is not divided.
-    pub const NONE: ModelParallel =
-        ModelParallel { pipeline: Place::ALONE, expert: Place::ALONE, context: Place::ALONE, tensor: Place::ALONE };
-}
+    pub const NONE: ModelParallel = ModelParallel {
+        pipeline: Place::ALONE,
+        expert: Place::ALONE,
+        context: ContextPlace::ALONE,
+        tensor: Place::ALONE,
+    };
 
-/// A rank's index along an axis, and the size of the axis. The default is [`Place::ALONE`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
-    /// The number of ranks.
-    pub size: usize,
-    /// This rank's index.
-    pub index: usize,
-}
-
-impl Place {
-    /// The place of a rank that is alone.
-    pub const ALONE: Place = Place { size: 1, index: 0 };
-}
-
-impl Default for Place {
-    fn default() -> Self {
-        Place::ALONE
+    /// The places of a rank of a mesh.
+    ///
+    /// # Panics
+    /// If the mesh has no such rank.
+    pub fn of_rank(mesh: &Mesh, rank: usize) -> Self {
+        let place = |axis| mesh.place(rank, axis);
+        ModelParallel {
+            pipeline: place(Axis::Pipeline),
+            expert: place(Axis::Expert),
+            context: ContextPlace { ring: place(Axis::Ring), ulysses: place(Axis::Ulysses) },
+            tensor: place(Axis::Tensor),
+        }
     }
 }
 
@@ -76,9 +75,7 @@ impl Layout {
     /// # Panics
     /// If the mesh has no such rank.
     pub fn of_rank(mesh: &Mesh, rank: usize, parameter_bytes: usize, gradient_bytes: usize) -> Self {
-        let coordinates = mesh.coordinates(rank);
-        let place = |axis| Place { size: mesh.size(axis), index: coordinates.along(axis) };
-        let (shard, replicate) = (place(Axis::Shard), place(Axis::Replicate));
+        let (shard, replicate) = (mesh.place(rank, Axis::Shard), mesh.place(rank, Axis::Replicate));
         Layout {
             shard: shard.size,
             replicate: replicate.size,
@@ -86,12 +83,7 @@ impl Layout {
             replicate_rank: replicate.index,
             parameter_bytes,
             gradient_bytes,
-            model_parallel: ModelParallel {
-                pipeline: place(Axis::Pipeline),
-                expert: place(Axis::Expert),
-                context: place(Axis::Context),
-                tensor: place(Axis::Tensor),
-            },
+            model_parallel: ModelParallel::of_rank(mesh, rank),
         }
     }
 
@@ -115,7 +107,8 @@ impl Layout {
             Axis::Replicate => Place { size: self.replicate, index: self.replicate_rank },
             Axis::Shard => Place { size: self.shard, index: self.shard_rank },
             Axis::Expert => self.model_parallel.expert,
-            Axis::Context => self.model_parallel.context,
+            Axis::Ring => self.model_parallel.context.ring,
+            Axis::Ulysses => self.model_parallel.context.ulysses,
             Axis::Tensor => self.model_parallel.tensor,
         }
     }
@@ -125,6 +118,9 @@ impl Layout {
     /// # Panics
     /// If this rank's index is not in its groups.
     pub fn sent_bytes(&self, collective: &Collective) -> usize {
+        if let Some(uneven) = collective.uneven {
+            return uneven.own;
+        }
         self.sent_by(collective, |group| self.place(group).index)
     }
 
@@ -147,6 +143,9 @@ impl Layout {
 
     /// The bytes that the rank sends that sends the most in a collective. All others wait for it.
     pub fn most_sent_bytes(&self, collective: &Collective) -> usize {
+        if let Some(uneven) = collective.uneven {
+            return uneven.most;
+        }
         // The first part is the longest. Who owns the shortest part sends the most of the others'.
         let rank = match collective.kind {
             CollectiveKind::AllGather | CollectiveKind::AllReduce => 0,

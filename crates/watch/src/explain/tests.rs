@@ -252,7 +252,7 @@ fn queued_calls_are_no_mismatch() {
 fn computing(count: usize, pipeline: usize, tensor: usize) -> (Vec<RankInfo>, Instant) {
     let (mut ranks, now) = situation(count);
     for (rank, info) in ranks.iter_mut().enumerate() {
-        info.coordinates = ModelAxes { pipeline, tensor }.coordinates(rank, count);
+        info.coordinates = ModelAxes { pipeline, tensor, context: 1 }.coordinates(rank, count);
         info.status.calls.clear();
         (info.status.phase, info.status.unit) = ("forward".to_string(), format!("block.{rank}"));
         info.status.in_phase_ms = 35_000;
@@ -349,7 +349,7 @@ fn waits_of_stages_are_followed_to_the_rank_that_hangs() {
 fn ranks_that_share_layers() {
     let (mut ranks, now) = situation(4);
     for (rank, info) in ranks.iter_mut().enumerate() {
-        info.coordinates = ModelAxes { pipeline: 1, tensor: 2 }.coordinates(rank, 4);
+        info.coordinates = ModelAxes { tensor: 2, ..ModelAxes::default() }.coordinates(rank, 4);
     }
     late(&mut ranks[1]);
     let how = Some("signal 9, killed".to_string());

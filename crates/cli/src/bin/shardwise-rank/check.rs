@@ -87,7 +87,11 @@ fn check(arguments: &RecipeArguments, flags: &CheckFlags) -> Result<String, Stri
         "program": program.transpose().map_err(|error| error.to_string())?,
         "text": text,
         "ranks": sizes,
-        "axes": { "pipeline": recipe.parallel.pipeline, "tensor": recipe.parallel.tensor },
+        "axes": {
+            "pipeline": recipe.parallel.pipeline,
+            "context": recipe.parallel.context,
+            "tensor": recipe.parallel.tensor,
+        },
         "folder": recipe.folder(),
         "saves": recipe.checkpoints.is_some(),
         "heartbeat_timeout_s": recipe.supervision.heartbeat_timeout_s,

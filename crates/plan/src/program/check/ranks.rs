@@ -106,7 +106,7 @@ impl Ranks<'_> {
     }
 
     fn check_one_order(&self) -> Result<(), Violation> {
-        let within_stage = [Axis::Replicate, Axis::Shard, Axis::Expert, Axis::Context, Axis::Tensor];
+        let within_stage = [Axis::Replicate, Axis::Shard, Axis::Expert, Axis::Ring, Axis::Ulysses, Axis::Tensor];
         for party in self.exceptions() {
             let rank = self.parties[party].rank;
             if let Some(peer) = self.peer(party, &self.mesh.group(rank, &within_stage)) {
