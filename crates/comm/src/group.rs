@@ -109,7 +109,10 @@ impl Group {
     pub fn split_along(&self, mesh: &Mesh, axes: &[Axis]) -> Result<Group> {
         self.check_is_world()?;
         let ranks = mesh.for_world(self.size())?.group(self.rank, axes);
-        let mut used: Vec<Axis> = axes.to_vec();
+        // Most runs have no experts and divide no sequences.
+        let is_rare = |axis: &Axis| matches!(axis, Axis::Expert | Axis::Ring | Axis::Ulysses);
+        let is_named = |axis: &Axis| axes.len() == 1 || !is_rare(axis) || mesh.size(*axis) > 1;
+        let mut used: Vec<Axis> = axes.iter().copied().filter(is_named).collect();
         used.sort();
         let name = match used.is_empty() {
             true => "alone".to_string(),
