@@ -1,7 +1,7 @@
 //! The collectives of attention between ranks that divide sequences.
 //!
-//! In a layer, a rank sends this many elements of a sequence with N positions, which C ranks divide, if a query has h elements and a key
-//! h_kv of them:
+//! The number of elements that a rank sends in a layer, for a sequence of N positions that C ranks divide. A query has h elements (all of the
+//! rank's heads together), and a key h_kv:
 //!
 //! ```text
 //! Ulysses   forward    (C − 1)/C · (2h + 2h_kv) · N/C    query, key and value to where their heads are, and the output back
@@ -10,9 +10,10 @@
 //!           backward   the same again, and as many gradients of keys and values back, in f32 at least
 //! ```
 //!
-//! Every rank of a ring has an early and a late part of the sequence. It sends both to the ranks before it, and only the early one to the
-//! ranks after it, whose queries see nothing else: on average three quarters. Windows see less. Ulysses sends more if there are fewer key
-//! heads than ranks, because several ranks need the same. The counts below are exact for sequences that are one document.
+//! Each rank of a ring has an early and a late part of the sequence. It sends both parts to lower ranks, but only the early one to higher
+//! ranks, whose queries see nothing else, so a ring sends three quarters of the above on average. A sliding window reduces this further.
+//! Ulysses sends more if there are fewer key heads than ranks, because several ranks then need the same one. The counts below are exact if
+//! each sequence is one document.
 
 use shardwise_plan::program::{CollectiveKind, GroupKind, InnerCollective, InnerCollectives, UnevenBytes};
 use shardwise_plan::{ContextSplit, divide_heads};

@@ -9,7 +9,7 @@
 //! ```
 //!
 //! Documents that are packed into one sequence do not attend to each other. Short ones stay on one rank, so that their keys do not
-//! travel at all, and long ones are divided among all ranks. All ranks have equally many positions, up to one, whatever the documents.
+//! travel at all, and long ones are divided among all ranks. All ranks have the same number of positions, give or take one.
 
 use std::ops::Range;
 
@@ -83,8 +83,8 @@ pub struct ContextAttention {
     pub is_recomputed: bool,
 }
 
-/// How many of `ranks` ranks that divide a sequence should exchange heads (Ulysses), and leave the rest to ring attention: the divisor with
-/// which ranks send the fewest bytes in a training step.
+/// The size of the Ulysses groups among `ranks` ranks that divide a sequence: the divisor with which ranks send the fewest bytes in a
+/// training step.
 ///
 /// With u of C ranks, an exchange moves (u − 1)/u of N/C positions: of query, key, value and output in the forward pass, and of their
 /// gradients in the backward pass. A ring of C/u ranks sends the keys and values of 1/u of the heads in both passes, and their gradients

@@ -1,7 +1,7 @@
 //! Scalings of the rotary embedding for contexts that are longer than those of the original training.
 //!
-//! The embedding rotates pairs of elements of a head by an angle that grows with position. A scaling slows the rotation down, of all pairs or
-//! of the slow ones, so that positions beyond the original context have angles that the model knows.
+//! The embedding rotates pairs of elements of a head by an angle that grows with position. Scaling slows down the rotation of all pairs, or
+//! only of those that rotate slowly (low frequencies), so that positions beyond the original context get angles that the model has seen.
 
 use std::f64::consts::PI;
 
