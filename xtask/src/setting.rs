@@ -288,8 +288,13 @@ fn simulate_on_hosts(
 pub(crate) fn measured_memory(program: &Path, setting: &Setting, scratch: &Scratch) -> Result<f64> {
     let recipe = setting.write(scratch, setting.size.blocks)?;
     let report = profile(program, &recipe, setting.ranks, 1, &[])?;
+    peak(&report, "measured_bytes")
+}
+
+/// The largest of a figure of all phases of a step.
+fn peak(report: &Value, key: &str) -> Result<f64> {
     let phases = report["memory"].as_array().context("the memory of phases")?;
-    Ok(phases.iter().map(|phase| number(phase, "measured_bytes")).fold(0., f64::max))
+    Ok(phases.iter().map(|phase| number(phase, key)).fold(0., f64::max))
 }
 
 /// Compares the simulated with the measured memory of steps.
@@ -304,9 +309,7 @@ pub(crate) fn compare_memory(settings: &[Setting]) -> Result<Verdict> {
             compile(&program, &recipe, &[])?;
         }
         let report = profile(&program, &recipe, setting.ranks, 1, &[])?;
-        let phases = report["memory"].as_array().context("the memory of phases")?;
-        let peak = |key: &str| phases.iter().map(|phase| number(phase, key)).fold(0., f64::max);
-        let (measured, simulated) = (peak("measured_bytes"), peak("simulated_bytes"));
+        let (measured, simulated) = (peak(&report, "measured_bytes")?, peak(&report, "simulated_bytes")?);
         let (held, estimate) = (number(&report, "memory_peak_bytes"), number(&report, "memory_estimate_bytes"));
         tensors.push((simulated / measured - 1.).abs());
         resident.push((estimate / held - 1.).abs());

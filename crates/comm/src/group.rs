@@ -107,7 +107,10 @@ impl Group {
     /// Creates this rank's group along `axes`: all ranks with the same mesh coordinates on every other axis. Must be called on
     /// the world group, and all ranks must make the same `split_along` calls in the same order. Finishes earlier calls first.
     pub fn split_along(&self, mesh: &Mesh, axes: &[Axis]) -> Result<Group> {
-        self.check_is_world()?;
+        if self.ranks != RankSet::world(self.size()) {
+            let remedy = "a mesh covers all ranks; call split_along on the world group";
+            return Err(Error::Setup(format!("the group '{}' is not the world: {remedy}", self.name)));
+        }
         let ranks = mesh.for_world(self.size())?.group(self.rank, axes);
         // Most runs have no experts and divide no sequences.
         let is_rare = |axis: &Axis| matches!(axis, Axis::Expert | Axis::Ring | Axis::Ulysses);
@@ -119,16 +122,6 @@ impl Group {
             false => used.iter().map(Axis::to_string).collect::<Vec<_>>().join("×"),
         };
         self.subgroup(&name, ranks)
-    }
-
-    fn check_is_world(&self) -> Result<()> {
-        match self.ranks == RankSet::world(self.size()) {
-            true => Ok(()),
-            false => {
-                let remedy = "a mesh covers all ranks; call split_along on the world group";
-                Err(Error::Setup(format!("the group '{}' is not the world: {remedy}", self.name)))
-            }
-        }
     }
 
     /// Creates a group of some of the ranks, including this one.

@@ -230,6 +230,7 @@ impl Layer for Block {
             Activations::All => normed / 2 + element(2 * hidden) + own_element(width),
             Activations::Selective => element(hidden) + own_element(width),
         };
+        let attended = if is_divided { context.forward + element(4 * attention) } else { 0 };
         // The gradient of `mlp.c_proj`, the first that the backward pass computes.
         let c_proj = hidden * width * element_bytes;
         let (kept, forward, backward) = match shape.activations {
@@ -250,8 +251,7 @@ impl Layer for Block {
             kept_bytes: kept + context.kept,
             output_bytes: own_element(width),
             forward_temporary_bytes: forward.max(context.forward.saturating_sub(of_mlp)) + gathered,
-            no_grad_temporary_bytes: element(3 * width)
-                + element(2 * hidden).max(context.forward + element(4 * attention)),
+            no_grad_temporary_bytes: element(3 * width) + element(2 * hidden).max(attended),
             temporary_bytes: backward.max(context.backward.saturating_sub(of_mlp)) + c_proj + gathered,
             sparse_gradient_bytes: 0,
         }

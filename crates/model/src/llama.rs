@@ -135,7 +135,10 @@ impl Layer for Block {
         let &PassShape { tokens, positions, element_bytes, activations, .. } = shape;
         let intermediate_size = shape.part_of(self.config.intermediate_size);
         let attention = self.attention_shape(shape);
-        let (query, key) = (attention.query_heads * head_dim, attention.key_heads * head_dim);
+        // Projected keys, which are not repeated yet.
+        let key_heads =
+            attention.query_heads.div_ceil(self.config.num_attention_heads / self.config.num_key_value_heads);
+        let (query, key) = (attention.query_heads * head_dim, key_heads * head_dim);
         let element = |count: usize| tokens * count * element_bytes;
         let own_element = |count: usize| shape.own_tokens() * count * element_bytes;
         // A norm computes in f32 or f64. It keeps its input divided by the root of the mean square and, if the input is narrower, a
@@ -156,6 +159,7 @@ impl Layer for Block {
             Activations::All => normed(1) + element(3 * intermediate_size) + own_element(hidden_size),
             Activations::Selective => element(2 * intermediate_size) + own_element(hidden_size),
         };
+        let attended = if is_divided { context.forward + element(2 * query + 2 * key) } else { 0 };
         // The gradient of `mlp.down_proj`, the first that the backward pass computes.
         let down_proj = hidden_size * intermediate_size * element_bytes;
         // The input of the second norm is kept in the type in which the norm computes, unless something else needs it.
@@ -183,7 +187,7 @@ impl Layer for Block {
             forward_temporary_bytes: forward.max(context.forward.saturating_sub(of_mlp)) + gathered,
             no_grad_temporary_bytes: element(hidden_size)
                 + own_element(2 * hidden_size)
-                + element(4 * intermediate_size).max(context.forward + element(2 * query + 2 * key)),
+                + element(4 * intermediate_size).max(attended),
             temporary_bytes: backward.max(context.backward.saturating_sub(of_mlp))
                 + down_proj
                 + mask * element_bytes.max(4)

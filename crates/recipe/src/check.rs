@@ -450,17 +450,23 @@ impl Recipe {
         let ParallelRecipe { context, tensor, ulysses, .. } = self.parallel;
         if let Some(ulysses) = ulysses.filter(|ulysses| !context.is_multiple_of(*ulysses)) {
             let keys = [("parallel.ulysses", ulysses.to_string()), ("parallel.context", context.to_string())];
-            return Err(Invalid::between(&keys, format!("parallel.ulysses must be a divisor of {context}")));
+            return Err(Invalid::between(
+                &keys,
+                format!("parallel.ulysses must be a divisor of parallel.context, which is {context}"),
+            ));
         }
         if context == 1 {
             return Ok(());
         }
         let at = |key: &str, problem: String| Err(Invalid::at(key, format!("{key}: {problem}")));
         if self.run.device != DeviceRecipe::Cpu {
-            return at("parallel.context", "sequences can be divided on CPUs only so far".to_string());
+            return at(
+                "parallel.context",
+                "context parallelism runs only on CPUs so far; set parallel.context to 1".to_string(),
+            );
         }
         let Some([heads, _]) = config.attention_heads().filter(|_| !self.model.compiled) else {
-            let problem = "compiled layers attend to whole sequences only, so ranks cannot divide them";
+            let problem = "compiled models need whole sequences for attention; set parallel.context to 1";
             return at("parallel.context", problem.to_string());
         };
         let positions = self.batch.seq_len;
@@ -470,9 +476,15 @@ impl Recipe {
         match ulysses.filter(|ulysses| ulysses * tensor > heads) {
             Some(ulysses) if tensor > 1 => at(
                 "parallel.ulysses",
-                format!("{heads} heads on {tensor} tensor-parallel ranks are too few for {ulysses} to exchange them"),
+                format!(
+                    "{ulysses} × {tensor} ranks need at least {} heads, but the model has {heads}",
+                    ulysses * tensor
+                ),
             ),
-            Some(ulysses) => at("parallel.ulysses", format!("{heads} heads cannot be exchanged by {ulysses} ranks")),
+            Some(ulysses) => at(
+                "parallel.ulysses",
+                format!("{ulysses} ranks need at least {ulysses} heads, but the model has {heads}"),
+            ),
             None => Ok(()),
         }
     }

@@ -275,11 +275,12 @@ pub struct ParallelRecipe {
     pub pipeline_split_points: Option<Vec<String>>,
     /// The number of replicas, for hybrid sharding (HSDP). Each replica is sharded over an equal share of the ranks.
     pub replicate: usize,
-    /// The number of ranks that divide each sequence (context parallelism), for sequences that are too long for one rank. Consecutive ranks
-    /// do. They read parts of the same samples.
+    /// The number of ranks that divide each sequence (context parallelism), for sequences that are too long for one rank. These ranks are
+    /// consecutive (if tensor is more than 1, consecutive groups of ranks that share layers), and read parts of the same samples.
     pub context: usize,
-    /// How many of the ranks that divide a sequence exchange positions for heads (Ulysses). The others send keys and values around a ring
-    /// (ring attention): 1 is ring attention alone, and as many as `context` is Ulysses alone. By default, whatever sends the fewest bytes.
+    /// The size of the Ulysses groups: this many consecutive ranks of those that divide a sequence exchange positions for heads. Across the
+    /// groups, context / ulysses ranks form a ring (ring attention). 1 means ring attention alone, and the value of context means Ulysses
+    /// alone. Must divide context. By default, whatever sends the fewest bytes.
     pub ulysses: Option<usize>,
     /// The number of ranks that share each layer (tensor parallelism). Consecutive ranks do, so they are usually on one host. They
     /// read the same samples.
