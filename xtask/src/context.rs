@@ -7,6 +7,7 @@ use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
 use crate::claim::{Claim, Verdict};
+use crate::mutants;
 use crate::setting::{
     BASE, M21, M42, Setting, compare_memory, measured_memory, number, predict_hidden_share, profile, profile_on_hosts,
     shardwise,
@@ -49,6 +50,13 @@ pub(crate) const CLAIMS: &[Claim] = &[
         heavy: true,
         measure: links,
     },
+    Claim {
+        group: "context",
+        name: "mutants",
+        what: "the mutants of zero/mutants that concern context parallelism",
+        heavy: true,
+        measure: || mutants::measure_some(&["context-"]),
+    },
 ];
 
 /// A sequence of this many positions on 2 ranks.
@@ -67,6 +75,10 @@ fn memory() -> Result<Verdict> {
         settings.push(Setting { ranks: 4, context: 4, ulysses, positions: 4096, ..DIVIDED });
     }
     settings.push(Setting { ranks: 4, tensor: 2, ..DIVIDED });
+    for (checkpointing, dtype) in [("none", "f32"), ("full", "f32"), ("full", "bf16")] {
+        let chunked = Setting { checkpointing, dtype, positions: 8192, chunk: Some(1024), ..DIVIDED };
+        settings.extend([chunked, Setting { ranks: 1, context: 1, ..chunked }]);
+    }
     compare_memory(&settings)
 }
 

@@ -38,7 +38,14 @@ struct Mutant {
 }
 
 pub(crate) fn measure() -> Result<Verdict> {
-    let mutants = read_all(&root().join("tests/mutants"))?;
+    measure_some(&[""])
+}
+
+/// Measures the mutants whose names start with one of `prefixes`.
+pub(crate) fn measure_some(prefixes: &[&str]) -> Result<Verdict> {
+    let mut mutants = read_all(&root().join("tests/mutants"))?;
+    mutants.retain(|mutant| prefixes.iter().any(|prefix| mutant.name().starts_with(prefix)));
+    ensure!(!mutants.is_empty(), "no mutant's name starts with {prefixes:?}");
     let scratch = Scratch::new("mutants")?;
     let checkout = scratch.path().join("checkout");
     copy_checkout(&checkout)?;

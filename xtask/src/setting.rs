@@ -28,6 +28,8 @@ pub(crate) struct Setting {
     pub(crate) ulysses: usize,
     /// The length of a sequence.
     pub(crate) positions: usize,
+    /// The number of tokens that a block computes at once, if not all.
+    pub(crate) chunk: Option<usize>,
     /// The stages of a pipeline.
     pub(crate) pipeline: usize,
     pub(crate) schedule: &'static str,
@@ -85,6 +87,7 @@ pub(crate) const BASE: Setting = Setting {
     context: 1,
     ulysses: 1,
     positions: POSITIONS,
+    chunk: None,
     pipeline: 1,
     schedule: "1f1b",
     prefetch: 1,
@@ -102,8 +105,9 @@ impl Setting {
         let Setting { prefetch, checkpointing, dtype, sequences, micro_batches, .. } = self;
         let Size { vocab_size, hidden_size, heads, intermediate_size, tied, .. } = self.size;
         let Setting { reduce_each_micro_batch: each, compiled, context, ulysses, positions, .. } = self;
+        let chunk = self.chunk.map_or(String::new(), |chunk| format!("block_chunk_tokens = {chunk}\n"));
         format!(
-            "activation_checkpointing = \"{checkpointing}\"\n[model]\ncompiled = {compiled}\n[model.llama]\nvocab_size = {vocab_size}\nhidden_size = \
+            "activation_checkpointing = \"{checkpointing}\"\n[model]\ncompiled = {compiled}\n{chunk}[model.llama]\nvocab_size = {vocab_size}\nhidden_size = \
              {hidden_size}\nnum_hidden_layers = {blocks}\nnum_attention_heads = {heads}\nintermediate_size = \
              {intermediate_size}\ntie_word_embeddings = {tied}\n[data]\n[batch]\nmicro_batch_size = {sequences}\nseq_len = \
              {positions}\ngradient_accumulation_steps = {micro_batches}\n[zero]\nstage = {stage}\nprefetch = {prefetch}\n\
@@ -136,13 +140,14 @@ impl Setting {
             (1, ulysses) => format!(", Ulysses {ulysses}"),
             (ring, ulysses) => format!(", ring {ring} × Ulysses {ulysses}"),
         };
+        let chunks = self.chunk.map_or(String::new(), |chunk| format!(", chunks of {chunk}"));
         let staged = match self.pipeline {
             1 => String::new(),
             stages => format!(", pipeline {stages} {}", self.schedule),
         };
         format!(
             "{}, {ranks} ranks{divided}, {replicate} replicas, stage {stage}, prefetch {prefetch}, {checkpointing}, {dtype}, \
-             {micro_batches} × {} tokens{each}{shared}{staged}{compiled}",
+             {micro_batches} × {} tokens{each}{chunks}{shared}{staged}{compiled}",
             size.name,
             sequences * self.positions
         )

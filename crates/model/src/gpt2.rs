@@ -7,6 +7,8 @@ use shardwise_torch::tch::{Kind, Tensor};
 use crate::activation_checkpointing::recompute_in_backward;
 use crate::head::{Head, LmHead, Sizes};
 use crate::pass::{AttentionShape, Region, RegionWeights};
+use crate::sequence_chunks::{ChunkedBlock, chunk_rows, compute_in_chunks};
+use crate::tensor_parallel::rows_of;
 use crate::unit::embed;
 use crate::{
     Activations, Batch, Cache, Error, Footprint, Init, Layer, Linear, Parameter, Parameters, Pass, PassShape, Result,
@@ -176,6 +178,7 @@ impl Embedding {
     }
 }
 
+#[derive(Clone)]
 struct Block(Gpt2Config);
 
 impl Layer for Block {
@@ -187,6 +190,9 @@ impl Layer for Block {
         pass: &Pass,
     ) -> Result<Tensor> {
         let x = input.expect("a block has an input");
+        if let Some(chunk) = chunk_rows(self.0.block_chunk_tokens, batch, pass)? {
+            return self.forward_in_chunks(parameters, x, batch, pass, chunk);
+        }
         let x = x.f_add(&self.attend(parameters, x, batch, pass)?)?;
         Ok(x.f_add(&self.mlp(parameters, &x, batch.inputs.numel(), pass)?)?)
     }
@@ -218,6 +224,12 @@ impl Layer for Block {
     fn footprint(&self, shape: &PassShape) -> Footprint {
         let &PassShape { tokens, element_bytes, .. } = shape;
         let width = self.0.n_embd;
+        if let Some(chunk) = self.0.block_chunk_tokens.filter(|&chunk| chunk < tokens) {
+            let parameters = [3 * width * width, 9 * width * width];
+            let block = ChunkedBlock { hidden: width, query: width, key: width, kept_key: width, parameters };
+            let context = shape.context_memory(&self.attention_shape(shape));
+            return block.footprint(shape, &self.footprint(&shape.chunk(chunk)), &context, 0);
+        }
         let (attention, hidden) = (shape.part_of(self.0.n_head) * self.head_dim(), shape.part_of(4 * width));
         let element = |count: usize| tokens * count * element_bytes;
         let own_element = |count: usize| shape.own_tokens() * count * element_bytes;
@@ -299,22 +311,13 @@ impl Block {
     }
 
     fn attend(&self, parameters: &Parameters<'_>, x: &Tensor, batch: &Batch, pass: &Pass) -> Result<Tensor> {
-        let (rows, head_dim, documents) = (batch.inputs.numel(), self.head_dim(), batch.documents.clone());
-        let context = batch.context.clone().map(|batch| (pass.context.clone(), batch));
+        let rows = batch.inputs.numel();
         let norm = Norm::new(&self.0, parameters, "ln_1");
         let normed = norm.of(x)?;
         let c_attn = [layer(parameters, "attn.c_attn")];
         let (entered, [projected]) = pass.parallel.column_parallel(&normed, rows, c_attn)?;
         let projected = projected.f_view([batch.inputs.size()[0], batch.inputs.size()[1], -1])?;
-        // Returns the output of each document, if they were computed one by one, and last the whole output.
-        let core = move |projected: &Tensor| -> Result<Vec<Tensor>> {
-            let [query, key, value] = heads(projected, head_dim)?;
-            if let Some((parallel, batch)) = &context {
-                return Ok(vec![parallel.attend(&query, &key, &value, None, batch)?]);
-            }
-            let attended = attention::causal(&query, &key, &value, None, documents.as_ref())?;
-            Ok(attended.parts.into_iter().chain([attended.output]).collect())
-        };
+        let core = self.core(batch, pass);
         let attended = core(&projected)?;
         let joined = attended.last().expect("attention has an output");
         let output = row_linear(parameters, joined, "attn.c_proj", &pass.parallel)?;
@@ -332,6 +335,45 @@ impl Block {
             recomputed.push(parallel.gather_rows(&norm.of(&x)?, rows)?);
             Ok(recomputed)
         })
+    }
+
+    /// Attention from the joint projection to its output: returns the output of each document, if they were computed one by one, and last
+    /// the whole output.
+    fn core(&self, batch: &Batch, pass: &Pass) -> impl Fn(&Tensor) -> Result<Vec<Tensor>> + Send + use<> {
+        let (head_dim, documents) = (self.head_dim(), batch.documents.clone());
+        let context = batch.context.clone().map(|batch| (pass.context.clone(), batch));
+        move |projected| {
+            let [query, key, value] = heads(projected, head_dim)?;
+            if let Some((parallel, batch)) = &context {
+                return Ok(vec![parallel.attend(&query, &key, &value, None, batch)?]);
+            }
+            let attended = attention::causal(&query, &key, &value, None, documents.as_ref())?;
+            Ok(attended.parts.into_iter().chain([attended.output]).collect())
+        }
+    }
+
+    /// The forward pass, in which everything but attention is computed in chunks of positions.
+    fn forward_in_chunks(
+        &self,
+        parameters: &Parameters<'_>,
+        x: &Tensor,
+        batch: &Batch,
+        pass: &Pass,
+        chunk: usize,
+    ) -> Result<Tensor> {
+        let config = self.0.clone();
+        let [projected] = compute_in_chunks(chunk, &[x], parameters, move |rows, parameters| {
+            let normed = Norm::new(&config, parameters, "ln_1").of(&rows[0])?;
+            Ok([layer(parameters, "attn.c_attn").apply(&normed)?])
+        })?;
+        let attended = self.core(batch, pass)(&projected)?.pop().expect("attention has an output");
+        let block = self.clone();
+        let [output] = compute_in_chunks(chunk, &[x, &attended], parameters, move |rows, parameters| {
+            let x = rows[0].f_add(&layer(parameters, "attn.c_proj").apply(&rows[1])?)?;
+            let mlp = block.mlp(parameters, &x, rows_of(&x), &Pass::new(Activations::All))?;
+            Ok([x.f_add(&mlp)?])
+        })?;
+        Ok(output)
     }
 
     /// The MLP of a block, whose input has `rows` rows on all ranks together.

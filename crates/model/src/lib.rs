@@ -63,6 +63,7 @@ mod pass;
 mod ring_attention;
 mod rotary;
 mod row_pieces;
+mod sequence_chunks;
 mod tensor_parallel;
 mod unit;
 mod unit_functions;

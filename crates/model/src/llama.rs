@@ -11,6 +11,8 @@ use crate::documents::Documents;
 use crate::head::{Head, LmHead, Sizes};
 use crate::pass::{AttentionShape, Region, RegionWeights};
 use crate::rotary::{Positions, RotaryTables};
+use crate::sequence_chunks::{ChunkedBlock, chunk_rows, compute_in_chunks};
+use crate::tensor_parallel::rows_of;
 use crate::unit::embed;
 use crate::{
     Activations, Batch, Cache, ContextBatch, ContextParallel, Footprint, Init, Layer, Linear, Parameter, Parameters,
@@ -91,6 +93,7 @@ impl Layer for Embedding {
     }
 }
 
+#[derive(Clone)]
 struct Block {
     config: LlamaConfig,
     rotary: Arc<RotaryTables>,
@@ -105,6 +108,9 @@ impl Layer for Block {
         pass: &Pass,
     ) -> Result<Tensor> {
         let x = input.expect("a block has an input");
+        if let Some(chunk) = chunk_rows(self.config.block_chunk_tokens, batch, pass)? {
+            return self.forward_in_chunks(parameters, x, batch, pass, chunk);
+        }
         let x = x.f_add(&self.attend(parameters, x, batch, pass)?)?;
         Ok(x.f_add(&self.mlp(parameters, &x, batch.inputs.numel(), pass)?)?)
     }
@@ -131,8 +137,11 @@ impl Layer for Block {
     }
 
     fn footprint(&self, shape: &PassShape) -> Footprint {
+        if let Some(chunk) = self.config.block_chunk_tokens.filter(|&chunk| chunk < shape.tokens) {
+            return self.footprint_in_chunks(shape, chunk);
+        }
         let LlamaConfig { hidden_size, head_dim, .. } = self.config;
-        let &PassShape { tokens, positions, element_bytes, activations, .. } = shape;
+        let &PassShape { tokens, element_bytes, activations, .. } = shape;
         let intermediate_size = shape.part_of(self.config.intermediate_size);
         let attention = self.attention_shape(shape);
         // Projected keys, which are not repeated yet.
@@ -148,12 +157,10 @@ impl Layer for Block {
         // With a split sequence, the outputs of norms are gathered, and not kept.
         let normed = |count: usize| if shape.splits_sequence { 0 } else { element(count * hidden_size) };
         let gathered = if shape.splits_sequence { element(hidden_size) } else { 0 };
-        // A sliding window needs a mask of positions by positions, first of booleans and then of floats.
-        let needs_mask = self.config.sliding_window.is_some_and(|window| window < positions);
         let is_divided = shape.context.size() > 1;
         let repeated_key = if shape.uses_flash_attention || is_divided { key } else { query };
         let context = shape.context_memory(&attention);
-        let mask = if needs_mask && !shape.uses_flash_attention && !is_divided { positions * positions } else { 0 };
+        let mask = self.mask_elements(shape);
         // What the MLP keeps is not there yet while the forward pass attends, and not any more while the backward pass does.
         let of_mlp = match activations {
             Activations::All => normed(1) + element(3 * intermediate_size) + own_element(hidden_size),
@@ -235,6 +242,31 @@ impl Layer for Block {
 }
 
 impl Block {
+    fn footprint_in_chunks(&self, shape: &PassShape, chunk: usize) -> Footprint {
+        let LlamaConfig { hidden_size, intermediate_size, .. } = self.config;
+        let attention = self.attention_shape(shape);
+        let [query, key] = [attention.query_heads, attention.key_heads].map(|heads| heads * attention.head_dim);
+        let repeats_keys = !shape.uses_flash_attention && shape.context.size() == 1;
+        let block = ChunkedBlock {
+            hidden: hidden_size,
+            query,
+            key,
+            kept_key: if repeats_keys { query } else { key },
+            parameters: [hidden_size * (query + 2 * key), hidden_size * query + 3 * hidden_size * intermediate_size],
+        };
+        let plain = Block { config: LlamaConfig { sliding_window: None, ..self.config.clone() }, ..self.clone() };
+        let mask = self.mask_elements(shape) * (1 + shape.element_bytes);
+        block.footprint(shape, &plain.footprint(&shape.chunk(chunk)), &shape.context_memory(&attention), mask)
+    }
+
+    /// A sliding window needs a mask of positions by positions, first of booleans and then of floats.
+    fn mask_elements(&self, shape: &PassShape) -> usize {
+        let needs_mask = self.config.sliding_window.is_some_and(|window| window < shape.positions)
+            && !shape.uses_flash_attention
+            && shape.context.size() == 1;
+        if needs_mask { shape.positions * shape.positions } else { 0 }
+    }
+
     fn attention_shape(&self, shape: &PassShape) -> AttentionShape {
         let [query_heads, key_heads] = own_heads(&self.config, shape.tensor);
         AttentionShape {
@@ -273,6 +305,32 @@ impl Block {
             recomputed.push(parallel.gather_rows(&rms_norm(&config, &x, &norm)?, rows)?);
             Ok(recomputed)
         })
+    }
+
+    /// The forward pass, in which everything but attention is computed in chunks of positions.
+    fn forward_in_chunks(
+        &self,
+        parameters: &Parameters<'_>,
+        x: &Tensor,
+        batch: &Batch,
+        pass: &Pass,
+        chunk: usize,
+    ) -> Result<Tensor> {
+        let config = self.config.clone();
+        let projected = compute_in_chunks(chunk, &[x], parameters, move |rows, parameters| {
+            let normed = rms_norm(&config, &rows[0], parameters.get("input_layernorm.weight"))?;
+            let [query, key, value] = projections(parameters);
+            Ok([query.apply(&normed)?, key.apply(&normed)?, value.apply(&normed)?])
+        })?;
+        let core = self.core(parameters, projected, batch.documents.clone(), &pass.parallel).with_context(batch, pass);
+        let attended = core.attend()?.pop().expect("attention has an output");
+        let block = self.clone();
+        let [output] = compute_in_chunks(chunk, &[x, &attended], parameters, move |rows, parameters| {
+            let x = rows[0].f_add(&parameters.linear(&rows[1], "self_attn.o_proj.weight", None)?)?;
+            let mlp = block.mlp(parameters, &x, rows_of(&x), &Pass::new(Activations::All))?;
+            Ok([x.f_add(&mlp)?])
+        })?;
+        Ok(output)
     }
 
     fn core(

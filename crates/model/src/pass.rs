@@ -124,6 +124,11 @@ impl RegionWeights {
 }
 
 impl PassShape {
+    /// The same for a chunk of this many tokens.
+    pub(crate) fn chunk(&self, tokens: usize) -> PassShape {
+        PassShape { tokens, positions: tokens, context: ContextPlace::ALONE, activations: Activations::All, ..*self }
+    }
+
     /// The number of tokens that this rank has outside of tensor-parallel regions.
     pub fn own_tokens(&self) -> usize {
         if self.splits_sequence { self.part_of(self.tokens) } else { self.tokens }

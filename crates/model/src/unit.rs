@@ -275,6 +275,13 @@ pub struct Parameters<'a> {
     deferred: Option<&'a DeferredGradients>,
 }
 
+impl<'a> Parameters<'a> {
+    /// Parameters of which this rank uses all, in the order in which the unit declares them.
+    pub(crate) fn whole(declared: &'a [Parameter], tensors: &'a [Tensor]) -> Self {
+        Parameters { declared, tensors, narrowed: tensors.iter().map(|_| None).collect(), tied: None, deferred: None }
+    }
+}
+
 impl Parameters<'_> {
     /// Returns the parameter whose name ends in `ending`.
     ///
@@ -326,6 +333,11 @@ impl Parameters<'_> {
     /// The tied parameter, which another unit owns.
     pub fn tied(&self) -> Option<&Tensor> {
         self.tied
+    }
+
+    /// What the unit declares about them.
+    pub(crate) fn declared(&self) -> &[Parameter] {
+        self.declared
     }
 
     /// All of them in the order in which the unit declares them, and then the tied one. For layers that ranks do not share.

@@ -37,12 +37,14 @@ impl ModelConfig {
         }
         let described = ModelConfig::from_hugging_face(&config).ok()?;
         let same = match (described, self) {
-            // `loss_chunk_tokens` is ours, and not part of the file.
+            // The sizes of chunks are ours, and not part of the file.
             (ModelConfig::Llama(described), ModelConfig::Llama(llama)) => {
-                LlamaConfig { loss_chunk_tokens: llama.loss_chunk_tokens, ..described } == *llama
+                let &LlamaConfig { loss_chunk_tokens, block_chunk_tokens, .. } = llama;
+                LlamaConfig { loss_chunk_tokens, block_chunk_tokens, ..described } == *llama
             }
             (ModelConfig::Gpt2(described), ModelConfig::Gpt2(gpt2)) => {
-                Gpt2Config { loss_chunk_tokens: gpt2.loss_chunk_tokens, ..described } == *gpt2
+                let &Gpt2Config { loss_chunk_tokens, block_chunk_tokens, .. } = gpt2;
+                Gpt2Config { loss_chunk_tokens, block_chunk_tokens, ..described } == *gpt2
             }
             _ => false,
         };

@@ -56,6 +56,8 @@ pub struct LlamaConfig {
     pub initializer_range: f64,
     /// The number of tokens whose logits are in memory at once.
     pub loss_chunk_tokens: usize,
+    /// The number of positions for which a block computes everything but attention at once, if not all.
+    pub block_chunk_tokens: Option<usize>,
 }
 
 /// The configuration of a GPT-2. Fields are named as in Hugging Face's `config.json`.
@@ -77,6 +79,8 @@ pub struct Gpt2Config {
     pub initializer_range: f64,
     /// The number of tokens whose logits are in memory at once.
     pub loss_chunk_tokens: usize,
+    /// The number of positions for which a block computes everything but attention at once, if not all.
+    pub block_chunk_tokens: Option<usize>,
 }
 
 impl ModelConfig {
@@ -106,6 +110,15 @@ impl ModelConfig {
         }
     }
 
+    /// The number of positions for which a block computes everything but attention at once, if not all.
+    pub fn block_chunk_tokens(&self) -> Option<usize> {
+        match self {
+            ModelConfig::Llama(llama) => llama.block_chunk_tokens,
+            ModelConfig::Gpt2(gpt2) => gpt2.block_chunk_tokens,
+            ModelConfig::Compiled(_) => None,
+        }
+    }
+
     /// Checks that the sizes are positive and fit together.
     pub fn check(&self) -> Result<(), ConfigError> {
         match self {
@@ -126,6 +139,10 @@ impl ModelConfig {
             ModelConfig::Gpt2(gpt2) => ("n_head", gpt2.n_head, gpt2.vocab_size),
             ModelConfig::Compiled(_) => return check_not_split(ranks),
         };
+        if ranks > 1 && self.block_chunk_tokens().is_some() {
+            let problem = "blocks that are computed in chunks cannot be split among ranks; leave out one of the two";
+            return Err(ConfigError { key: "block_chunk_tokens", problem: problem.to_string() });
+        }
         let works = |ranks: &usize| heads.is_multiple_of(*ranks) && *ranks <= inner;
         if works(&ranks) {
             return Ok(());
@@ -187,6 +204,7 @@ impl LlamaConfig {
             sliding_window: None,
             initializer_range: 0.02,
             loss_chunk_tokens: 256,
+            block_chunk_tokens: None,
         }
     }
 
@@ -198,6 +216,7 @@ impl LlamaConfig {
             ("num_key_value_heads", self.num_key_value_heads),
             ("intermediate_size", self.intermediate_size),
             ("loss_chunk_tokens", self.loss_chunk_tokens),
+            ("block_chunk_tokens", self.block_chunk_tokens.unwrap_or(1)),
         ])?;
         let fail = |key, problem: String| Err(ConfigError { key, problem });
         if !self.num_attention_heads.is_multiple_of(self.num_key_value_heads) {
@@ -228,6 +247,7 @@ impl Gpt2Config {
             layer_norm_epsilon: 1e-5,
             initializer_range: 0.02,
             loss_chunk_tokens: 256,
+            block_chunk_tokens: None,
         }
     }
 
@@ -241,6 +261,7 @@ impl Gpt2Config {
             ("n_positions", self.n_positions),
             ("n_embd", self.n_embd),
             ("loss_chunk_tokens", self.loss_chunk_tokens),
+            ("block_chunk_tokens", self.block_chunk_tokens.unwrap_or(1)),
         ])
     }
 }

@@ -55,6 +55,7 @@ impl Recipe {
                 GRADIENT_ACCUMULATION_STEPS_MAX,
             ),
             ("batch.seq_len", batch.seq_len, 1 << 22),
+            ("model.block_chunk_tokens", self.model.block_chunk_tokens.unwrap_or(1), 1 << 24),
             ("parallel.pipeline", self.parallel.pipeline, 1 << 12),
             ("parallel.replicate", self.parallel.replicate, 1 << 20),
             ("parallel.context", self.parallel.context, 1 << 12),

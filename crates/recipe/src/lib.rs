@@ -115,6 +115,10 @@ pub struct ModelRecipe {
     /// The name prefixes of parameters that are not trained.
     #[serde(default)]
     pub frozen: Vec<String>,
+    /// For very long sequences: the number of tokens for which a block computes everything but attention at once. A block then keeps only
+    /// its input and output, and the query, key, value and output of attention; the backward pass computes the rest again. Defaults to
+    /// all tokens. Cannot be combined with parallel.tensor.
+    pub block_chunk_tokens: Option<usize>,
 }
 
 /// `[model.llama]`: Llama 2 and 3, Mistral, Qwen 2 and 3. Keys have the names of Hugging Face's config.json.

@@ -124,6 +124,11 @@ impl Recipe {
 
     pub(super) fn read_model_config(&self) -> Either<ModelConfig, Invalid> {
         let config = self.read_named_config()?;
+        if self.model.block_chunk_tokens.is_some() && self.model.opened_package.is_some() {
+            let problem =
+                "model.block_chunk_tokens: compiled layers compute all tokens at once: leave out the one or the other";
+            return Err(Invalid::at("model.block_chunk_tokens", problem));
+        }
         if let Some(package) = self.compiled_package() {
             self.check_compiled(&config, package)?;
         }
@@ -146,6 +151,7 @@ impl Recipe {
     fn read_named_config(&self) -> Either<ModelConfig, Invalid> {
         let model = &self.model;
         let package = model.opened_package.as_ref().filter(|_| !model.compiled);
+        let block_chunk_tokens = model.block_chunk_tokens;
         match (&model.llama, &model.gpt2, &model.config, package) {
             (Some(llama), None, None, None) => {
                 let plain = LlamaConfig::new(
@@ -163,6 +169,7 @@ impl Recipe {
                     sliding_window: llama.sliding_window,
                     initializer_range: llama.initializer_range.unwrap_or(plain.initializer_range),
                     loss_chunk_tokens: self.loss_chunk_tokens(llama.loss_chunk_tokens, llama.vocab_size),
+                    block_chunk_tokens,
                     tie_word_embeddings: llama.tie_word_embeddings,
                     qkv_bias: llama.qkv_bias,
                     qk_norm: llama.qk_norm,
@@ -172,7 +179,7 @@ impl Recipe {
             (None, Some(gpt2), None, None) => {
                 let plain = Gpt2Config::new(gpt2.vocab_size, gpt2.n_positions, gpt2.n_embd, gpt2.n_layer, gpt2.n_head);
                 let loss_chunk_tokens = self.loss_chunk_tokens(gpt2.loss_chunk_tokens, gpt2.vocab_size);
-                Ok(ModelConfig::Gpt2(Gpt2Config { loss_chunk_tokens, ..plain }))
+                Ok(ModelConfig::Gpt2(Gpt2Config { loss_chunk_tokens, block_chunk_tokens, ..plain }))
             }
             (None, None, Some(config), None) => {
                 let config = ModelConfig::from_hugging_face(config).map_err(|error| {
@@ -181,11 +188,11 @@ impl Recipe {
                 Ok(match config {
                     ModelConfig::Llama(llama) => {
                         let loss_chunk_tokens = self.loss_chunk_tokens(None, llama.vocab_size);
-                        ModelConfig::Llama(LlamaConfig { loss_chunk_tokens, ..llama })
+                        ModelConfig::Llama(LlamaConfig { loss_chunk_tokens, block_chunk_tokens, ..llama })
                     }
                     ModelConfig::Gpt2(gpt2) => {
                         let loss_chunk_tokens = self.loss_chunk_tokens(None, gpt2.vocab_size);
-                        ModelConfig::Gpt2(Gpt2Config { loss_chunk_tokens, ..gpt2 })
+                        ModelConfig::Gpt2(Gpt2Config { loss_chunk_tokens, block_chunk_tokens, ..gpt2 })
                     }
                     compiled @ ModelConfig::Compiled(_) => compiled,
                 })

@@ -286,3 +286,48 @@ fn divided_sequences_and_layers_compute_the_same_as_on_one_rank() {
     ranks!(4, || compare(2, 1, 2));
     ranks!(4, || compare(2, 2, 2));
 }
+
+/// Blocks that compute everything but attention in chunks of positions, on ranks that have whole sequences and on ranks that divide them.
+#[test]
+fn blocks_in_chunks_compute_the_same_as_at_once() {
+    let in_chunks = |config: ModelConfig, chunk: usize| -> ModelConfig {
+        let block_chunk_tokens = Some(chunk);
+        match config {
+            ModelConfig::Llama(llama) => LlamaConfig { block_chunk_tokens, ..llama }.into(),
+            ModelConfig::Gpt2(gpt2) => Gpt2Config { block_chunk_tokens, ..gpt2 }.into(),
+            compiled @ ModelConfig::Compiled(_) => compiled,
+        }
+    };
+    ranks!(2, || {
+        let world = world();
+        let divided = Ranks::on_mesh(world.clone(), Mesh::divide(2, &[(Axis::Ring, 2)]).unwrap()).unwrap();
+        let alone = || Ranks::sharded(Arc::new(single::group()));
+        let checkpointing =
+            [ActivationCheckpointing::None, ActivationCheckpointing::Selective, ActivationCheckpointing::Full];
+        for (name, config) in models() {
+            for (is_packed, chunk) in [(false, 7), (true, 30)] {
+                let expected = train(&config, alone(), options(0, sgd(), 1.), 1, 1, is_packed);
+                let config = in_chunks(config.clone(), chunk);
+                for (stage, activation_checkpointing) in [0, 2, 3].into_iter().zip(checkpointing) {
+                    for ranks in [alone(), divided.clone()] {
+                        let what = format!("{name}, packed {is_packed}, stage {stage}, {} ranks", ranks.context.size());
+                        let options = Options { activation_checkpointing, ..options(stage, sgd(), 1.) };
+                        let found = train(&config, ranks, options, 1, 1, is_packed);
+                        assert_same(&found, &expected, Place::ALONE, TOLERANCE, &what);
+                    }
+                }
+            }
+        }
+        let error = chunks_of_shared_layers(world, in_chunks(llama().into(), 7));
+        assert!(error.contains("block_chunk_tokens: blocks that are computed in chunks cannot be split"), "{error}");
+    });
+}
+
+/// Two ranks that share layers, of which they would have to compute chunks.
+fn chunks_of_shared_layers(world: Arc<Group>, config: ModelConfig) -> String {
+    let ranks = Ranks::on_mesh(world, Mesh::divide(2, &[(Axis::Tensor, 2)]).unwrap()).unwrap();
+    let model = Model::from_config(config).unwrap();
+    let trainer = Trainer::new(model, ranks, options(0, sgd(), 1.), &mut init::from_seed(5));
+    let refused = trainer.and_then(|mut trainer| trainer.step(&[batch(POSITIONS, 0, 0, false)]));
+    refused.err().unwrap().to_string()
+}
