@@ -144,10 +144,11 @@ impl RingCosts {
         self.turns().filter_map(keys).collect()
     }
 
-    /// While the keys of a turn are used, those of the next arrive, and the gradients of the turn before go back.
+    /// While the keys of a turn are used, those of the next arrive, and the gradients of the turn before go back. The rank's own keys are used
+    /// in two halves, first and last.
     fn backward(&self) -> Vec<InnerCollective> {
         let keys = |turn: usize, overlap| self.keys(turn).map(|sent| all_to_all(GroupKind::Ring, sent, overlap));
-        let mut calls: Vec<InnerCollective> = keys(1, self.computed_in(0)).into_iter().collect();
+        let mut calls: Vec<InnerCollective> = keys(1, self.computed_in(0) / 2.).into_iter().collect();
         let mut returning: Option<UnevenBytes> = None;
         for turn in self.turns() {
             let computed = self.computed_in(turn);
@@ -160,7 +161,7 @@ impl RingCosts {
             }
             calls.extend(of_next.map(|sent| all_to_all(GroupKind::Ring, sent, part(sent))));
         }
-        calls.extend(returning.map(|sent| all_to_all(GroupKind::Ring, sent, 0.)));
+        calls.extend(returning.map(|sent| all_to_all(GroupKind::Ring, sent, self.computed_in(0) / 2.)));
         calls
     }
 

@@ -5,7 +5,8 @@
 //! has its own backward pass, too.
 //!
 //! In turn `t`, a rank has the keys and values of the rank `t` before it in the ring, and sends its own to the rank `t` after it.
-//! Only what queries there can see is sent. In the backward pass they travel again, and their gradients travel back.
+//! Only what queries there can see is sent. In the backward pass they travel again, and their gradients travel back. The first keys travel
+//! while a rank computes with half of the heads of its own keys, and the last gradients while it computes with the other half.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -48,6 +49,23 @@ struct Piece {
     /// Its first row in the rank's part.
     row: usize,
     segment: Segment,
+}
+
+/// When a rank computes with keys.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Visit {
+    /// Before all others: its own keys, while those of the next turn arrive.
+    OwnFirst,
+    /// With another rank's keys.
+    Other,
+    /// After all others: its own keys again, while the gradients of the last turn travel.
+    OwnLast,
+}
+
+/// Some of the query heads, and the key head of each, if they are not evenly grouped.
+struct Heads {
+    queries: Range<usize>,
+    key_of_query: Option<Vec<i64>>,
 }
 
 /// What a piece of queries sees of a segment of keys.
@@ -99,7 +117,10 @@ impl Ring {
     ) -> ClosureResult<(Tensor, Tensor)> {
         let pieces = self.pieces();
         let mut parts: Vec<Option<(Tensor, Tensor)>> = pieces.iter().map(|_| None).collect();
-        let compute = |from: usize, keys: &[Keys]| {
+        let compute = |visit: Visit, from: usize, keys: &[Keys]| {
+            if visit == Visit::OwnLast {
+                return Ok(None);
+            }
             let times = query.size()[1] / key.size()[1];
             let keys = keys.iter().map(|keys| expand(keys, times, &key_of_query)).collect::<ClosureResult<Vec<_>>>()?;
             for block in self.blocks(&pieces, from) {
@@ -145,26 +166,39 @@ impl Ring {
         let query_grad = zeros(query.size())?;
         let own_grads = [zeros(key.size())?, zeros(value.size())?];
         let times = query.size()[1] / key.size()[1];
-        let compute = |from: usize, keys: &[Keys]| {
-            let grads: Vec<Keys> = match from == self.place.index {
+        let compute = |visit: Visit, from: usize, keys: &[Keys]| {
+            let counts = [query.size()[1], key.size()[1]];
+            let heads = match (visit, self.place.size) {
+                // There is nothing to wait for.
+                (Visit::OwnLast, 1) => return Ok(None),
+                (Visit::OwnFirst, 1) => Heads::new(Visit::Other, counts, key_of_query.as_ref()),
+                _ => Heads::new(visit, counts, key_of_query.as_ref()),
+            };
+            if heads.queries.is_empty() {
+                return Ok(None);
+            }
+            let [query, grad, output] = [heads.of(query)?, heads.of(grad)?, heads.of(output)?];
+            let [logsumexp, query_grad] = [heads.of(logsumexp)?, heads.of(&query_grad)?];
+            let grads: Vec<Keys> = match visit != Visit::Other {
                 true => self.rows.iter().map(|rows| rows.of(&own_grads)).collect::<ClosureResult<_>>()?,
                 false => keys
                     .iter()
                     .map(|keys| Ok([zeros(keys[0].size())?, zeros(keys[1].size())?]))
                     .collect::<ClosureResult<_>>()?,
             };
-            let keys = keys.iter().map(|keys| expand(keys, times, &key_of_query)).collect::<ClosureResult<Vec<_>>>()?;
+            let expand = |keys: &Keys| expand(keys, times, &heads.key_of_query);
+            let keys = keys.iter().map(expand).collect::<ClosureResult<Vec<_>>>()?;
             for block in self.blocks(&pieces, from) {
                 let piece = &pieces[block.piece];
-                let Operands { query, key, value, mask, is_causal } = self.operands(query, &keys, piece, &block)?;
+                let Operands { query, key, value, mask, is_causal } = self.operands(&query, &keys, piece, &block)?;
                 let (of_query, of_key, of_value) =
                     Tensor::f_internal_scaled_dot_product_flash_attention_for_cpu_backward(
-                        &self.cut(grad, piece, &block)?,
+                        &self.cut(&grad, piece, &block)?,
                         &query,
                         &key,
                         &value,
-                        &self.cut(output, piece, &block)?,
-                        &self.cut(logsumexp, piece, &block)?,
+                        &self.cut(&output, piece, &block)?,
+                        &self.cut(&logsumexp, piece, &block)?,
                         0.,
                         is_causal,
                         mask,
@@ -172,10 +206,10 @@ impl Ring {
                     )?;
                 let _ = self.cut(&query_grad, piece, &block)?.f_add_(&of_query)?;
                 for (whole, part) in grads[piece.rows].iter().zip([of_key, of_value]) {
-                    add_shared(&narrow(whole, 2, &block.keys)?, &part, &key_of_query)?;
+                    add_shared(&narrow(whole, 2, &block.keys)?, &part, &heads.key_of_query)?;
                 }
             }
-            Ok((from != self.place.index).then_some(grads))
+            Ok((visit == Visit::Other).then_some(grads))
         };
         let add_returned = |to: usize, received: Tensor| {
             let mut unpack = Unpack { from: received, at: 0 };
@@ -200,19 +234,19 @@ impl Ring {
         Ok([query_grad.f_to_kind(kind)?, key_grad.f_to_kind(kind)?, value_grad.f_to_kind(kind)?])
     }
 
-    /// Calls `compute` with the keys and values of each rank, this one's first, while those of the next arrive. What it returns for
-    /// another rank's keys, their gradients, is sent back. Calls `returned` with what others have sent back.
+    /// Calls `compute` with the keys and values of each rank, while those of the next arrive; with this rank's own both first and last. What
+    /// it returns for another rank's keys, their gradients, is sent back. Calls `returned` with what others have sent back.
     fn visit(
         &self,
         key: &Tensor,
         value: &Tensor,
-        mut compute: impl FnMut(usize, &[Keys]) -> ClosureResult<Option<Vec<Keys>>>,
+        mut compute: impl FnMut(Visit, usize, &[Keys]) -> ClosureResult<Option<Vec<Keys>>>,
         returned: impl Fn(usize, Tensor) -> ClosureResult<()>,
     ) -> ClosureResult<()> {
         let Place { index, size } = self.place;
         let mut arriving = self.start_turn(1, key, value)?;
         let own = self.rows.iter().map(|rows| rows.of(&[key, value])).collect::<ClosureResult<Vec<_>>>()?;
-        compute(index, &own)?;
+        compute(Visit::OwnFirst, index, &own)?;
         let mut returning: Option<(usize, PendingTensor)> = None;
         for turn in 1..size {
             let arrived = arriving.take().map(|pending| pending()).transpose()?;
@@ -220,7 +254,7 @@ impl Ring {
             let Some(arrived) = arrived else { continue };
             let (from, to) = ((index + size - turn) % size, (index + turn) % size);
             let keys = self.unpack(arrived, from, key)?;
-            if let Some(grads) = compute(from, &keys)? {
+            if let Some(grads) = compute(Visit::Other, from, &keys)? {
                 // One at a time: each needs memory for as many keys as a rank has.
                 if let Some((to, pending)) = returning.take() {
                     returned(to, pending()?)?;
@@ -228,6 +262,7 @@ impl Ring {
                 returning = Some((to, self.start_return(turn, &grads)?));
             }
         }
+        compute(Visit::OwnLast, index, &own)?;
         match returning {
             Some((to, pending)) => returned(to, pending()?),
             None => Ok(()),
@@ -392,6 +427,25 @@ impl Ring {
 /// The lengths of pieces of queries that see a window: short ones are slow, and long ones need large masks.
 const SHORTEST_PIECE: usize = 128;
 const LONGEST_PIECE: usize = 512;
+
+impl Heads {
+    /// The heads with which a backward pass computes in a visit, of these numbers of query and key heads.
+    fn new(visit: Visit, [queries, keys]: [i64; 2], key_of_query: Option<&Vec<i64>>) -> Self {
+        let half = (queries + 1) / 2;
+        let range = match visit {
+            Visit::OwnFirst => 0..half,
+            Visit::Other => return Heads { queries: 0..queries as usize, key_of_query: key_of_query.cloned() },
+            Visit::OwnLast => half..queries,
+        };
+        let key_head = |query: i64| key_of_query.map_or(query / (queries / keys), |heads| heads[query as usize]);
+        Heads { queries: range.start as usize..range.end as usize, key_of_query: Some(range.map(key_head).collect()) }
+    }
+
+    /// These heads of a tensor that has all of them.
+    fn of(&self, tensor: &Tensor) -> Result<Tensor, TchError> {
+        narrow(tensor, 1, &self.queries)
+    }
+}
 
 impl AlikeSequences {
     /// The part of tensors that belongs to these sequences.
