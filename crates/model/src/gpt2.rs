@@ -7,7 +7,7 @@ use shardwise_torch::tch::{Kind, Tensor};
 use crate::activation_checkpointing::recompute_in_backward;
 use crate::head::{Head, LmHead, Sizes};
 use crate::pass::{AttentionShape, Region, RegionWeights};
-use crate::sequence_chunks::{ChunkedBlock, chunk_rows, compute_in_chunks};
+use crate::sequence_chunks::{ChunkedBlock, Results, check_not_shared, chunk_rows, compute_in_chunks};
 use crate::tensor_parallel::rows_of;
 use crate::unit::embed;
 use crate::{
@@ -190,7 +190,7 @@ impl Layer for Block {
         pass: &Pass,
     ) -> Result<Tensor> {
         let x = input.expect("a block has an input");
-        if let Some(chunk) = chunk_rows(self.0.block_chunk_tokens, batch, pass)? {
+        if let Some(chunk) = chunk_rows(self.0.block_chunk_tokens, batch) {
             return self.forward_in_chunks(parameters, x, batch, pass, chunk);
         }
         let x = x.f_add(&self.attend(parameters, x, batch, pass)?)?;
@@ -215,6 +215,10 @@ impl Layer for Block {
         let x = x.f_add(&row_linear(parameters, &joined, "attn.c_proj", parallel)?)?;
         let pass = Pass { parallel: parallel.clone(), ..Pass::new(Activations::All) };
         Ok(x.f_add(&self.mlp(parameters, &x, tokens.numel(), &pass)?)?)
+    }
+
+    fn check_tensor_parallel(&self, ranks: usize) -> Result<()> {
+        check_not_shared(self.0.block_chunk_tokens, ranks)
     }
 
     fn output_shape(&self, batch: &Batch, parallel: &TensorParallel) -> Option<Vec<i64>> {
@@ -352,7 +356,7 @@ impl Block {
         }
     }
 
-    /// The forward pass, in which everything but attention is computed in chunks of positions.
+    /// The forward pass, in which everything but attention is computed in chunks of tokens.
     fn forward_in_chunks(
         &self,
         parameters: &Parameters<'_>,
@@ -361,19 +365,33 @@ impl Block {
         pass: &Pass,
         chunk: usize,
     ) -> Result<Tensor> {
+        let is_before = |name: &str| name.contains(".ln_1.") || name.contains(".attn.c_attn.");
         let config = self.0.clone();
-        let [projected] = compute_in_chunks(chunk, &[x], parameters, move |rows, parameters| {
+        let before = parameters.select(is_before);
+        let [projected] = compute_in_chunks(chunk, &[x], before, Results::Read, move |rows, parameters| {
             let normed = Norm::new(&config, parameters, "ln_1").of(&rows[0])?;
             Ok([layer(parameters, "attn.c_attn").apply(&normed)?])
         })?;
-        let attended = self.core(batch, pass)(&projected)?.pop().expect("attention has an output");
+        let core = self.core(batch, pass);
+        let attended = core(&projected)?;
+        let joined = attended.last().expect("attention has an output");
+        // To attend again, ranks that divide sequences would have to send their keys again.
+        let frees_core = pass.activations == Activations::Selective && batch.context.is_none();
+        let projected = frees_core.then(|| projected.detach());
         let block = self.clone();
-        let [output] = compute_in_chunks(chunk, &[x, &attended], parameters, move |rows, parameters| {
+        let after = parameters.select(|name| !is_before(name));
+        let results = if pass.keeps_gathered { Results::Unread } else { Results::Read };
+        let [output] = compute_in_chunks(chunk, &[x, joined], after, results, move |rows, parameters| {
             let x = rows[0].f_add(&layer(parameters, "attn.c_proj").apply(&rows[1])?)?;
             let mlp = block.mlp(parameters, &x, rows_of(&x), &Pass::new(Activations::All))?;
             Ok([x.f_add(&mlp)?])
         })?;
-        Ok(output)
+        match projected {
+            Some(projected) => {
+                recompute_in_backward(output, &attended.iter().collect::<Vec<_>>(), move || core(&projected))
+            }
+            None => Ok(output),
+        }
     }
 
     /// The MLP of a block, whose input has `rows` rows on all ranks together.

@@ -11,12 +11,12 @@ use crate::documents::Documents;
 use crate::head::{Head, LmHead, Sizes};
 use crate::pass::{AttentionShape, Region, RegionWeights};
 use crate::rotary::{Positions, RotaryTables};
-use crate::sequence_chunks::{ChunkedBlock, chunk_rows, compute_in_chunks};
+use crate::sequence_chunks::{ChunkedBlock, Results, check_not_shared, chunk_rows, compute_in_chunks};
 use crate::tensor_parallel::rows_of;
 use crate::unit::embed;
 use crate::{
-    Activations, Batch, Cache, ContextBatch, ContextParallel, Footprint, Init, Layer, Linear, Parameter, Parameters,
-    Pass, PassShape, Result, TensorParallel, Tied, Unit, attention,
+    Activations, Batch, Cache, ContextBatch, ContextParallel, Error, Footprint, Init, Layer, Linear, Parameter,
+    Parameters, Pass, PassShape, Result, TensorParallel, Tied, Unit, attention,
 };
 
 /// Builds a unit of the model from its parameters. All blocks of a model share its rotary tables.
@@ -108,7 +108,7 @@ impl Layer for Block {
         pass: &Pass,
     ) -> Result<Tensor> {
         let x = input.expect("a block has an input");
-        if let Some(chunk) = chunk_rows(self.config.block_chunk_tokens, batch, pass)? {
+        if let Some(chunk) = chunk_rows(self.config.block_chunk_tokens, batch) {
             return self.forward_in_chunks(parameters, x, batch, pass, chunk);
         }
         let x = x.f_add(&self.attend(parameters, x, batch, pass)?)?;
@@ -130,6 +130,10 @@ impl Layer for Block {
         let x = x.f_add(&parallel.row_parallel(&joined, &parameters.layer("self_attn.o_proj.weight", None))?)?;
         let pass = Pass { parallel: parallel.clone(), ..Pass::new(Activations::All) };
         Ok(x.f_add(&self.mlp(parameters, &x, tokens.numel(), &pass)?)?)
+    }
+
+    fn check_tensor_parallel(&self, ranks: usize) -> Result<()> {
+        check_not_shared(self.config.block_chunk_tokens, ranks)
     }
 
     fn output_shape(&self, batch: &Batch, parallel: &TensorParallel) -> Option<Vec<i64>> {
@@ -307,7 +311,7 @@ impl Block {
         })
     }
 
-    /// The forward pass, in which everything but attention is computed in chunks of positions.
+    /// The forward pass, in which everything but attention is computed in chunks of tokens.
     fn forward_in_chunks(
         &self,
         parameters: &Parameters<'_>,
@@ -316,21 +320,47 @@ impl Block {
         pass: &Pass,
         chunk: usize,
     ) -> Result<Tensor> {
+        let is_before = |name: &str| {
+            name.contains(".input_layernorm.") || name.contains(".self_attn.") && !name.contains(".o_proj.")
+        };
         let config = self.config.clone();
-        let projected = compute_in_chunks(chunk, &[x], parameters, move |rows, parameters| {
+        let before = parameters.select(is_before);
+        let projected = compute_in_chunks(chunk, &[x], before, Results::Read, move |rows, parameters| {
             let normed = rms_norm(&config, &rows[0], parameters.get("input_layernorm.weight"))?;
             let [query, key, value] = projections(parameters);
-            Ok([query.apply(&normed)?, key.apply(&normed)?, value.apply(&normed)?])
+            let normalize = |projected: Tensor, norm: &str| match parameters.find(norm) {
+                Some(weight) => {
+                    let heads = projected.f_view([projected.size()[0], -1, config.head_dim as i64])?;
+                    Ok::<_, Error>(rms_norm(&config, &heads, weight)?.f_view_as(&projected)?)
+                }
+                None => Ok(projected),
+            };
+            Ok([
+                normalize(query.apply(&normed)?, "self_attn.q_norm.weight")?,
+                normalize(key.apply(&normed)?, "self_attn.k_norm.weight")?,
+                value.apply(&normed)?,
+            ])
         })?;
         let core = self.core(parameters, projected, batch.documents.clone(), &pass.parallel).with_context(batch, pass);
-        let attended = core.attend()?.pop().expect("attention has an output");
+        // They are normalized already.
+        let core = Core { query_norm: None, key_norm: None, ..core };
+        let attended = core.attend()?;
+        let joined = attended.last().expect("attention has an output");
+        // To attend again, ranks that divide sequences would have to send their keys again.
+        let frees_core = pass.activations == Activations::Selective && batch.context.is_none();
+        let core = frees_core.then(|| core.detached());
         let block = self.clone();
-        let [output] = compute_in_chunks(chunk, &[x, &attended], parameters, move |rows, parameters| {
+        let after = parameters.select(|name| !is_before(name));
+        let results = if pass.keeps_gathered { Results::Unread } else { Results::Read };
+        let [output] = compute_in_chunks(chunk, &[x, joined], after, results, move |rows, parameters| {
             let x = rows[0].f_add(&parameters.linear(&rows[1], "self_attn.o_proj.weight", None)?)?;
             let mlp = block.mlp(parameters, &x, rows_of(&x), &Pass::new(Activations::All))?;
             Ok([x.f_add(&mlp)?])
         })?;
-        Ok(output)
+        match core {
+            Some(core) => recompute_in_backward(output, &attended.iter().collect::<Vec<_>>(), move || core.attend()),
+            None => Ok(output),
+        }
     }
 
     fn core(

@@ -1,44 +1,59 @@
-//! A block in chunks of its sequences, for sequences so long that the activations of a single block do not fit.
+//! A block in chunks of tokens, for sequences so long that the activations of a single block do not fit.
 //!
-//! Everything in a block but attention treats each position by itself: norms, projections and the MLP. So it is computed for one chunk of
-//! positions after the other, and nothing of a chunk is kept but its inputs and outputs. The backward pass computes each chunk again, right
-//! before the chunk's gradients (FPDT; DeepSpeed also calls it tiled compute). What a block holds for all positions is then the input,
-//! and query, key, value and output of attention, however wide the MLP is.
+//! Everything in a block but attention treats each token by itself: norms, projections and the MLP. So it is computed for one chunk of
+//! tokens after the other, and nothing of a chunk is kept but its inputs and outputs. The backward pass computes each chunk again, right
+//! before the chunk's gradients (FPDT; DeepSpeed: tiled compute). What a block holds for all tokens is then its input, and the query, key,
+//! value and output of attention, however wide the MLP is.
 
+use shardwise_plan::check_chunks_not_shared;
 use shardwise_torch::autograd::{self, Backward, ClosureError, Forward, Graph};
 use shardwise_torch::tch::{Kind, TchError, Tensor, no_grad, with_grad};
 
 use crate::context_costs::ContextMemory;
 use crate::tensor_parallel::{as_rows, rows_of};
-use crate::{Batch, Error, Footprint, Parameter, Parameters, Pass, PassShape, Result};
+use crate::{Activations, Batch, Footprint, Parameter, Parameters, PassShape, Result};
 
 /// The number of rows of a chunk, if blocks are to be computed in chunks and the micro-batch has more rows than one.
-pub(crate) fn chunk_rows(block_chunk_tokens: Option<usize>, batch: &Batch, pass: &Pass) -> Result<Option<usize>> {
-    if block_chunk_tokens.is_some() && pass.parallel.size() > 1 {
-        let problem = "blocks that are computed in chunks cannot be split among ranks".to_string();
-        return Err(Error::Config { key: "block_chunk_tokens", problem });
-    }
-    Ok(block_chunk_tokens.filter(|&chunk| chunk < batch.inputs.numel()))
+pub(crate) fn chunk_rows(block_chunk_tokens: Option<usize>, batch: &Batch) -> Option<usize> {
+    block_chunk_tokens.filter(|&chunk| chunk < batch.inputs.numel())
+}
+
+/// Checks that this many ranks can share a block that may be computed in chunks.
+pub(crate) fn check_not_shared(block_chunk_tokens: Option<usize>, ranks: usize) -> Result<()> {
+    Ok(check_chunks_not_shared(block_chunk_tokens, ranks)?)
+}
+
+/// What becomes of the results of a function.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Results {
+    /// They are read.
+    Read,
+    /// Only their gradients are needed, so they are not computed. There is one, of the first input's shape.
+    Unread,
 }
 
 /// Computes functions of rows, a chunk of rows at a time. All `inputs` have the same number of rows. `compute` gets a chunk of each, and
-/// the unit's parameters, and returns as many rows. The results have the leading dimensions of the first input.
+/// the parameters, and returns as many rows. The results have the leading dimensions of the first input.
 pub(crate) fn compute_in_chunks<const N: usize>(
     chunk_rows: usize,
     inputs: &[&Tensor],
-    parameters: &Parameters<'_>,
+    (declared, parameters): (Vec<Parameter>, Vec<&Tensor>),
+    results: Results,
     compute: impl Fn(&[Tensor], &Parameters<'_>) -> Result<[Tensor; N]> + Send + 'static,
 ) -> Result<[Tensor; N]> {
-    let chunked = Chunked { chunk_rows, inputs: inputs.len(), declared: parameters.declared().to_vec(), compute };
-    let arguments: Vec<&Tensor> = inputs.iter().copied().chain(parameters.in_order()).collect();
+    let chunked = Chunked { chunk_rows, inputs: inputs.len(), declared, compute };
+    let arguments: Vec<&Tensor> = inputs.iter().copied().chain(parameters).collect();
     let has_grad: Vec<bool> = arguments.iter().map(|argument| argument.requires_grad()).collect();
-    let outputs = no_grad(|| chunked.forward(&arguments))?;
+    let outputs: Vec<Tensor> = match results {
+        Results::Read => no_grad(|| chunked.forward(&arguments))?.into(),
+        Results::Unread => vec![no_grad(|| inputs[0].f_empty_like())?],
+    };
     let outputs = autograd::function(
         "chunks of a sequence",
         &arguments,
         |arguments| {
             let saved = arguments.iter().map(|argument| argument.shallow_clone()).collect();
-            Ok(Forward { outputs: outputs.into(), saved })
+            Ok(Forward { outputs, saved })
         },
         move |back| chunked.backward(&back, &has_grad),
     )?;
@@ -110,7 +125,10 @@ impl<const N: usize, F: Fn(&[Tensor], &Parameters<'_>) -> Result<[Tensor; N]>> C
                 reached.iter().map(|(output, grad)| (*output, Some(grad))).unzip();
             let wanted = || parts.iter().chain(&parameters).enumerate().filter(|(index, _)| has_grad[*index]);
             let arguments: Vec<&Tensor> = wanted().map(|(_, argument)| argument).collect();
-            let computed = autograd::grad(&reached, &weights, &arguments, Graph::Free)?;
+            let computed = match reached.is_empty() {
+                true => arguments.iter().map(|_| None).collect(),
+                false => autograd::grad(&reached, &weights, &arguments, Graph::Free)?,
+            };
             for ((index, argument), computed) in wanted().zip(computed) {
                 match computed {
                     Some(part) if index < self.inputs => chunk.write(&mut grads[index], &part)?,
@@ -209,13 +227,20 @@ impl ChunkedBlock {
                 + gradients(before)
                 + in_chunk,
         ];
-        let attending = element(2 * query + 2 * key + key) + context.forward;
+        // Projections, the same rotated, keys that are repeated, and the output.
+        let repeated = if kept_key > key { element(2 * kept_key) } else { 0 };
+        let attending = element(3 * query + 3 * key) + repeated + context.forward;
+        // What attention keeps, or computes again from the projections.
+        let (core, projected) = (element(2 * query + 2 * kept_key), element(query + 2 * key));
+        let frees_core = shape.activations == Activations::Selective && !is_divided;
+        let (kept, again) = if frees_core { (projected, core) } else { (core, 0) };
         Footprint {
-            kept_bytes: element(hidden + 2 * query + 2 * kept_key) + context.kept + mask,
+            kept_bytes: element(hidden) + kept + context.kept + mask,
             output_bytes: element(hidden),
-            forward_temporary_bytes: chunk.no_grad_temporary_bytes.max(context.forward.saturating_sub(element(hidden))),
+            forward_temporary_bytes: again
+                + chunk.no_grad_temporary_bytes.max(context.forward.saturating_sub(element(hidden))),
             no_grad_temporary_bytes: attending.max(element(query) + chunk.no_grad_temporary_bytes),
-            temporary_bytes: backward.into_iter().max().unwrap_or(0),
+            temporary_bytes: again + backward.into_iter().max().unwrap_or(0),
             sparse_gradient_bytes: 0,
         }
     }

@@ -171,6 +171,11 @@ pub trait Layer: Send {
         Err(Error::Config { key: "generation", problem })
     }
 
+    /// Checks that this many ranks can share the layer; that they can share its parameters is checked elsewhere.
+    fn check_tensor_parallel(&self, _ranks: usize) -> Result<()> {
+        Ok(())
+    }
+
     /// The shape of the output for this micro-batch, which the next stage of a pipeline needs before the output arrives. `parallel`
     /// says which rows this rank has. Without it, the unit cannot be the last one of a stage.
     fn output_shape(&self, _batch: &Batch, _parallel: &TensorParallel) -> Option<Vec<i64>> {
@@ -335,9 +340,13 @@ impl Parameters<'_> {
         self.tied
     }
 
-    /// What the unit declares about them.
-    pub(crate) fn declared(&self) -> &[Parameter] {
-        self.declared
+    /// Those whose names fulfil a condition, as the unit declares them. For layers that ranks do not share.
+    pub(crate) fn select(&self, is_selected: impl Fn(&str) -> bool) -> (Vec<Parameter>, Vec<&Tensor>) {
+        let pairs = self.declared.iter().zip(self.tensors);
+        pairs
+            .filter(|(parameter, _)| is_selected(&parameter.name))
+            .map(|(parameter, it)| (parameter.clone(), it))
+            .unzip()
     }
 
     /// All of them in the order in which the unit declares them, and then the tied one. For layers that ranks do not share.
@@ -534,6 +543,7 @@ impl Model {
 
     /// Checks that the layers can be shared by this many ranks.
     pub fn check_tensor_parallel(&self, ranks: usize) -> Result<()> {
+        self.units.iter().try_for_each(|unit| unit.layer.check_tensor_parallel(ranks))?;
         if let Some(package) = &self.package {
             let config = ModelConfig::Compiled(package.clone());
             config.check_tensor_parallel(ranks)?;

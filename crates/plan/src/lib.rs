@@ -45,7 +45,7 @@ pub use dtype::Dtype;
 pub use floats::FloatsMut;
 pub use loss_scale::DynamicScale;
 pub use mesh::{Axis, Coordinates, Mesh, MeshError, RankSet};
-pub use model_config::{Gpt2Config, LlamaConfig, ModelConfig};
+pub use model_config::{Gpt2Config, LlamaConfig, ModelConfig, check_chunks_not_shared};
 pub use parameters::{ParameterShape, check_frozen_prefixes};
 pub use partition::Partition;
 pub use rope_scaling::{Llama3Rope, RopeScaling, YarnRope, rotary_frequencies};

@@ -56,7 +56,7 @@ pub struct LlamaConfig {
     pub initializer_range: f64,
     /// The number of tokens whose logits are in memory at once.
     pub loss_chunk_tokens: usize,
-    /// The number of positions for which a block computes everything but attention at once, if not all.
+    /// How many tokens a block processes at a time, except in attention, if not all.
     pub block_chunk_tokens: Option<usize>,
 }
 
@@ -79,7 +79,7 @@ pub struct Gpt2Config {
     pub initializer_range: f64,
     /// The number of tokens whose logits are in memory at once.
     pub loss_chunk_tokens: usize,
-    /// The number of positions for which a block computes everything but attention at once, if not all.
+    /// How many tokens a block processes at a time, except in attention, if not all.
     pub block_chunk_tokens: Option<usize>,
 }
 
@@ -110,7 +110,7 @@ impl ModelConfig {
         }
     }
 
-    /// The number of positions for which a block computes everything but attention at once, if not all.
+    /// How many tokens a block processes at a time, except in attention, if not all.
     pub fn block_chunk_tokens(&self) -> Option<usize> {
         match self {
             ModelConfig::Llama(llama) => llama.block_chunk_tokens,
@@ -139,10 +139,7 @@ impl ModelConfig {
             ModelConfig::Gpt2(gpt2) => ("n_head", gpt2.n_head, gpt2.vocab_size),
             ModelConfig::Compiled(_) => return check_not_split(ranks),
         };
-        if ranks > 1 && self.block_chunk_tokens().is_some() {
-            let problem = "blocks that are computed in chunks cannot be split among ranks; leave out one of the two";
-            return Err(ConfigError { key: "block_chunk_tokens", problem: problem.to_string() });
-        }
+        check_chunks_not_shared(self.block_chunk_tokens(), ranks)?;
         let works = |ranks: &usize| heads.is_multiple_of(*ranks) && *ranks <= inner;
         if works(&ranks) {
             return Ok(());
@@ -151,6 +148,15 @@ impl ModelConfig {
         let problem =
             format!("{heads} heads cannot be divided among {ranks} tensor-parallel ranks; {nearest} would work");
         Err(ConfigError { key, problem })
+    }
+}
+
+/// Checks that ranks do not share blocks that are computed in chunks: a chunk has all of a layer's features.
+pub fn check_chunks_not_shared(block_chunk_tokens: Option<usize>, ranks: usize) -> Result<(), ConfigError> {
+    let problem = "blocks that are computed in chunks cannot be split among ranks; remove one of the two".to_string();
+    match block_chunk_tokens.filter(|_| ranks > 1) {
+        Some(_) => Err(ConfigError { key: "block_chunk_tokens", problem }),
+        None => Ok(()),
     }
 }
 

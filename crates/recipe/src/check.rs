@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::result::Result as Either;
 
 use shardwise_plan::pipeline::{Actions, ActionsError, PipelineSchedule, ScheduleError};
-use shardwise_plan::{Axis, ContextAttention, Mesh, MeshError, ModelConfig, choose_ulysses};
+use shardwise_plan::{Axis, ContextAttention, Mesh, MeshError, ModelConfig, check_chunks_not_shared, choose_ulysses};
 
 use super::resolve::{
     GRADIENT_ACCUMULATION_STEPS_MAX, MICRO_BATCH_SIZE_MAX, NO_MICRO_BATCH_SIZE, TOKENS_MAX, number, word,
@@ -38,8 +38,29 @@ impl Recipe {
             let problem = "parameters start from a seed or from weights: leave one of them out";
             return Err(Invalid::between(&[("init.seed", seed), ("init.weights", quoted(&weights))], problem));
         }
-        self.read_pipeline_schedule()?;
+        let schedule = self.read_pipeline_schedule()?;
+        self.check_chunks(&schedule)?;
         self.check_model()
+    }
+
+    /// Checks what blocks that are computed in chunks can be combined with.
+    fn check_chunks(&self, schedule: &PipelineSchedule) -> Checked {
+        let ParallelRecipe { tensor, pipeline, ref pipeline_schedule, .. } = self.parallel;
+        let Some(chunk) = self.model.block_chunk_tokens else { return Ok(()) };
+        let key = ("model.block_chunk_tokens", chunk.to_string());
+        if let Err(error) = check_chunks_not_shared(Some(chunk), tensor) {
+            return Err(Invalid::between(&[key, ("parallel.tensor", tensor.to_string())], error.problem));
+        }
+        let splits_backward = matches!(
+            schedule,
+            PipelineSchedule::ZeroBubbleH1 | PipelineSchedule::ZeroBubbleV | PipelineSchedule::Custom(_)
+        );
+        if pipeline > 1 && splits_backward {
+            let problem =
+                "blocks that are computed in chunks cannot split their backward pass, as this schedule may require";
+            return Err(Invalid::between(&[key, ("parallel.pipeline_schedule", quoted(pipeline_schedule))], problem));
+        }
+        Ok(())
     }
 
     /// Checks that counts are in range. The limits are far beyond any real run, and far below where sizes could overflow.

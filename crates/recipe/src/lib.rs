@@ -115,9 +115,10 @@ pub struct ModelRecipe {
     /// The name prefixes of parameters that are not trained.
     #[serde(default)]
     pub frozen: Vec<String>,
-    /// For very long sequences: the number of tokens for which a block computes everything but attention at once. A block then keeps only
-    /// its input and output, and the query, key, value and output of attention; the backward pass computes the rest again. Defaults to
-    /// all tokens. Cannot be combined with parallel.tensor.
+    /// How many tokens a block processes at a time, except in attention: for sequences so long that the activations of one block do not fit.
+    /// A block then keeps only its input and output, and the query, key, value and output of attention; the backward pass computes
+    /// the rest again, which takes as long as their forward pass. Defaults to all tokens. Cannot be combined with parallel.tensor, or with
+    /// zero-bubble schedules.
     pub block_chunk_tokens: Option<usize>,
 }
 

@@ -124,9 +124,9 @@ impl Recipe {
 
     pub(super) fn read_model_config(&self) -> Either<ModelConfig, Invalid> {
         let config = self.read_named_config()?;
-        if self.model.block_chunk_tokens.is_some() && self.model.opened_package.is_some() {
+        if self.model.block_chunk_tokens.is_some() && (self.model.opened_package.is_some() || self.model.compiled) {
             let problem =
-                "model.block_chunk_tokens: compiled layers compute all tokens at once: leave out the one or the other";
+                "model.block_chunk_tokens: compiled layers process all tokens at once; remove one of the two keys";
             return Err(Invalid::at("model.block_chunk_tokens", problem));
         }
         if let Some(package) = self.compiled_package() {

@@ -327,7 +327,42 @@ fn blocks_in_chunks_compute_the_same_as_at_once() {
 fn chunks_of_shared_layers(world: Arc<Group>, config: ModelConfig) -> String {
     let ranks = Ranks::on_mesh(world, Mesh::divide(2, &[(Axis::Tensor, 2)]).unwrap()).unwrap();
     let model = Model::from_config(config).unwrap();
-    let trainer = Trainer::new(model, ranks, options(0, sgd(), 1.), &mut init::from_seed(5));
-    let refused = trainer.and_then(|mut trainer| trainer.step(&[batch(POSITIONS, 0, 0, false)]));
-    refused.err().unwrap().to_string()
+    Trainer::new(model, ranks, options(0, sgd(), 1.), &mut init::from_seed(5)).err().unwrap().to_string()
+}
+
+/// In 16 bits, the gradients of chunks are summed in f32; frozen parameters before, after and around attention get none.
+#[test]
+fn chunks_are_summed_in_f32_and_leave_frozen_parameters_alone() {
+    let [whole, chunked] = [None, Some(1)]
+        .map(|block_chunk_tokens| ModelConfig::from(LlamaConfig { qk_norm: true, block_chunk_tokens, ..llama() }));
+    let gradients = |config: &ModelConfig, frozen: &[&str], precision: Precision| -> Vec<Tensor> {
+        let mut model = Model::from_config(config.clone()).unwrap();
+        model.freeze(frozen).unwrap();
+        let options = Options { precision, ..options(0, sgd(), 1.) };
+        let alone = Ranks::sharded(Arc::new(single::group()));
+        let mut trainer = Trainer::new(model, alone, options, &mut init::from_seed(5)).unwrap();
+        trainer.step(&[batch(POSITIONS, 0, 0, true)]).unwrap();
+        let values = |shard: &mut shardwise_zero::ShardedUnit| -> Vec<Tensor> {
+            shard.parameters().iter().map(|tensor| tensor.detach().to_kind(Kind::Double)).collect()
+        };
+        trainer.shards_mut().flat_map(values).collect()
+    };
+    let distance = |found: &[Tensor], exact: &[Tensor]| -> f64 {
+        let squares = found.iter().zip(exact).map(|(a, b)| (a - b).square().sum(Kind::Double).double_value(&[]));
+        squares.sum::<f64>().sqrt()
+    };
+    let frozen: [&[&str]; 4] = [
+        &[],
+        &["model.embed_tokens", "model.layers.0.input", "model.layers.0.self_attn"],
+        &["model.layers.1.mlp", "model.layers.1.post", "model.layers.1.self_attn.o_proj"],
+        &["model.layers"],
+    ];
+    for frozen in frozen {
+        let exact = gradients(&whole, frozen, Precision::F64);
+        let error = distance(&gradients(&chunked, frozen, Precision::F64), &exact);
+        assert!(error < 1e-11, "frozen {frozen:?}: {error}");
+        let [whole, chunked] =
+            [&whole, &chunked].map(|config| distance(&gradients(config, frozen, Precision::BF16), &exact));
+        assert!(chunked < 1.1 * whole, "frozen {frozen:?}: {chunked} instead of {whole}");
+    }
 }
