@@ -131,8 +131,8 @@ fn busy_s(report: &Value) -> Result<Vec<f64>> {
 /// Two layers as wide as those of the 42M model.
 fn long() -> Result<Verdict> {
     let (program, scratch) = (shardwise()?, Scratch::new("long")?);
-    let divided =
-        Setting { size: &M42, ranks: 4, context: 4, sequences: 1, positions: 65_536, stage: 3, prefetch: 0, ..BASE };
+    let plain = Setting { size: &M42, sequences: 1, stage: 3, prefetch: 0, checkpointing: "full", ..BASE };
+    let divided = Setting { ranks: 4, context: 4, positions: 65_536, ..plain };
     let alone = Setting { ranks: 1, context: 1, positions: 24_000, ..divided };
     let limit = LONG_LIMIT_BYTES;
     let train = |setting: &Setting, recipe: &Path, steps: usize| {
@@ -158,7 +158,7 @@ fn long() -> Result<Verdict> {
 }
 
 /// Enough for 16,384 of 65,536 tokens, and not for 24,000.
-const LONG_LIMIT_BYTES: u64 = 1750 << 20;
+const LONG_LIMIT_BYTES: u64 = 1536 << 20;
 
 /// From short to long.
 const LENGTHS: [usize; 5] = [1024, 2048, 4096, 8192, 32_768];
@@ -182,7 +182,9 @@ fn links() -> Result<Verdict> {
         let simulated = predict_hidden_share(&program, &recipe, &setting, &costs, RATE)?;
         let report = profile_on_hosts(&program, &recipe, &setting, RATE, 2)?;
         let communication = &report["profile"]["communication"];
-        let measured = number(communication, "hidden_s") / number(communication, "total_s");
+        // That a rank is late is not the link's fault.
+        let traffic = number(communication, "total_s") - number(communication, "late_s");
+        let measured = number(communication, "hidden_s") / traffic;
         println!("{positions:>8}  {:.1}% ({:.1}%)", 100. * measured, 100. * simulated);
         for (begins, share) in begins.iter_mut().zip([measured, simulated]) {
             if share >= 0.9 {
