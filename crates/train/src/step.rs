@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use shardwise_comm::ReduceOp;
 use shardwise_model::{Activations, Batch, DeferredGradients, Model, Pass, TensorParallel, Unit};
-use shardwise_plan::program::{Instruction, Keep, ModelParallel, Place, Policy, Program, UnitSpec};
+use shardwise_plan::program::{Instruction, Keep, ModelParallel, Place, Policy, Program, Programs, UnitSpec};
 use shardwise_torch::autograd::{self, Graph};
 use shardwise_torch::tch::{Device, Tensor, no_grad};
 use shardwise_torch::{Stream, kind_of};
@@ -24,7 +24,7 @@ use crate::progress::SkippedBatch;
 use crate::report::{Gradients, Report};
 use crate::shard_model::shard_model;
 use crate::step_programs::{
-    check_executable, check_ties, checked_programs, replay_programs, splits_backward, stages_of_units,
+    check_executable, check_programs, check_ties, checked_programs, replay_programs, splits_backward, stages_of_units,
 };
 use crate::step_values::{BeforeUpdate, HalfBackward, ParameterGradient, StepValues, UnitPass, Unread, copy_batches};
 use crate::tensor_group::TensorRanks;
@@ -257,6 +257,17 @@ impl Trainer {
         let program = Arc::new(program);
         self.program = Some((policy, program.clone()));
         Ok(program)
+    }
+
+    /// Replaces the programs of steps with this many micro-batches by ones of your own, such as some that were printed, edited and parsed.
+    /// They are checked first. All ranks call it with the same programs.
+    pub fn set_programs(&mut self, programs: &Programs, micro_batches: usize) -> Result<()> {
+        let (policy, mesh) = (self.options.policy(micro_batches), self.ranks.mesh());
+        check_programs(programs, &self.unit_specs, &policy, &mesh)?;
+        let program = programs.of(self.ranks.world.rank(), &mesh).clone();
+        check_executable(&program)?;
+        self.program = Some((policy, Arc::new(program)));
+        Ok(())
     }
 
     /// What the order of a step depends on, by unit.

@@ -11,9 +11,14 @@ use crate::options::Options;
 /// The programs of a training step with this many micro-batches, checked for all ranks.
 pub fn checked_programs(units: &[UnitSpec], options: &Options, mesh: &Mesh, micro_batches: usize) -> Result<Programs> {
     let programs = build_programs(units, options, mesh, micro_batches, build::train_step, build::pipeline_step)?;
-    let checked = check(&programs, units, &options.policy(micro_batches), mesh);
-    checked.map_err(|violation| Error::Options(format!("the step's program is invalid: {violation}")))?;
+    check_programs(&programs, units, &options.policy(micro_batches), mesh)?;
     Ok(programs)
+}
+
+/// Checks programs for all ranks.
+pub(crate) fn check_programs(programs: &Programs, units: &[UnitSpec], policy: &Policy, mesh: &Mesh) -> Result<()> {
+    let checked = check(programs, units, policy, mesh);
+    checked.map_err(|violation| Error::Options(format!("the step's program is invalid: {violation}")))
 }
 
 /// The programs of the passes of a step, without accumulation and reduction of gradients.
