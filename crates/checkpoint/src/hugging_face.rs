@@ -145,10 +145,12 @@ impl Weights {
         }
         let size = dtype.bytes() as u64;
         let mut from = found.bytes.start + range.start * size;
+        let mut buffer = vec![0; out.len().min(READ_ELEMENTS) * dtype.bytes()];
         for piece in out.chunks(READ_ELEMENTS) {
-            let bytes = self.store.read_range(&self.files[*file], from..from + piece.len() as u64 * size)?;
+            let bytes = &mut buffer[..piece.len() * dtype.bytes()];
+            self.store.read_into(&self.files[*file], from, bytes)?;
             from += bytes.len() as u64;
-            convert(dtype, &bytes, piece);
+            convert(dtype, bytes, piece);
         }
         Ok(())
     }

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::ops::Range;
+use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -151,6 +152,19 @@ impl Store {
                 Err(self.damaged_error(path, format!("{wanted} bytes were requested, but {} arrived", bytes.len())))
             }
         }
+    }
+
+    /// Reads a part of a file into memory that the caller reuses.
+    pub(crate) fn read_into(&self, path: &str, start: u64, bytes: &mut [u8]) -> Result<()> {
+        let read = |folder: &PathBuf, bytes: &mut [u8]| {
+            std::fs::File::open(folder.join(path)).and_then(|file| file.read_exact_at(bytes, start))
+        };
+        if self.local.as_ref().is_some_and(|folder| read(folder, bytes).is_ok()) {
+            return Ok(());
+        }
+        // This also finds out what is wrong with a local file.
+        bytes.copy_from_slice(&self.read_range(path, start..start + bytes.len() as u64)?);
+        Ok(())
     }
 
     /// Writes a whole file.
