@@ -259,8 +259,8 @@ impl Trainer {
         Ok(program)
     }
 
-    /// Replaces the programs of steps with this many micro-batches by ones of your own, such as some that were printed, edited and parsed.
-    /// They are checked first. All ranks call it with the same programs.
+    /// Replaces the programs of steps with this many micro-batches by custom ones, such as programs that were printed, edited and parsed
+    /// back. They are checked first. All ranks call it with the same programs.
     pub fn set_programs(&mut self, programs: &Programs, micro_batches: usize) -> Result<()> {
         let (policy, mesh) = (self.options.policy(micro_batches), self.ranks.mesh());
         check_programs(programs, &self.unit_specs, &policy, &mesh)?;

@@ -287,7 +287,7 @@ fn divided_sequences_and_layers_compute_the_same_as_on_one_rank() {
     ranks!(4, || compare(2, 2, 2));
 }
 
-/// Blocks that compute everything but attention in chunks of positions, on ranks that have whole sequences and on ranks that divide them.
+/// Blocks that compute everything but attention in chunks of tokens, on ranks that have whole sequences and on ranks that divide them.
 #[test]
 fn blocks_in_chunks_compute_the_same_as_at_once() {
     let in_chunks = |config: ModelConfig, chunk: usize| -> ModelConfig {

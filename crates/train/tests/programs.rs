@@ -1,4 +1,4 @@
-//! Programs of one's own: those that the checker accepts give the bits of the one that it replaces.
+//! Custom programs: those that the checker accepts give the same bits as the built-in ones.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
