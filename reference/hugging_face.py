@@ -19,8 +19,10 @@ from transformers import (  # noqa: E402
     GPT2Config,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 COMMON = dict(vocab_size=101, hidden_size=48, intermediate_size=112, num_hidden_layers=2, num_attention_heads=6)
@@ -48,6 +50,13 @@ CONFIGS = {
     "mistral": MistralConfig(**COMMON, num_key_value_heads=3, head_dim=10, sliding_window=7),
     "qwen2": Qwen2Config(**COMMON, num_key_value_heads=2, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**COMMON, num_key_value_heads=3, head_dim=12),
+    "mixtral": MixtralConfig(**COMMON, num_key_value_heads=3, num_local_experts=5, num_experts_per_tok=2),
+    "qwen3-moe": Qwen3MoeConfig(
+        **COMMON, num_key_value_heads=3, head_dim=12, num_experts=12, num_experts_per_tok=3, moe_intermediate_size=20
+    ),
+    "qwen3-moe-normalized": Qwen3MoeConfig(
+        **COMMON, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=28, norm_topk_prob=True
+    ),
     "gpt2": GPT2Config(vocab_size=101, n_positions=32, n_embd=48, n_layer=2, n_head=6),
     "linear": scaled(64, rope_type="linear", factor=4.0),
     "dynamic": scaled(16, rope_type="dynamic", factor=3.0),

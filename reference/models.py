@@ -37,6 +37,56 @@ def loss_sum(logits, targets):
     return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
+def gated_mlp(x, gate_proj, up_proj, down_proj):
+    gate = F.linear(x, gate_proj)
+    return F.linear(gate * torch.sigmoid(gate) * F.linear(x, up_proj), down_proj)
+
+
+def with_gradient_only(loss):
+    """A loss that is trained, but not reported."""
+    return loss - loss.detach()
+
+
+def mixture(c: dict, layer, x, targets):
+    """A mixture of experts, token by token, and the losses of its router: the sum over sequences, weighted by their targets."""
+    sequences, positions, hidden = x.shape
+    experts, k = c["num_experts"], c["num_experts_per_tok"]
+    logits = F.linear(x, layer("mlp.gate.weight")).to(wide_dtype(x.dtype)).flatten(0, 1)
+    scores = logits.softmax(-1) if c["scoring_func"] == "softmax" else torch.sigmoid(logits)
+    tokens, output, chosen = x.flatten(0, 1), [], []
+    for token in range(len(tokens)):
+        # Python's sort is stable, so that the first of equal experts comes first.
+        score = scores[token].tolist()
+        size = experts // c["n_group"]
+        of_group = [sum(sorted(score[g * size : (g + 1) * size])[-2:]) for g in range(c["n_group"])]
+        groups = sorted(range(c["n_group"]), key=lambda g: -of_group[g])[: c["topk_group"]]
+        mine = sorted((e for e in range(experts) if e // size in groups), key=lambda e: -score[e])[:k]
+        weights = scores[token][mine]
+        if c["norm_topk_prob"]:
+            weights = weights / weights.sum()
+        weights = (weights * c["routed_scaling_factor"]).to(x.dtype)
+        parts = [
+            weight * gated_mlp(tokens[token], *(layer(f"mlp.experts.*.{name}_proj.weight")[e] for name in ("gate", "up", "down")))
+            for weight, e in zip(weights, mine)
+        ]
+        output.append(sum(parts))
+        chosen.append(mine)
+    output = torch.stack(output).view_as(x)
+    if c["n_shared_experts"]:
+        output = output + gated_mlp(x, *(layer(f"mlp.shared_experts.{name}_proj.weight") for name in ("gate", "up", "down")))
+    loss = torch.zeros((), dtype=scores.dtype)
+    shares = (scores / scores.sum(-1, keepdim=True)).view(sequences, positions, experts)
+    for sequence in range(sequences):
+        counts = torch.zeros(experts, dtype=scores.dtype)
+        for mine in chosen[sequence * positions : (sequence + 1) * positions]:
+            for e in mine:
+                counts[e] += 1
+        balance = experts / (k * positions) * (counts * shares[sequence].mean(0)).sum()
+        z = logits.view(sequences, positions, experts)[sequence].logsumexp(-1).square().mean()
+        loss = loss + (targets[sequence] != IGNORED).sum() * (c["router_aux_loss_coef"] * balance + c["router_z_loss_coef"] * z)
+    return output, loss
+
+
 class Llama:
     def __init__(self, config: dict, parameters: dict):
         self.config, self.parameters = config, parameters
@@ -68,7 +118,7 @@ class Llama:
 
     def loss(self, tokens, targets):
         c, p = self.config, self.parameters
-        x = p["model.embed_tokens.weight"][tokens]
+        x, router_loss = p["model.embed_tokens.weight"][tokens], torch.zeros(())
         for i in range(c["num_hidden_layers"]):
             layer = lambda name: p.get(f"model.layers.{i}.{name}")  # noqa: E731
             normed = self.norm(x, layer("input_layernorm.weight"))
@@ -83,11 +133,14 @@ class Llama:
             seen = attention(query, key, heads("v_proj"), c.get("sliding_window"))
             x = x + F.linear(seen.transpose(1, 2).flatten(2), layer("self_attn.o_proj.weight"))
             normed = self.norm(x, layer("post_attention_layernorm.weight"))
-            gate = F.linear(normed, layer("mlp.gate_proj.weight"))
-            gated = gate * torch.sigmoid(gate) * F.linear(normed, layer("mlp.up_proj.weight"))
-            x = x + F.linear(gated, layer("mlp.down_proj.weight"))
+            if c.get("moe"):
+                routed, loss = mixture(c["moe"], layer, normed, targets)
+                x, router_loss = x + routed, router_loss + loss
+            else:
+                x = x + gated_mlp(normed, *(layer(f"mlp.{name}_proj.weight") for name in ("gate", "up", "down")))
         x = self.norm(x, p["model.norm.weight"])
-        return loss_sum(F.linear(x, p["model.embed_tokens.weight" if c["tie_word_embeddings"] else "lm_head.weight"]), targets)
+        logits = F.linear(x, p["model.embed_tokens.weight" if c["tie_word_embeddings"] else "lm_head.weight"])
+        return loss_sum(logits, targets) + with_gradient_only(router_loss)
 
 
 class Gpt2:

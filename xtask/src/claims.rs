@@ -15,6 +15,7 @@ fn all() -> impl Iterator<Item = &'static Claim> {
         crate::program::CLAIMS,
         crate::tensor::CLAIMS,
         crate::context::CLAIMS,
+        crate::experts::CLAIMS,
         crate::pipeline::CLAIMS,
         crate::compiled::CLAIMS,
         crate::device::CLAIMS,

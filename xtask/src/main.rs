@@ -11,6 +11,7 @@ mod claims;
 mod compiled;
 mod context;
 mod device;
+mod experts;
 mod foundation;
 mod fuzz;
 mod hosts;

@@ -30,6 +30,8 @@ pub(crate) struct Setting {
     pub(crate) positions: usize,
     /// The number of tokens that a block computes at once, if not all.
     pub(crate) chunk: Option<usize>,
+    /// The experts in place of the MLP.
+    pub(crate) experts: Option<Experts>,
     /// The stages of a pipeline.
     pub(crate) pipeline: usize,
     pub(crate) schedule: &'static str,
@@ -43,6 +45,17 @@ pub(crate) struct Setting {
     pub(crate) compiled: bool,
 }
 
+/// The experts of a block.
+#[derive(Clone, Copy)]
+pub(crate) struct Experts {
+    pub(crate) experts: usize,
+    /// The number of experts that process a token.
+    pub(crate) per_token: usize,
+    pub(crate) intermediate_size: usize,
+    /// The number of experts that process every token.
+    pub(crate) shared: usize,
+}
+
 /// The sizes of a model.
 pub(crate) struct Size {
     name: &'static str,
@@ -52,6 +65,12 @@ pub(crate) struct Size {
     heads: usize,
     intermediate_size: usize,
     tied: bool,
+}
+
+impl Size {
+    pub(crate) fn name(&self) -> &'static str {
+        self.name
+    }
 }
 
 pub(crate) const M21: Size = size("21M", 16_000, 512, 4, 8, 1376, true);
@@ -88,6 +107,7 @@ pub(crate) const BASE: Setting = Setting {
     ulysses: 1,
     positions: POSITIONS,
     chunk: None,
+    experts: None,
     pipeline: 1,
     schedule: "1f1b",
     prefetch: 1,
@@ -106,10 +126,16 @@ impl Setting {
         let Size { vocab_size, hidden_size, heads, intermediate_size, tied, .. } = self.size;
         let Setting { reduce_each_micro_batch: each, compiled, context, ulysses, positions, .. } = self;
         let chunk = self.chunk.map_or(String::new(), |chunk| format!("block_chunk_tokens = {chunk}\n"));
+        let moe = self.experts.map_or(String::new(), |Experts { experts, per_token, intermediate_size, shared }| {
+            format!(
+                "[model.llama.moe]\nnum_experts = {experts}\nnum_experts_per_tok = {per_token}\nmoe_intermediate_size = \
+                 {intermediate_size}\nn_shared_experts = {shared}\n"
+            )
+        });
         format!(
             "activation_checkpointing = \"{checkpointing}\"\n[model]\ncompiled = {compiled}\n{chunk}[model.llama]\nvocab_size = {vocab_size}\nhidden_size = \
              {hidden_size}\nnum_hidden_layers = {blocks}\nnum_attention_heads = {heads}\nintermediate_size = \
-             {intermediate_size}\ntie_word_embeddings = {tied}\n[data]\n[batch]\nmicro_batch_size = {sequences}\nseq_len = \
+             {intermediate_size}\ntie_word_embeddings = {tied}\n{moe}[data]\n[batch]\nmicro_batch_size = {sequences}\nseq_len = \
              {positions}\ngradient_accumulation_steps = {micro_batches}\n[zero]\nstage = {stage}\nprefetch = {prefetch}\n\
              reduce_each_micro_batch = {each}\n[parallel]\nreplicate = {replicate}\ntensor = {tensor}\nsequence = {sequence}\n\
              async_tensor = {async_tensor}\ncontext = {context}\nulysses = {ulysses}\npipeline = {pipeline}\npipeline_schedule = \"{schedule}\"\n\
@@ -140,13 +166,17 @@ impl Setting {
             (1, ulysses) => format!(", Ulysses {ulysses}"),
             (ring, ulysses) => format!(", ring {ring} × Ulysses {ulysses}"),
         };
+        let experts = self.experts.map_or(String::new(), |Experts { experts, per_token, shared, .. }| {
+            let shared = if shared > 0 { format!(" and {shared} shared") } else { String::new() };
+            format!(", {per_token} of {experts} experts{shared}")
+        });
         let chunks = self.chunk.map_or(String::new(), |chunk| format!(", chunks of {chunk}"));
         let staged = match self.pipeline {
             1 => String::new(),
             stages => format!(", pipeline {stages} {}", self.schedule),
         };
         format!(
-            "{}, {ranks} ranks{divided}, {replicate} replicas, stage {stage}, prefetch {prefetch}, {checkpointing}, {dtype}, \
+            "{}{experts}, {ranks} ranks{divided}, {replicate} replicas, stage {stage}, prefetch {prefetch}, {checkpointing}, {dtype}, \
              {micro_batches} × {} tokens{each}{chunks}{shared}{staged}{compiled}",
             size.name,
             sequences * self.positions

@@ -7,7 +7,7 @@ use bytes::Bytes;
 use half::{bf16, f16};
 use serde::Deserialize;
 use serde_json::json;
-use shardwise_plan::{Dtype, FloatsMut};
+use shardwise_plan::{Dtype, FloatsMut, ModelConfig};
 
 use crate::load::{convert, is_float};
 use crate::manifest::TensorEntry;
@@ -121,16 +121,56 @@ impl Weights {
     }
 
     /// Reads elements of a tensor of this shape, and converts them to the dtype of `out`. In the file, the name may lack the prefix
-    /// `model.`, or have GPT-2's prefix `transformer.`.
+    /// `model.`, or have GPT-2's prefix `transformer.`. If the name has a star, the file has a tensor for each expert, and the first
+    /// dimension of `shape` is the expert.
     pub fn read_floats(&self, name: &str, shape: &[u64], range: Range<u64>, out: FloatsMut<'_>) -> Result<()> {
+        match expert_tensor(name, 0) {
+            Some(_) => self.read_experts(name, shape, range, out),
+            None => self.read_tensor(name, shape, range, out),
+        }
+    }
+
+    /// Reads elements of the stacked tensors of all experts.
+    fn read_experts(&self, name: &str, shape: &[u64], range: Range<u64>, mut out: FloatsMut<'_>) -> Result<()> {
+        let mismatch = |problem: String| Error::Mismatch { folder: self.store.display(""), problem };
+        let (Some(&experts), of_expert) = (shape.first(), elements(shape.get(1..).unwrap_or_default()).unwrap_or(0))
+        else {
+            return Err(mismatch(format!("{name} has no dimension for experts in the model")));
+        };
+        if let Some(more) = expert_tensor(name, experts).filter(|more| self.find(more).is_some()) {
+            return Err(mismatch(format!("there is a tensor {more}, but the model has only {experts} experts")));
+        }
+        if of_expert == 0
+            || range.end > experts * of_expert
+            || range.end.checked_sub(range.start) != Some(out.len() as u64)
+        {
+            return Err(mismatch(format!("{name} has shape {shape:?}; the requested range is outside")));
+        }
+        let mut at = range.start;
+        while at < range.end {
+            let expert = at / of_expert;
+            let first = expert * of_expert;
+            let end = range.end.min(first + of_expert);
+            let (part, rest) = out.split_at((end - at) as usize);
+            let tensor = expert_tensor(name, expert).unwrap_or_default();
+            self.read_tensor(&tensor, &shape[1..], at - first..end - first, part)?;
+            (out, at) = (rest, end);
+        }
+        Ok(())
+    }
+
+    fn find(&self, name: &str) -> Option<&(usize, TensorInfo)> {
         let names = [
             Some(name.to_string()),
             Some(format!("transformer.{name}")),
             name.strip_prefix("model.").map(String::from),
         ];
-        let found = names.into_iter().flatten().find_map(|name| self.tensors.get(&name));
+        names.into_iter().flatten().find_map(|name| self.tensors.get(&name))
+    }
+
+    fn read_tensor(&self, name: &str, shape: &[u64], range: Range<u64>, out: FloatsMut<'_>) -> Result<()> {
         let mismatch = |problem: String| Error::Mismatch { folder: self.store.display(""), problem };
-        let (file, found) = found.ok_or_else(|| mismatch(format!("there is no tensor {name}")))?;
+        let (file, found) = self.find(name).ok_or_else(|| mismatch(format!("there is no tensor {name}")))?;
         if found.shape != shape {
             let problem = format!("{name} has shape {:?}, but {shape:?} in the model", found.shape);
             return Err(mismatch(problem));
@@ -154,6 +194,18 @@ impl Weights {
         }
         Ok(())
     }
+}
+
+/// The name of an expert's tensor, of a stack of them whose name has a star in its place.
+fn expert_tensor(stack: &str, expert: u64) -> Option<String> {
+    stack.split_once(".*.").map(|(before, after)| format!("{before}.{expert}.{after}"))
+}
+
+/// The name of the stack of tensors to which an expert's tensor belongs.
+fn stack_of(tensor: &str) -> Option<String> {
+    let (before, rest) = tensor.split_once(".experts.")?;
+    let (expert, after) = rest.split_once('.')?;
+    expert.bytes().all(|digit| digit.is_ascii_digit()).then(|| format!("{before}.experts.*.{after}"))
 }
 
 /// Splits the address of a safetensors file into folder and file.
@@ -185,8 +237,10 @@ pub struct ExportOptions {
 /// A tensor to export.
 struct ExportedTensor {
     unit: String,
-    /// The name in the checkpoint.
-    name: String,
+    /// The tensor in the checkpoint.
+    tensor: TensorEntry,
+    /// Its first element there.
+    first: u64,
     entry: Entry,
 }
 
@@ -238,12 +292,12 @@ pub fn export(
         }
         let mut open: Option<(&str, UnitReader)> = None;
         let read = |index: usize, range: Range<u64>, out: FloatsMut<'_>| {
-            let ExportedTensor { unit, name, entry } = &tensors[index];
+            let ExportedTensor { unit, tensor, first, .. } = &tensors[index];
             let mut reader = match open.take() {
                 Some((of, reader)) if of == unit => reader,
                 _ => checkpoint.unit(unit)?,
             };
-            reader.read_floats(name, &entry.shape, range, out)?;
+            reader.read_floats(&tensor.name, &tensor.shape, first + range.start..first + range.end, out)?;
             open = Some((unit, reader));
             Ok(())
         };
@@ -302,23 +356,34 @@ fn plan_files(checkpoint: &Checkpoint, prefix: &str, export: &ExportOptions) -> 
         let mut parameters: Vec<&TensorEntry> = parameters.collect();
         parameters.sort_by(|one, other| one.name.cmp(&other.name));
         for tensor in parameters {
-            let bytes = tensor_bytes(&tensor.shape, export.dtype);
             if !names.insert(tensor.name.clone()) {
                 let problem = format!("two of its units have a tensor named {}", tensor.name);
                 return Err(Error::Mismatch { folder: checkpoint.name(), problem });
             }
-            if file_bytes > 0 && bytes > export.file_bytes.saturating_sub(file_bytes) {
-                files.push(Vec::new());
-                file_bytes = 0;
+            for (name, shape, first) in exported_parts(tensor) {
+                let bytes = tensor_bytes(&shape, export.dtype);
+                if file_bytes > 0 && bytes > export.file_bytes.saturating_sub(file_bytes) {
+                    files.push(Vec::new());
+                    file_bytes = 0;
+                }
+                file_bytes = bytes.saturating_add(file_bytes);
+                let entry = Entry { name: format!("{prefix}{name}"), dtype: export.dtype, shape };
+                let exported = ExportedTensor { unit: unit.name.clone(), tensor: tensor.clone(), first, entry };
+                files.last_mut().expect("the list is never empty").push(exported);
             }
-            file_bytes = bytes.saturating_add(file_bytes);
-            let entry =
-                Entry { name: format!("{prefix}{}", tensor.name), dtype: export.dtype, shape: tensor.shape.clone() };
-            let exported = ExportedTensor { unit: unit.name.clone(), name: tensor.name.clone(), entry };
-            files.last_mut().expect("the list is never empty").push(exported);
         }
     }
     Ok(files)
+}
+
+/// The name, shape and first element of each tensor of an export: one for each expert, if it is a stack of them.
+fn exported_parts(tensor: &TensorEntry) -> Vec<(String, Vec<u64>, u64)> {
+    let Some((&experts, of_expert)) = tensor.shape.split_first().filter(|_| tensor.name.contains(".*.")) else {
+        return vec![(tensor.name.clone(), tensor.shape.clone(), 0)];
+    };
+    let len = elements(of_expert).unwrap_or(0);
+    let part = |expert| Some((expert_tensor(&tensor.name, expert)?, of_expert.to_vec(), expert * len));
+    (0..experts).filter_map(part).collect()
 }
 
 /// Imports weights as a checkpoint of step 0, from which a run resumes as from any other. It has no optimizer state: that
@@ -327,8 +392,28 @@ pub fn import(weights: &Weights, to: &Store, progress: &mut dyn FnMut(u64)) -> R
     let config = weights.config()?;
     let tied =
         config.as_ref().is_some_and(|config| config["tie_word_embeddings"] == true || config["model_type"] == "gpt2");
+    // The experts of other models are not stacked.
+    let has_experts = config
+        .as_ref()
+        .is_none_or(|config| ModelConfig::from_hugging_face(config).is_ok_and(|config| config.moe().is_some()));
+    let stack = |name: &str| stack_of(name).filter(|_| has_experts);
+    let mut experts: BTreeMap<String, u64> = BTreeMap::new();
+    for (name, _) in weights.tensors() {
+        if let Some(stack) = stack(name) {
+            *experts.entry(stack).or_default() += 1;
+        }
+    }
     let mut units: BTreeMap<(usize, usize), Vec<(Tensor, String)>> = BTreeMap::new();
     for (name, found) in weights.tensors() {
+        let (name, shape) = match stack(name) {
+            // Its first tensor stands for all of them.
+            Some(stack) => match experts.remove(&stack) {
+                Some(experts) => (stack, [&[experts], &found.shape[..]].concat()),
+                None => continue,
+            },
+            None => (name.to_string(), found.shape.clone()),
+        };
+        let name = name.as_str();
         let own = name.strip_prefix("transformer.").unwrap_or(name);
         // A checkpoint without a head has no prefix.
         let headless = own.starts_with("layers.") || own.starts_with("embed_tokens.") || own == "norm.weight";
@@ -337,7 +422,7 @@ pub fn import(weights: &Weights, to: &Store, progress: &mut dyn FnMut(u64)) -> R
         if is_buffer(own) || tied && own == "lm_head.weight" {
             continue;
         }
-        let tensor = Tensor::whole(own, found.shape.clone());
+        let tensor = Tensor::whole(own, shape);
         units.entry(unit_of(own)).or_default().push((tensor, name.to_string()));
     }
     let save = SaveId::new();
@@ -348,7 +433,11 @@ pub fn import(weights: &Weights, to: &Store, progress: &mut dyn FnMut(u64)) -> R
             1 => format!("block.{block}"),
             _ => "head".to_string(),
         };
-        let is_f64 = tensors.iter().any(|(_, name)| weights.tensors[name].1.dtype == Ok(Dtype::F64));
+        let dtype_of = |name: &str| {
+            let first = expert_tensor(name, 0).unwrap_or_else(|| name.to_string());
+            weights.tensors.get(&first).map(|(_, found)| &found.dtype)
+        };
+        let is_f64 = tensors.iter().any(|(_, name)| dtype_of(name) == Some(&Ok(Dtype::F64)));
         let dtype = if is_f64 { Dtype::F64 } else { Dtype::F32 };
         let tensors_of_unit = tensors.iter().map(|(tensor, _)| tensor.clone()).collect();
         let buffer = FlatBuffer { dtype, tensors: tensors_of_unit, owners: Owners::all(1) };

@@ -146,6 +146,9 @@ impl Options {
             bail!("{flag}: a recipe says what to compile for; change it there, or with --set");
         }
         let recipe = Recipe::read_uncompiled(&self.model, self.layers.deepspeed.as_deref(), &self.layers.set)?;
+        if recipe.model_config()?.moe().is_some() {
+            bail!("a mixture of experts cannot be compiled yet");
+        }
         let shape = Shape::of_recipe(&recipe)?;
         let config =
             recipe.config().context("Hugging Face has no model with these settings, and so it cannot be compiled")?;

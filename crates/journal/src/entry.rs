@@ -180,9 +180,41 @@ pub struct Step {
     /// The spike of the loss or the gradient norm, if there is one.
     #[serde(default, skip_serializing_if = "Option::is_none", alias = "outlier")]
     pub spike: Option<String>,
+    /// How evenly tokens were routed to experts, in each block that has experts.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub experts: Vec<ExpertLoad>,
+}
+
+/// How evenly the tokens of a step were routed to the experts of a block.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct ExpertLoad {
+    /// The tokens of all experts: each token counts once for each of its experts.
+    pub tokens: u64,
+    /// The tokens of the busiest expert, divided by the mean of all experts.
+    pub busiest: f64,
+    /// The number of experts without tokens.
+    pub unused: u64,
+}
+
+impl ExpertLoad {
+    /// The load of experts with these numbers of tokens.
+    pub fn new(tokens: &[u64]) -> Self {
+        let all: u64 = tokens.iter().sum();
+        let busiest = tokens.iter().max().map_or(0., |&most| most as f64 * tokens.len() as f64 / all.max(1) as f64);
+        ExpertLoad {
+            tokens: all,
+            busiest: (busiest * 1e4).round() / 1e4,
+            unused: tokens.iter().filter(|count| **count == 0).count() as u64,
+        }
+    }
 }
 
 impl Step {
+    /// The tokens of the busiest expert of any block, divided by the mean of the block's experts; `None` without experts.
+    pub fn busiest_expert(&self) -> Option<f64> {
+        self.experts.iter().map(|load| load.busiest).reduce(f64::max)
+    }
+
     /// The MFU, if it is known. A value above 1 is not valid: the machine was busy when its peak was measured.
     pub fn known_mfu(&self) -> Option<f64> {
         Some(self.mfu).filter(|mfu| *mfu > 0. && *mfu <= 1.)
@@ -424,6 +456,7 @@ mod tests {
                 skipped_so_far: 1,
                 skipped: Some("not finite".to_string()),
                 spike: Some("the loss is 3.25".to_string()),
+                experts: Vec::new(),
             }),
             EntryKind::Memory { step: 5, ranks: vec![memory] },
             EntryKind::Traffic(StepTraffic { step: 5, steps: 1, verbs: vec![verb] }),
@@ -441,6 +474,17 @@ mod tests {
             EntryKind::Resumed(Resumed { attempt: 2, step: 5, lost_s: 2.5, noticed_s: 0.5, repeated_steps: 1 }),
             EntryKind::Ended { code: 0, restarts: 1, lost_s: 2.5 },
         ]
+    }
+
+    #[test]
+    fn the_load_of_experts_is_kept() {
+        let load = ExpertLoad::new(&[0, 30, 10]);
+        assert_eq!(load, ExpertLoad { tokens: 40, busiest: 2.25, unused: 1 });
+        let step = Step { experts: vec![ExpertLoad::new(&[1, 1]), load], ..Step::default() };
+        assert_eq!(step.busiest_expert(), Some(2.25));
+        let text = serde_json::to_string(&step).unwrap();
+        assert_eq!(serde_json::from_str::<Step>(&text).unwrap(), step);
+        assert!(!serde_json::to_string(&Step::default()).unwrap().contains("experts"));
     }
 
     #[test]

@@ -26,8 +26,8 @@ mod trace_svg;
 mod writer;
 
 pub use entry::{
-    Entry, EntryKind, Evaluation, JOURNAL_VERSION, Launch, RANKS_KEPT_MAX, RankMemory, Resumed, Saved, Start, Step,
-    StepTraffic, VerbTraffic,
+    Entry, EntryKind, Evaluation, ExpertLoad, JOURNAL_VERSION, Launch, RANKS_KEPT_MAX, RankMemory, Resumed, Saved,
+    Start, Step, StepTraffic, VerbTraffic,
 };
 pub use error::{Error, Result};
 pub use files::{EVENTS, METRICS};

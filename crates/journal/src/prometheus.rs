@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
-use crate::{Entry, EntryKind, Evaluation, RankMemory, Run, Saved, Start, Step, StepTraffic};
+use crate::{Entry, EntryKind, Evaluation, ExpertLoad, RankMemory, Run, Saved, Start, Step, StepTraffic};
 
 /// The content type of [`text`].
 pub const CONTENT_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
@@ -131,6 +131,20 @@ impl<'a> Latest<'a> {
             ("loss_scale", "Loss scale.", step.loss_scale),
         ] {
             page.gauge(name, help, value);
+        }
+        let blocks: Vec<String> = (0..step.experts.len()).map(|block| block.to_string()).collect();
+        let of_block = |load: fn(&ExpertLoad) -> f64| {
+            step.experts.iter().zip(&blocks).map(move |(experts, block)| ([("block", block.as_str())], load(experts)))
+        };
+        if !blocks.is_empty() {
+            let help = "Tokens of the busiest expert of a block, relative to the mean of its experts.";
+            page.family("expert_busiest", "gauge", help, of_block(|load| load.busiest));
+            page.family(
+                "expert_unused",
+                "gauge",
+                "Experts of a block without tokens.",
+                of_block(|load| load.unused as f64),
+            );
         }
         page.counter("skipped_steps_total", "Steps whose update was skipped.", step.skipped_so_far as f64);
     }

@@ -8,7 +8,7 @@ use std::fs::{File, OpenOptions, create_dir_all, read_dir};
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
-use crate::{Entry, EntryKind, Error, Result};
+use crate::{Entry, EntryKind, Error, ExpertLoad, Result};
 
 /// The subfolder of the run's folder.
 const FOLDER: &str = "tensorboard";
@@ -94,7 +94,9 @@ impl TensorBoard {
 
 /// The step of an entry, and its scalars with their tags.
 fn scalars(entry: &Entry) -> Option<(u64, Vec<(String, f64)>)> {
-    let named = |scalars: &[(&str, f64)]| scalars.iter().map(|(name, scalar)| (name.to_string(), *scalar)).collect();
+    let named = |scalars: &[(&str, f64)]| -> Vec<(String, f64)> {
+        scalars.iter().map(|(name, scalar)| (name.to_string(), *scalar)).collect()
+    };
     match &entry.kind {
         EntryKind::Step(step) => {
             let scalars = [
@@ -111,7 +113,12 @@ fn scalars(entry: &Entry) -> Option<(u64, Vec<(String, f64)>)> {
                 ("loss_scale", step.loss_scale),
                 ("skipped_so_far", step.skipped_so_far as f64),
             ];
-            Some((step.step, named(&scalars)))
+            let of_block = |(block, load): (usize, &ExpertLoad)| {
+                let name = |what: &str| format!("experts/{block}/{what}");
+                [(name("busiest"), load.busiest), (name("unused"), load.unused as f64)]
+            };
+            let experts = step.experts.iter().enumerate().flat_map(of_block);
+            Some((step.step, named(&scalars).into_iter().chain(experts).collect()))
         }
         EntryKind::Memory { step, ranks } => {
             let mut most: Vec<(String, f64)> = Vec::new();

@@ -285,6 +285,7 @@ impl Layer for Block {
             trains_before_attention: any(&["c_attn.weight", "c_attn.bias"]),
             first: weight("c_attn.weight", 3 * width * width),
             last: weight("attn.c_proj.weight", width * width),
+            in_pieces: true,
         };
         let mlp = Region {
             trains_before: any(&["ln_2.weight", "ln_2.bias"]),
@@ -294,6 +295,7 @@ impl Layer for Block {
             trains_before_attention: false,
             first: weight("c_fc.weight", width * hidden),
             last: weight("mlp.c_proj.weight", width * hidden),
+            in_pieces: true,
         };
         shape.collectives_of_regions(&[attention, mlp], width)
     }

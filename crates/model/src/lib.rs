@@ -48,6 +48,8 @@ mod context_costs;
 mod context_group;
 mod context_parallel;
 mod documents;
+mod experts;
+mod feed_forward_costs;
 mod from_config;
 mod gpt2;
 mod head;
@@ -62,6 +64,7 @@ mod parameter;
 mod pass;
 mod ring_attention;
 mod rotary;
+mod router;
 mod row_pieces;
 mod sequence_chunks;
 mod tensor_parallel;
@@ -75,6 +78,7 @@ pub use context_batch::ContextBatch;
 pub use context_group::ContextGroup;
 pub use context_parallel::ContextParallel;
 pub use documents::Documents;
+pub use experts::ExpertTokens;
 pub use linear::{DeferredGradients, Linear};
 pub use loss::{IGNORED, head_loss};
 pub use parameter::{Init, Parameter};
@@ -83,7 +87,10 @@ pub use tensor_parallel::{PendingTensor, TensorGroup, TensorParallel, cut};
 pub use unit::{Batch, Footprint, Layer, Model, Parameters, Tied, Unit};
 
 pub use shardwise_plan::package::Package;
-pub use shardwise_plan::{ConfigError, Gpt2Config, Llama3Rope, LlamaConfig, ModelConfig, RopeScaling, YarnRope};
+pub use shardwise_plan::{
+    ConfigError, Gpt2Config, Llama3Rope, LlamaConfig, ModelConfig, MoeConfig, MoeNames, RopeScaling, RouterConfig,
+    ScoringFunc, YarnRope,
+};
 use shardwise_torch::tch::TchError;
 
 /// The result of building or running a model.

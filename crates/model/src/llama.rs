@@ -1,18 +1,21 @@
-//! The Llama family: Llama 2 and 3, Mistral, Qwen 2 and 3.
+//! The Llama family: Llama 2 and 3, Mistral and Mixtral, Qwen 2 and 3.
 
 use std::sync::Arc;
 
 use shardwise_plan::program::{InnerCollectives, Place};
-use shardwise_plan::{LlamaConfig, ParameterShape, Partition};
+use shardwise_plan::{ExpertParameters, LlamaConfig, MoeConfig, ParameterShape, Partition};
 use shardwise_torch::tch::Tensor;
 
 use crate::activation_checkpointing::recompute_in_backward;
 use crate::documents::Documents;
+use crate::experts::{Dispatch, ExpertWeights};
+use crate::feed_forward_costs::FeedForwardMemory;
 use crate::head::{Head, LmHead, Sizes};
 use crate::pass::{AttentionShape, Region, RegionWeights};
 use crate::rotary::{Positions, RotaryTables};
+use crate::router::{attach_loss, route};
 use crate::sequence_chunks::{ChunkedBlock, Results, check_not_shared, chunk_rows, compute_in_chunks};
-use crate::tensor_parallel::rows_of;
+use crate::tensor_parallel::{as_rows, rows_of};
 use crate::unit::embed;
 use crate::{
     Activations, Batch, Cache, ContextBatch, ContextParallel, Error, Footprint, Init, Layer, Linear, Parameter,
@@ -44,7 +47,11 @@ fn with_init(config: &LlamaConfig, parameter: &ParameterShape) -> Parameter {
         (1, false) => Init::Ones,
         _ => Init::Normal { std: config.initializer_range },
     };
-    Parameter::new(parameter.name.as_str(), &parameter.shape, init).placed(parameter.placement)
+    let declared = Parameter::new(parameter.name.as_str(), &parameter.shape, init).placed(parameter.placement);
+    match &config.moe {
+        Some(moe) if parameter.shape.len() == 3 => declared.with_active_share(moe.active_share()),
+        _ => declared,
+    }
 }
 
 fn rms_norm(config: &LlamaConfig, x: &Tensor, weight: &Tensor) -> Result<Tensor> {
@@ -112,7 +119,7 @@ impl Layer for Block {
             return self.forward_in_chunks(parameters, x, batch, pass, chunk);
         }
         let x = x.f_add(&self.attend(parameters, x, batch, pass)?)?;
-        Ok(x.f_add(&self.mlp(parameters, &x, batch.inputs.numel(), pass)?)?)
+        Ok(x.f_add(&self.feed_forward(parameters, &x, batch.inputs.numel(), Some(batch), pass)?)?)
     }
 
     fn extend(
@@ -129,7 +136,11 @@ impl Layer for Block {
         let joined = self.core(parameters, projected, None, parallel).extend(cache)?;
         let x = x.f_add(&parallel.row_parallel(&joined, &parameters.layer("self_attn.o_proj.weight", None))?)?;
         let pass = Pass { parallel: parallel.clone(), ..Pass::new(Activations::All) };
-        Ok(x.f_add(&self.mlp(parameters, &x, tokens.numel(), &pass)?)?)
+        Ok(x.f_add(&self.feed_forward(parameters, &x, tokens.numel(), None, &pass)?)?)
+    }
+
+    fn num_experts(&self) -> usize {
+        self.config.moe.as_ref().map_or(0, |moe| moe.num_experts)
     }
 
     fn check_tensor_parallel(&self, ranks: usize) -> Result<()> {
@@ -146,7 +157,7 @@ impl Layer for Block {
         }
         let LlamaConfig { hidden_size, head_dim, .. } = self.config;
         let &PassShape { tokens, element_bytes, activations, .. } = shape;
-        let intermediate_size = shape.part_of(self.config.intermediate_size);
+        let feed_forward = FeedForwardMemory::new(&self.config, shape);
         let attention = self.attention_shape(shape);
         // Projected keys, which are not repeated yet.
         let key_heads =
@@ -165,42 +176,31 @@ impl Layer for Block {
         let repeated_key = if shape.uses_flash_attention || is_divided { key } else { query };
         let context = shape.context_memory(&attention);
         let mask = self.mask_elements(shape);
-        // What the MLP keeps is not there yet while the forward pass attends, and not any more while the backward pass does.
-        let of_mlp = match activations {
-            Activations::All => normed(1) + element(3 * intermediate_size) + own_element(hidden_size),
-            Activations::Selective => element(2 * intermediate_size) + own_element(hidden_size),
-        };
+        // What the second half keeps is not there yet while the forward pass attends, and not any more while the backward pass does.
+        let second_half =
+            feed_forward.kept + own_element(hidden_size) + if activations == Activations::All { normed(1) } else { 0 };
         let attended = if is_divided { context.forward + element(2 * query + 2 * key) } else { 0 };
-        // The gradient of `mlp.down_proj`, the first that the backward pass computes.
-        let down_proj = hidden_size * intermediate_size * element_bytes;
         // The input of the second norm is kept in the type in which the norm computes, unless something else needs it.
-        let (kept, forward, backward) = match activations {
-            Activations::All => (
-                // The outputs of norms, the residual and the output; query, key, value and output of attention; gate, up, and their
-                // product.
+        let kept = match activations {
+            // The outputs of norms, the residual and the output; query, key, value and output of attention.
+            Activations::All => {
                 normed(2)
                     + own_element(if is_wide { 2 } else { 1 } * hidden_size)
-                    + element(2 * query + 2 * repeated_key + 3 * intermediate_size),
-                element(intermediate_size),
-                element(3 * intermediate_size),
-            ),
-            Activations::Selective => (
-                own_element(2 * hidden_size)
-                    + element(query + 2 * key + 2 * intermediate_size)
-                    + if is_divided { element(query) } else { 0 },
-                element(hidden_size + 2 * intermediate_size),
-                element(hidden_size + 4 * intermediate_size),
-            ),
+                    + element(2 * query + 2 * repeated_key)
+            }
+            Activations::Selective => {
+                own_element(2 * hidden_size) + element(query + 2 * key) + if is_divided { element(query) } else { 0 }
+            }
         };
         Footprint {
-            kept_bytes: kept + context.kept + 2 * norm + mask * (1 + element_bytes),
+            kept_bytes: kept + feed_forward.kept + context.kept + 2 * norm + mask * (1 + element_bytes),
             output_bytes: own_element(hidden_size),
-            forward_temporary_bytes: forward.max(context.forward.saturating_sub(of_mlp)) + gathered,
+            forward_temporary_bytes: feed_forward.forward.max(context.forward.saturating_sub(second_half)) + gathered,
             no_grad_temporary_bytes: element(hidden_size)
                 + own_element(2 * hidden_size)
-                + element(4 * intermediate_size).max(attended),
-            temporary_bytes: backward.max(context.backward.saturating_sub(of_mlp))
-                + down_proj
+                + feed_forward.no_grad.max(attended),
+            temporary_bytes: feed_forward.backward.max(context.backward.saturating_sub(second_half))
+                + feed_forward.gradient
                 + mask * element_bytes.max(4)
                 + gathered,
             sparse_gradient_bytes: 0,
@@ -209,10 +209,9 @@ impl Layer for Block {
 
     fn collectives(&self, shape: &PassShape, is_trained: &dyn Fn(&str) -> bool) -> InnerCollectives {
         let any = |endings: &[&str]| endings.iter().any(|ending| is_trained(ending));
-        let LlamaConfig { hidden_size, intermediate_size, head_dim, .. } = self.config;
+        let LlamaConfig { hidden_size, head_dim, .. } = self.config;
         let [queries, keys] = [self.config.num_attention_heads, self.config.num_key_value_heads]
             .map(|heads| heads * head_dim * hidden_size);
-        let wide = hidden_size * intermediate_size;
         let weights = |weights: &[(&str, usize)]| RegionWeights::new(weights, is_trained);
         let projections = [("q_proj.weight", queries), ("k_proj.weight", keys), ("v_proj.weight", keys)];
         let of_heads = ["q_proj.bias", "k_proj.bias", "v_proj.bias", "q_norm.weight", "k_norm.weight"];
@@ -225,19 +224,9 @@ impl Layer for Block {
             trains_before_attention: first.trained > 0 || any(&of_heads),
             first,
             last,
+            in_pieces: true,
         };
-        let [first, last] =
-            [weights(&[("gate_proj.weight", wide), ("up_proj.weight", wide)]), weights(&[("down_proj.weight", wide)])];
-        let mlp = Region {
-            trains_before: is_trained("post_attention_layernorm.weight"),
-            trains_inside: first.trained + last.trained > 0,
-            trains_after: false,
-            attention: None,
-            trains_before_attention: false,
-            first,
-            last,
-        };
-        shape.collectives_of_regions(&[attention, mlp], hidden_size)
+        shape.collectives_of_regions(&[attention, self.feed_forward_region(is_trained)], hidden_size)
     }
 
     fn attention_flops(&self, positions: usize) -> f64 {
@@ -279,6 +268,35 @@ impl Block {
             head_dim: self.config.head_dim,
             window: self.config.sliding_window,
             flops: self.attention_flops(shape.positions),
+        }
+    }
+
+    fn feed_forward_region(&self, is_trained: &dyn Fn(&str) -> bool) -> Region {
+        let mlp = ["mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight"];
+        let (names, others, active) = match &self.config.moe {
+            None => (mlp, vec![], self.config.intermediate_size),
+            Some(moe) => {
+                let ExpertParameters { router, gate_proj, up_proj, down_proj } = moe.names.parameters();
+                let active = moe.num_experts_per_tok + moe.n_shared_experts;
+                let shared = ["gate_proj", "up_proj", "down_proj"].map(|name| format!("shared_experts.{name}.weight"));
+                let others = shared.into_iter().chain([router.to_string()]).collect();
+                ([gate_proj, up_proj, down_proj], others, active * moe.moe_intermediate_size)
+            }
+        };
+        let weights = |names: &[&'static str]| {
+            let weights: Vec<_> = names.iter().map(|&name| (name, self.config.hidden_size * active)).collect();
+            RegionWeights::new(&weights, is_trained)
+        };
+        let [first, last] = [weights(&names[..2]), weights(&names[2..])];
+        Region {
+            trains_before: is_trained("post_attention_layernorm.weight"),
+            trains_inside: first.trained + last.trained > 0 || others.iter().any(|other| is_trained(other)),
+            trains_after: false,
+            attention: None,
+            trains_before_attention: false,
+            first,
+            last,
+            in_pieces: others.is_empty(),
         }
     }
 
@@ -384,49 +402,130 @@ impl Block {
         }
     }
 
-    /// The MLP of a block, whose input has `rows` rows on all ranks together.
+    /// The second half of a block, whose input has `rows` rows on all ranks together: an MLP, or experts. Without a batch, the losses of
+    /// a router are not computed.
+    fn feed_forward(
+        &self,
+        parameters: &Parameters<'_>,
+        x: &Tensor,
+        rows: usize,
+        batch: Option<&Batch>,
+        pass: &Pass,
+    ) -> Result<Tensor> {
+        match &self.config.moe {
+            Some(moe) => self.mixture(moe, parameters, x, rows, batch, pass),
+            None => self.mlp(parameters, x, rows, pass),
+        }
+    }
+
+    /// The MLP of a block, with its norm.
     fn mlp(&self, parameters: &Parameters<'_>, x: &Tensor, rows: usize, pass: &Pass) -> Result<Tensor> {
-        let layer = |name: &str| parameters.layer(name, None);
         let norm = parameters.get("post_attention_layernorm.weight");
         let normed = rms_norm(&self.config, x, norm)?;
-        let opening = [layer("mlp.gate_proj.weight"), layer("mlp.up_proj.weight")];
-        let (entered, [gate, up]) = pass.parallel.column_parallel(&normed, rows, opening)?;
-        let opened = gate.f_silu()?;
-        let gated = opened.f_mul(&up)?;
-        let output = pass.parallel.row_parallel(&gated, &layer("mlp.down_proj.weight"))?;
-        // Recomputing the activated gate is one elementwise operation; keeping it takes an eighth of the memory of a block's
-        // activations. If `up` needs no gradient, autograd does not save it.
-        let mut saved: Vec<&Tensor> = Vec::new();
-        let is_selective = pass.activations == Activations::Selective;
-        let (frees_opened, frees_entered) = (is_selective || up.requires_grad(), is_selective || pass.gathers_again());
+        gated_mlp(parameters, "mlp", &normed, rows, pass, Some(self.restore_entered(x, norm, rows, pass)))
+    }
+
+    /// The experts of a block, with their norm.
+    fn mixture(
+        &self,
+        moe: &MoeConfig,
+        parameters: &Parameters<'_>,
+        x: &Tensor,
+        rows: usize,
+        batch: Option<&Batch>,
+        pass: &Pass,
+    ) -> Result<Tensor> {
+        if moe.router.has_loss() && batch.is_some_and(|batch| batch.context.is_some()) {
+            let problem = "the balance loss of a sequence cannot be computed where ranks divide sequences".to_string();
+            return Err(Error::Config { key: "router_aux_loss_coef", problem });
+        }
+        let ExpertParameters { router, gate_proj, up_proj, down_proj } = moe.names.parameters();
+        let norm = parameters.get("post_attention_layernorm.weight");
+        let entered = pass.parallel.enter(&rms_norm(&self.config, x, norm)?, rows)?;
+        let tokens = as_rows(&entered)?;
+        let routing = route(moe, &tokens, parameters.get(router), batch)?;
+        let dispatch = Dispatch::new(&routing.experts, moe.num_experts)?;
+        // Ranks that share the layer have the same tokens.
+        if let Some(tokens) = pass.expert_tokens.as_ref().filter(|_| pass.parallel.rank() == 0) {
+            tokens.add(dispatch.counts());
+        }
+        let weight = |name: &str| (parameters.get(name), parameters.deferral(name));
+        let experts =
+            ExpertWeights { gate_proj: weight(gate_proj), up_proj: weight(up_proj), down_proj: weight(down_proj) };
+        let mut output = experts.apply(&tokens, &routing.weights.f_to_kind(x.kind())?, &dispatch)?;
+        if moe.n_shared_experts > 0 {
+            // It is inside of the region already.
+            let inside = Pass { parallel: TensorParallel::none(), ..pass.clone() };
+            output = output.f_add(&gated_mlp(parameters, "mlp.shared_experts", &tokens, rows, &inside, None)?)?;
+        }
+        // Ranks that share the layer sum the gradients of the router, so its own loss counts on one of them.
+        let loss = routing.loss.filter(|_| pass.parallel.rank() == 0);
+        let output = attach_loss(output, loss, pass.loss_weight)?;
+        let output = pass.parallel.leave(&output)?.f_view(&x.size()[..])?;
+        if pass.activations == Activations::Selective || pass.gathers_again() {
+            let restore = self.restore_entered(x, norm, rows, pass);
+            return recompute_in_backward(output, &[&entered], move || Ok(vec![restore()?]));
+        }
+        Ok(output)
+    }
+
+    /// Computes again what enters the second half of a block, on all ranks.
+    fn restore_entered(&self, x: &Tensor, norm: &Tensor, rows: usize, pass: &Pass) -> Restore {
+        let (config, x, norm, parallel) = (self.config.clone(), x.detach(), norm.detach(), pass.parallel.clone());
+        Box::new(move || parallel.gather_rows(&rms_norm(&config, &x, &norm)?, rows))
+    }
+}
+
+/// Computes an activation again.
+type Restore = Box<dyn FnOnce() -> Result<Tensor> + Send>;
+
+/// A gated MLP whose parameters' names start with `prefix`. Its normalized input has `rows` rows on all ranks together; if `restore` can
+/// compute it again, it may be freed.
+fn gated_mlp(
+    parameters: &Parameters<'_>,
+    prefix: &str,
+    normed: &Tensor,
+    rows: usize,
+    pass: &Pass,
+    restore: Option<Restore>,
+) -> Result<Tensor> {
+    let layer = |name: &str| parameters.layer(&format!("{prefix}.{name}.weight"), None);
+    let (entered, [gate, up]) = pass.parallel.column_parallel(normed, rows, [layer("gate_proj"), layer("up_proj")])?;
+    let opened = gate.f_silu()?;
+    let gated = opened.f_mul(&up)?;
+    let output = pass.parallel.row_parallel(&gated, &layer("down_proj"))?;
+    // Recomputing the activated gate is one elementwise operation; keeping it takes an eighth of the memory of a block's
+    // activations. If `up` needs no gradient, autograd does not save it.
+    let mut saved: Vec<&Tensor> = Vec::new();
+    let is_selective = pass.activations == Activations::Selective;
+    let frees_opened = is_selective || up.requires_grad();
+    let restore = restore.filter(|_| is_selective || pass.gathers_again());
+    if frees_opened {
+        saved.push(&opened);
+    }
+    if is_selective {
+        saved.push(&gated);
+    }
+    if restore.is_some() {
+        saved.push(&entered);
+    }
+    if saved.is_empty() {
+        return Ok(output);
+    }
+    let (gate, up) = (gate.detach(), up.detach());
+    recompute_in_backward(output, &saved, move || {
+        let mut recomputed = Vec::new();
         if frees_opened {
-            saved.push(&opened);
+            recomputed.push(gate.f_silu()?);
         }
         if is_selective {
-            saved.push(&gated);
+            recomputed.push(recomputed[0].f_mul(&up)?);
         }
-        if frees_entered {
-            saved.push(&entered);
+        if let Some(restore) = restore {
+            recomputed.push(restore()?);
         }
-        if saved.is_empty() {
-            return Ok(output);
-        }
-        let (config, parallel) = (self.config.clone(), pass.parallel.clone());
-        let (x, norm, gate, up) = (x.detach(), norm.detach(), gate.detach(), up.detach());
-        recompute_in_backward(output, &saved, move || {
-            let mut recomputed = Vec::new();
-            if frees_opened {
-                recomputed.push(gate.f_silu()?);
-            }
-            if is_selective {
-                recomputed.push(recomputed[0].f_mul(&up)?);
-            }
-            if frees_entered {
-                recomputed.push(parallel.gather_rows(&rms_norm(&config, &x, &norm)?, rows)?);
-            }
-            Ok(recomputed)
-        })
-    }
+        Ok(recomputed)
+    })
 }
 
 /// The projections of query, key and value.

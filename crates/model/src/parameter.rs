@@ -18,6 +18,9 @@ pub struct Parameter {
     pub trainable: bool,
     /// How it is placed on the ranks that share the layer.
     pub placement: TensorPlacement,
+    /// The share of its elements that a token is multiplied with: all of a matrix, and of the matrices of all experts those that the token
+    /// has chosen. `None` if it is not multiplied with.
+    pub active_share: Option<f64>,
 }
 
 /// The initial values of a parameter.
@@ -41,14 +44,27 @@ impl Parameter {
     /// all of it; see [`Parameter::placed`].
     pub fn new(name: impl Into<String>, shape: &[usize], init: Init) -> Self {
         let dimensions = shape.iter().map(|&size| size as i64).collect();
-        let placement = TensorPlacement::Replicated;
-        Parameter { name: name.into(), shape: dimensions, init, decays: shape.len() > 1, trainable: true, placement }
+        Parameter {
+            name: name.into(),
+            shape: dimensions,
+            init,
+            decays: shape.len() > 1,
+            trainable: true,
+            placement: TensorPlacement::Replicated,
+            active_share: (shape.len() == 2).then_some(1.),
+        }
     }
 
     /// Places the parameter on the ranks that share the layer.
     #[must_use]
     pub fn placed(self, placement: TensorPlacement) -> Self {
         Parameter { placement, ..self }
+    }
+
+    /// Declares that a token is multiplied with this share of the elements.
+    #[must_use]
+    pub fn with_active_share(self, share: f64) -> Self {
+        Parameter { active_share: Some(share), ..self }
     }
 
     /// Creates a matrix with normally distributed initial values and weight decay.

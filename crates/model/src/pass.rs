@@ -6,7 +6,7 @@ use shardwise_plan::program::{CollectiveKind, GroupKind, InnerCollective, InnerC
 use shardwise_plan::{ContextPlace, Partition};
 
 use crate::row_pieces::{multiplies_own_rows_first, row_pieces};
-use crate::{Activations, ContextParallel, DeferredGradients, TensorParallel};
+use crate::{Activations, ContextParallel, DeferredGradients, ExpertTokens, TensorParallel};
 
 /// How a unit computes in a pass.
 #[derive(Clone)]
@@ -21,6 +21,10 @@ pub struct Pass {
     pub keeps_gathered: bool,
     /// Where linear layers put the gradients of their weights aside, if the backward pass computes them later.
     pub deferred: Option<DeferredGradients>,
+    /// The derivative of the step's loss with respect to the loss of one target, for layers that add a loss of their own.
+    pub loss_weight: f64,
+    /// Where layers with experts count tokens, if they are to be counted.
+    pub expert_tokens: Option<ExpertTokens>,
 }
 
 impl Pass {
@@ -32,6 +36,8 @@ impl Pass {
             context: ContextParallel::none(),
             keeps_gathered: false,
             deferred: None,
+            loss_weight: 1.,
+            expert_tokens: None,
         }
     }
 
@@ -86,6 +92,8 @@ pub(crate) struct Region {
     pub(crate) first: RegionWeights,
     /// The weight of the layer at its end.
     pub(crate) last: RegionWeights,
+    /// Whether the first and the last layer multiply some rows while others are under way.
+    pub(crate) in_pieces: bool,
 }
 
 /// The attention of a layer, on a rank that may share the layer with others.
@@ -177,12 +185,15 @@ impl PassShape {
         features: usize,
         share: &dyn Fn(usize) -> f64,
     ) -> Vec<InnerCollective> {
-        let own_rows = match multiplies_own_rows_first(self.tokens, self.tensor.size) {
+        let own_rows = match region.in_pieces && multiplies_own_rows_first(self.tokens, self.tensor.size) {
             true => share(region.first.elements) / self.tensor.size as f64,
             false => 0.,
         };
         let enter = self.enter(features).map(|enter| InnerCollective { overlap: own_rows, ..enter });
-        let pieces = row_pieces(self.tokens, if self.splits_sequence { self.tensor.size } else { 1 });
+        let pieces = match region.in_pieces {
+            true => row_pieces(self.tokens, if self.splits_sequence { self.tensor.size } else { 1 }),
+            false => vec![vec![0..self.tokens]],
+        };
         let leave = pieces.iter().enumerate().filter_map(|(index, piece)| {
             let leave = self.leave_with(piece.iter().map(Range::len).sum(), features)?;
             let is_last = index + 1 == pieces.len();

@@ -171,6 +171,11 @@ pub trait Layer: Send {
         Err(Error::Config { key: "generation", problem })
     }
 
+    /// The number of experts that tokens choose from; 0 if the layer has none.
+    fn num_experts(&self) -> usize {
+        0
+    }
+
     /// Checks that this many ranks can share the layer; that they can share its parameters is checked elsewhere.
     fn check_tensor_parallel(&self, _ranks: usize) -> Result<()> {
         Ok(())
@@ -323,7 +328,7 @@ impl Parameters<'_> {
     }
 
     /// Where the gradient of a parameter is put aside, unless it belongs to a part of the parameter only.
-    fn deferral(&self, ending: &str) -> Option<(usize, DeferredGradients)> {
+    pub(crate) fn deferral(&self, ending: &str) -> Option<(usize, DeferredGradients)> {
         let place = self.place(ending).filter(|&place| self.narrowed[place].is_none())?;
         Some((place, self.deferred?.clone()))
     }
@@ -404,6 +409,11 @@ impl Unit {
                 self.parameters.iter().any(|parameter| parameter.trainable && parameter.name.ends_with(ending))
             }),
         }
+    }
+
+    /// See [`Layer::num_experts`].
+    pub fn num_experts(&self) -> usize {
+        self.layer.num_experts()
     }
 
     /// See [`Layer::forward_computes_gradients`].
@@ -612,13 +622,14 @@ impl Model {
             let own = unit.parameters.iter().filter(|_| unit.backward_reads_parameters());
             // The gradient of each factor costs as much as the product itself.
             let of_input = f64::from(u8::from(index > first_trained));
-            let matrices = own.chain(tied).filter(|parameter| parameter.shape.len() == 2);
-            let product = |matrix: &Parameter| {
-                let of_parameter = f64::from(u8::from(matrix.trainable));
-                2. * matrix.elements() as f64 * (1. + of_input + of_parameter)
+            let product = |parameter: &Parameter| {
+                let active = parameter.active_share? * parameter.elements() as f64;
+                let of_parameter = f64::from(u8::from(parameter.trainable));
+                Some(2. * active * (1. + of_input + of_parameter))
             };
             let both_factors = if index >= first_trained { 2. } else { 0. };
-            matrices.map(product).sum::<f64>() + unit.layer.attention_flops(positions) * (1. + both_factors)
+            own.chain(tied).filter_map(product).sum::<f64>()
+                + unit.layer.attention_flops(positions) * (1. + both_factors)
         };
         self.units.iter().enumerate().map(flops_of).collect()
     }

@@ -10,7 +10,8 @@ use std::process::Command;
 
 use serde_json::{Value, json};
 use shardwise_model::{
-    Activations, Batch, Gpt2Config, IGNORED, Llama3Rope, LlamaConfig, Model, Pass, RopeScaling, head_loss,
+    Activations, Batch, Gpt2Config, IGNORED, Llama3Rope, LlamaConfig, Model, MoeConfig, Pass, RopeScaling,
+    RouterConfig, ScoringFunc, head_loss,
 };
 use shardwise_torch::autograd::{self, Graph};
 use shardwise_torch::tch::{Device, Kind, Tensor, manual_seed};
@@ -88,6 +89,17 @@ fn llama_config(name: &str, llama: &LlamaConfig) -> Value {
         "name": name, "family": "llama", "num_hidden_layers": llama.num_hidden_layers, "head_dim": llama.head_dim,
         "rope_theta": llama.rope_theta, "rms_norm_eps": llama.rms_norm_eps,
         "tie_word_embeddings": llama.tie_word_embeddings, "sliding_window": llama.sliding_window,
+        "moe": llama.moe.as_ref().map(|moe| json!({
+            "num_experts": moe.num_experts, "num_experts_per_tok": moe.num_experts_per_tok,
+            "n_shared_experts": moe.n_shared_experts,
+            "scoring_func": match moe.router.scoring_func {
+                ScoringFunc::Softmax => "softmax",
+                ScoringFunc::Sigmoid => "sigmoid",
+            },
+            "norm_topk_prob": moe.router.norm_topk_prob, "routed_scaling_factor": moe.router.routed_scaling_factor,
+            "n_group": moe.router.n_group, "topk_group": moe.router.topk_group,
+            "router_aux_loss_coef": moe.router.router_aux_loss_coef, "router_z_loss_coef": moe.router.router_z_loss_coef,
+        })),
         "rope_scaling": llama3_rope(llama).map(|scaling| json!({
             "factor": scaling.factor, "low_freq_factor": scaling.low_freq_factor,
             "high_freq_factor": scaling.high_freq_factor, "original_max_position_embeddings": scaling.original_max_position_embeddings,
@@ -145,6 +157,23 @@ fn qwen_2_agrees() {
 #[test]
 fn qwen_3_agrees() {
     assert_llama_agrees("qwen-3", &LlamaConfig { num_key_value_heads: 2, head_dim: 8, qk_norm: true, ..small() });
+}
+
+#[test]
+fn a_mixture_of_experts_agrees_with_each_router() {
+    let plain = RouterConfig::default();
+    let balanced = RouterConfig { router_aux_loss_coef: 0.5, router_z_loss_coef: 0.2, ..plain };
+    let sigmoid = RouterConfig { scoring_func: ScoringFunc::Sigmoid, routed_scaling_factor: 2.5, ..plain };
+    for (name, router, n_shared_experts) in [
+        ("softmax", plain, 0),
+        ("unnormalized", RouterConfig { norm_topk_prob: false, ..plain }, 0),
+        ("balanced", balanced, 0),
+        ("sigmoid", sigmoid, 0),
+        ("deepseek", RouterConfig { n_group: 4, topk_group: 2, router_aux_loss_coef: 0.5, ..sigmoid }, 2),
+    ] {
+        let moe = MoeConfig { router, n_shared_experts, ..MoeConfig::new(8, 2, 20) };
+        assert_llama_agrees(name, &LlamaConfig { moe: Some(moe), ..small() });
+    }
 }
 
 #[test]

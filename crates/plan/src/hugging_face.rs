@@ -4,7 +4,10 @@
 
 use serde_json::{Value, json};
 
-use crate::{ConfigError, Gpt2Config, Llama3Rope, LlamaConfig, ModelConfig, RopeScaling, YarnRope};
+use crate::{
+    ConfigError, Gpt2Config, Llama3Rope, LlamaConfig, ModelConfig, MoeConfig, MoeNames, RopeScaling, RouterConfig,
+    YarnRope,
+};
 
 type Result<T> = std::result::Result<T, ConfigError>;
 
@@ -15,10 +18,12 @@ impl ModelConfig {
         let family = config.text("model_type")?;
         match family {
             "gpt2" => gpt2(&config).map(ModelConfig::Gpt2),
-            "llama" | "mistral" | "qwen2" | "qwen3" => llama(&config, family).map(ModelConfig::Llama),
+            "llama" | "mistral" | "mixtral" | "qwen2" | "qwen3" | "qwen3_moe" => {
+                llama(&config, family).map(ModelConfig::Llama)
+            }
             other => Err(config_error(
                 "model_type",
-                format!("is '{other}', and only llama, mistral, qwen2, qwen3 and gpt2 are known"),
+                format!("is '{other}', and only llama, mistral, mixtral, qwen2, qwen3, qwen3_moe and gpt2 are known"),
             )),
         }
     }
@@ -37,10 +42,17 @@ impl ModelConfig {
         }
         let described = ModelConfig::from_hugging_face(&config).ok()?;
         let same = match (described, self) {
-            // The sizes of chunks are ours, and not part of the file.
+            // The sizes of chunks and the losses of a router are ours, and not part of the file, or rounded.
             (ModelConfig::Llama(described), ModelConfig::Llama(llama)) => {
                 let &LlamaConfig { loss_chunk_tokens, block_chunk_tokens, .. } = llama;
-                LlamaConfig { loss_chunk_tokens, block_chunk_tokens, ..described } == *llama
+                let mut described = LlamaConfig { loss_chunk_tokens, block_chunk_tokens, ..described };
+                if let (Some(experts), Some(moe)) = (&mut described.moe, &llama.moe) {
+                    let RouterConfig { router_aux_loss_coef, router_z_loss_coef, .. } = moe.router;
+                    experts.router = RouterConfig { router_aux_loss_coef, router_z_loss_coef, ..experts.router };
+                    // There is no MLP that would have this size.
+                    described.intermediate_size = llama.intermediate_size;
+                }
+                described == *llama
             }
             (ModelConfig::Gpt2(described), ModelConfig::Gpt2(gpt2)) => {
                 let &Gpt2Config { loss_chunk_tokens, block_chunk_tokens, .. } = gpt2;
@@ -71,7 +83,10 @@ fn gpt2_to_hugging_face(gpt2: &Gpt2Config) -> Value {
 }
 
 fn llama_to_hugging_face(llama: &LlamaConfig, positions: usize) -> Value {
+    let names = llama.moe.as_ref().map(|moe| moe.names);
     let (family, architecture) = match llama {
+        _ if names == Some(MoeNames::Mixtral) => ("mixtral", "MixtralForCausalLM"),
+        _ if names == Some(MoeNames::Qwen) => ("qwen3_moe", "Qwen3MoeForCausalLM"),
         LlamaConfig { qk_norm: true, .. } => ("qwen3", "Qwen3ForCausalLM"),
         LlamaConfig { qkv_bias: true, .. } => ("qwen2", "Qwen2ForCausalLM"),
         LlamaConfig { sliding_window: Some(_), .. } => ("mistral", "MistralForCausalLM"),
@@ -97,9 +112,12 @@ fn llama_to_hugging_face(llama: &LlamaConfig, positions: usize) -> Value {
         "use_cache": true,
     });
     match family {
-        "llama" | "qwen3" => config["attention_bias"] = json!(false),
-        "mistral" => config["sliding_window"] = json!(llama.sliding_window),
+        "llama" | "qwen3" | "qwen3_moe" => config["attention_bias"] = json!(false),
+        "mistral" | "mixtral" => config["sliding_window"] = json!(llama.sliding_window),
         _ => (),
+    }
+    if let Some(moe) = &llama.moe {
+        write_moe(moe, llama.num_hidden_layers, &mut config);
     }
     if let Some(RopeScaling::Dynamic { max_position_embeddings, .. }) = llama.rope_scaling {
         config["max_position_embeddings"] = json!(max_position_embeddings);
@@ -150,6 +168,8 @@ fn llama(config: &Config<'_>, family: &str) -> Result<LlamaConfig> {
         heads,
         config.count("intermediate_size")?,
     );
+    // The defaults of each family in Hugging Face's code.
+    let (rope_theta, rms_norm_eps) = if family == "mixtral" { (1e6, 1e-5) } else { (plain.rope_theta, 1e-6) };
     // Newer files have all settings of the rotary embedding in one object, or in one object per type of layer.
     let rope = Config(config.0.get("rope_parameters").filter(|rope| rope.is_object()).unwrap_or(config.0));
     if rope
@@ -170,7 +190,8 @@ fn llama(config: &Config<'_>, family: &str) -> Result<LlamaConfig> {
         ) {
             (Some(heads), ..) => heads,
             // The defaults of each family in Hugging Face's code.
-            (None, None, "mistral") => 8,
+            (None, None, "mistral" | "mixtral") => 8,
+            (None, None, "qwen3_moe") => 4,
             (None, None, "qwen2" | "qwen3") => 32,
             _ => heads,
         },
@@ -179,20 +200,99 @@ fn llama(config: &Config<'_>, family: &str) -> Result<LlamaConfig> {
             (None, "qwen3") => 128,
             (None, _) => plain.head_dim,
         },
-        rope_theta: rope.number("rope_theta", config.number("rope_theta", plain.rope_theta)?)?,
+        rope_theta: rope.number("rope_theta", config.number("rope_theta", rope_theta)?)?,
         rope_scaling: scaling.map(|scaling| rope_scaling(&Config(scaling), config)).transpose()?.flatten(),
-        rms_norm_eps: config.number("rms_norm_eps", 1e-6)?,
+        rms_norm_eps: config.number("rms_norm_eps", rms_norm_eps)?,
         tie_word_embeddings: config.flag("tie_word_embeddings")?,
         qkv_bias: family == "qwen2",
-        qk_norm: family == "qwen3",
+        qk_norm: matches!(family, "qwen3" | "qwen3_moe"),
+        moe: match family {
+            "mixtral" => Some(mixtral(config)?),
+            "qwen3_moe" => Some(qwen_moe(config)?),
+            _ => None,
+        },
         sliding_window: match family {
             "mistral" if config.0.get("sliding_window").is_none() => Some(4096),
-            "mistral" => config.maybe_count("sliding_window")?,
+            "mistral" | "mixtral" => config.maybe_count("sliding_window")?,
             _ => None,
         },
         initializer_range: config.number("initializer_range", plain.initializer_range)?,
         ..plain
     })
+}
+
+fn mixtral(config: &Config<'_>) -> Result<MoeConfig> {
+    if config.number("router_jitter_noise", 0.)? > 0. {
+        return Err(config_error("router_jitter_noise", "is not 0, which is not supported".to_string()));
+    }
+    let plain = MoeConfig::new(
+        config.maybe_count("num_local_experts")?.unwrap_or(8),
+        config.maybe_count("num_experts_per_tok")?.unwrap_or(2),
+        config.count("intermediate_size")?,
+    );
+    let router_aux_loss_coef = aux_loss_coef(config, plain.num_experts_per_tok)?;
+    let router = RouterConfig { router_aux_loss_coef, ..plain.router };
+    Ok(MoeConfig { names: MoeNames::Mixtral, router, ..plain })
+}
+
+fn qwen_moe(config: &Config<'_>) -> Result<MoeConfig> {
+    if config.maybe_count("decoder_sparse_step")?.is_some_and(|step| step != 1) {
+        return Err(config_error(
+            "decoder_sparse_step",
+            "is not 1: only models with experts in every block are known".to_string(),
+        ));
+    }
+    if config.given("mlp_only_layers").is_some_and(|layers| layers != &json!([])) {
+        return Err(config_error(
+            "mlp_only_layers",
+            "is not empty: only models with experts in every block are known".to_string(),
+        ));
+    }
+    let plain = MoeConfig::new(
+        // transformers 5 writes the second name.
+        config.maybe_count("num_experts")?.or(config.maybe_count("num_local_experts")?).unwrap_or(128),
+        config.maybe_count("num_experts_per_tok")?.unwrap_or(8),
+        config.maybe_count("moe_intermediate_size")?.unwrap_or(768),
+    );
+    let router = RouterConfig {
+        norm_topk_prob: config.flag("norm_topk_prob")?,
+        router_aux_loss_coef: aux_loss_coef(config, plain.num_experts_per_tok)?,
+        ..plain.router
+    };
+    Ok(MoeConfig { router, ..plain })
+}
+
+/// The coefficient of the balance loss. As in transformers, a model has that loss only if it returns its router's logits. There it is the mean
+/// over all layers, and as large as the number of experts per token if experts are balanced. Here it is the sum over layers, and 1.
+fn aux_loss_coef(config: &Config<'_>, num_experts_per_tok: usize) -> Result<f64> {
+    match config.flag("output_router_logits")? {
+        true => {
+            let (coef, layers) = (config.number("router_aux_loss_coef", 0.001)?, config.count("num_hidden_layers")?);
+            Ok(coef * num_experts_per_tok as f64 / layers.max(1) as f64)
+        }
+        false => Ok(0.),
+    }
+}
+
+fn write_moe(moe: &MoeConfig, layers: usize, config: &mut Value) {
+    let router = &moe.router;
+    config["num_experts_per_tok"] = json!(moe.num_experts_per_tok);
+    config["output_router_logits"] = json!(router.router_aux_loss_coef > 0.);
+    let coef = router.router_aux_loss_coef * layers as f64 / moe.num_experts_per_tok as f64;
+    config["router_aux_loss_coef"] = json!(coef);
+    match moe.names {
+        MoeNames::Mixtral => {
+            config["num_local_experts"] = json!(moe.num_experts);
+            config["intermediate_size"] = json!(moe.moe_intermediate_size);
+        }
+        MoeNames::Qwen => {
+            config["num_experts"] = json!(moe.num_experts);
+            config["moe_intermediate_size"] = json!(moe.moe_intermediate_size);
+            config["norm_topk_prob"] = json!(router.norm_topk_prob);
+            config["decoder_sparse_step"] = json!(1);
+            config["mlp_only_layers"] = json!([]);
+        }
+    }
 }
 
 fn write_rope_scaling(scaling: RopeScaling) -> Value {
@@ -346,6 +446,15 @@ mod tests {
     #![allow(clippy::unwrap_used, reason = "a test may fail")]
     use super::*;
 
+    fn mixture(names: MoeNames, router: RouterConfig) -> LlamaConfig {
+        let moe = MoeConfig { names, router, ..MoeConfig::new(8, 2, 53) };
+        assert_eq!(
+            moe.num_experts_per_tok, 2,
+            "as many as blocks, so that the coefficient of the balance loss is not rounded"
+        );
+        LlamaConfig { rms_norm_eps: 1e-6, moe: Some(moe), ..LlamaConfig::new(101, 36, 2, 6, 53) }
+    }
+
     #[test]
     fn a_config_that_was_written_is_read_as_the_same_shape() {
         let plain = LlamaConfig { rms_norm_eps: 1e-6, ..LlamaConfig::new(101, 36, 2, 6, 53) };
@@ -366,12 +475,36 @@ mod tests {
             ModelConfig::Llama(LlamaConfig { sliding_window: Some(16), head_dim: 8, ..plain.clone() }),
             ModelConfig::Llama(LlamaConfig { qkv_bias: true, rope_theta: 1e6, ..plain.clone() }),
             ModelConfig::Llama(LlamaConfig { qk_norm: true, ..plain.clone() }),
+            ModelConfig::Llama(mixture(MoeNames::Mixtral, RouterConfig::default())),
+            ModelConfig::Llama(LlamaConfig {
+                qk_norm: true,
+                ..mixture(
+                    MoeNames::Qwen,
+                    RouterConfig { norm_topk_prob: false, router_aux_loss_coef: 0.01, ..RouterConfig::default() },
+                )
+            }),
             ModelConfig::Gpt2(Gpt2Config::new(101, 32, 36, 2, 6)),
         ] {
             assert_eq!(ModelConfig::from_hugging_face(&shape.to_hugging_face(128).unwrap()).unwrap(), shape);
         }
         let both = LlamaConfig { qk_norm: true, qkv_bias: true, ..LlamaConfig::new(101, 36, 2, 6, 53) };
         assert_eq!(ModelConfig::Llama(both).to_hugging_face(128), None);
+        // The size of an MLP that does not exist is not part of the file.
+        let smaller = LlamaConfig { intermediate_size: 106, ..mixture(MoeNames::Mixtral, RouterConfig::default()) };
+        assert!(ModelConfig::Llama(smaller).to_hugging_face(128).is_some());
+        let minimal = json!({
+            "model_type": "mixtral", "vocab_size": 101, "hidden_size": 36, "intermediate_size": 53, "num_hidden_layers": 2,
+            "num_attention_heads": 8,
+        });
+        let ModelConfig::Llama(minimal) = ModelConfig::from_hugging_face(&minimal).unwrap() else {
+            panic!("{minimal}")
+        };
+        assert_eq!((minimal.rope_theta, minimal.rms_norm_eps, minimal.num_key_value_heads), (1e6, 1e-5, 8));
+        // Mixtral has no norms of queries and keys, and divides scores by their sum.
+        let unlike = LlamaConfig { qk_norm: true, ..mixture(MoeNames::Mixtral, RouterConfig::default()) };
+        assert_eq!(ModelConfig::Llama(unlike).to_hugging_face(128), None);
+        let scaled = RouterConfig { routed_scaling_factor: 2.5, ..RouterConfig::default() };
+        assert_eq!(ModelConfig::Llama(mixture(MoeNames::Mixtral, scaled)).to_hugging_face(128), None);
     }
 
     #[test]

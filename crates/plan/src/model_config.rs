@@ -6,13 +6,14 @@
 use std::sync::Arc;
 
 use crate::config_error::ConfigError;
+use crate::mixture_of_experts::MoeConfig;
 use crate::package::Package;
 use crate::rope_scaling::RopeScaling;
 
 /// The configuration of a model: one of the supported families, or a compiled package.
 #[derive(Clone, Debug, PartialEq)]
 pub enum ModelConfig {
-    /// Llama 2 and 3, Mistral, Qwen 2 and 3.
+    /// Llama 2 and 3, Mistral and Mixtral, Qwen 2 and 3.
     Llama(LlamaConfig),
     /// GPT-2.
     Gpt2(Gpt2Config),
@@ -20,8 +21,8 @@ pub enum ModelConfig {
     Compiled(Arc<Package>),
 }
 
-/// The configuration of a model of the Llama family: Llama 2 and 3, Mistral, Qwen 2 and 3. Fields are named as in Hugging Face's
-/// `config.json`.
+/// The configuration of a model of the Llama family: Llama 2 and 3, Mistral and Mixtral, Qwen 2 and 3, dense or with a mixture of
+/// experts. Fields are named as in Hugging Face's `config.json`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LlamaConfig {
     /// The size of the vocabulary. All token ids are below it.
@@ -36,8 +37,10 @@ pub struct LlamaConfig {
     pub num_key_value_heads: usize,
     /// The size of a head; often `hidden_size / num_attention_heads`.
     pub head_dim: usize,
-    /// The size of the MLP's hidden layer.
+    /// The size of the MLP's hidden layer. A mixture of experts has its own.
     pub intermediate_size: usize,
+    /// The experts that take the place of the MLP, in every block.
+    pub moe: Option<MoeConfig>,
     /// The base of the rotary embedding's wavelengths.
     pub rope_theta: f64,
     /// How those wavelengths are stretched for long contexts.
@@ -110,6 +113,14 @@ impl ModelConfig {
         }
     }
 
+    /// The experts that take the place of the MLP, if there are any.
+    pub fn moe(&self) -> Option<&MoeConfig> {
+        match self {
+            ModelConfig::Llama(llama) => llama.moe.as_ref(),
+            ModelConfig::Gpt2(_) | ModelConfig::Compiled(_) => None,
+        }
+    }
+
     /// How many tokens a block processes at a time, except in attention, if not all.
     pub fn block_chunk_tokens(&self) -> Option<usize> {
         match self {
@@ -134,7 +145,8 @@ impl ModelConfig {
     pub fn check_tensor_parallel(&self, ranks: usize) -> Result<(), ConfigError> {
         let (key, heads, inner) = match self {
             ModelConfig::Llama(llama) => {
-                ("num_attention_heads", llama.num_attention_heads, llama.intermediate_size.min(llama.vocab_size))
+                let inner = llama.moe.as_ref().map_or(llama.intermediate_size, |moe| moe.moe_intermediate_size);
+                ("num_attention_heads", llama.num_attention_heads, inner.min(llama.vocab_size))
             }
             ModelConfig::Gpt2(gpt2) => ("n_head", gpt2.n_head, gpt2.vocab_size),
             ModelConfig::Compiled(_) => return check_not_split(ranks),
@@ -201,6 +213,7 @@ impl LlamaConfig {
             num_key_value_heads: num_attention_heads,
             head_dim: hidden_size / num_attention_heads.max(1),
             intermediate_size,
+            moe: None,
             rope_theta: 10_000.,
             rope_scaling: None,
             rms_norm_eps: 1e-5,
@@ -234,6 +247,11 @@ impl LlamaConfig {
             return fail("head_dim", format!("{} is not a positive even number, as rotary pairs need", self.head_dim));
         }
         self.rope_scaling.map_or(Ok(()), |scaling| scaling.check())?;
+        self.moe.as_ref().map_or(Ok(()), MoeConfig::check)?;
+        if self.moe.is_some() && self.block_chunk_tokens.is_some() {
+            let problem = "a mixture of experts routes all tokens at once; remove one of the two".to_string();
+            return fail("block_chunk_tokens", problem);
+        }
         if self.sliding_window == Some(0) {
             return fail("sliding_window", "is 0, and a position sees at least itself".to_string());
         }

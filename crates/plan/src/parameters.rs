@@ -3,7 +3,7 @@
 //! They are those of Hugging Face checkpoints. The model that is trained declares its parameters from this list.
 
 use crate::package::{Package, PackageParameter, PackageUnit};
-use crate::{ConfigError, Gpt2Config, LlamaConfig, ModelConfig, Split, TensorPlacement};
+use crate::{ConfigError, ExpertParameters, Gpt2Config, LlamaConfig, ModelConfig, Split, TensorPlacement};
 
 /// The name and shape of a parameter.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -84,11 +84,11 @@ pub fn check_frozen_prefixes<'a, P: AsRef<str>>(
 
 impl LlamaConfig {
     fn parameters(&self) -> Vec<ParameterShape> {
-        let (hidden, intermediate, heads) = (self.hidden_size, self.intermediate_size, self.num_attention_heads);
+        let (hidden, heads) = (self.hidden_size, self.num_attention_heads);
         let (query, key) = (heads * self.head_dim, self.num_key_value_heads * self.head_dim);
         let whole = TensorPlacement::Replicated;
-        let rows = |items| TensorPlacement::Split(Split::along(0, items));
-        let columns = |items| TensorPlacement::Split(Split::along(1, items));
+        let along = |dimension, items| TensorPlacement::Split(Split::along(dimension, items));
+        let (rows, columns) = (|items| along(0, items), |items| along(1, items));
         // The query heads of a group share a key head and a value head.
         let shared_by = heads / self.num_key_value_heads.max(1);
         let key_heads = TensorPlacement::Split(Split { shared_by, ..Split::along(0, heads) });
@@ -113,9 +113,26 @@ impl LlamaConfig {
                 add("self_attn.k_norm.weight", &[self.head_dim], TensorPlacement::ReplicatedInside);
             }
             add("post_attention_layernorm.weight", &[hidden], whole);
-            add("mlp.gate_proj.weight", &[intermediate, hidden], rows(intermediate));
-            add("mlp.up_proj.weight", &[intermediate, hidden], rows(intermediate));
-            add("mlp.down_proj.weight", &[hidden, intermediate], columns(intermediate));
+            let mut add_mlp = |name: &str, intermediate: usize| {
+                add(&format!("{name}.gate_proj.weight"), &[intermediate, hidden], rows(intermediate));
+                add(&format!("{name}.up_proj.weight"), &[intermediate, hidden], rows(intermediate));
+                add(&format!("{name}.down_proj.weight"), &[hidden, intermediate], columns(intermediate));
+            };
+            let Some(moe) = &self.moe else {
+                add_mlp("mlp", self.intermediate_size);
+                continue;
+            };
+            if moe.n_shared_experts > 0 {
+                add_mlp("mlp.shared_experts", moe.shared_intermediate_size());
+            }
+            let ExpertParameters { router, gate_proj, up_proj, down_proj } = moe.names.parameters();
+            let (experts, intermediate) = (moe.num_experts, moe.moe_intermediate_size);
+            // The ranks that share a layer divide every expert, so that they hold and multiply equal parts, whichever experts tokens choose.
+            // Each computes a part of the gradient of the router, like a part of the experts' outputs.
+            add(router, &[experts, hidden], TensorPlacement::ReplicatedInside);
+            add(gate_proj, &[experts, intermediate, hidden], along(1, intermediate));
+            add(up_proj, &[experts, intermediate, hidden], along(1, intermediate));
+            add(down_proj, &[experts, hidden, intermediate], along(2, intermediate));
         }
         list.add("head", "model.norm.weight", &[hidden], whole);
         if !self.tie_word_embeddings {
@@ -168,6 +185,7 @@ impl List {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::MoeConfig;
 
     #[test]
     fn published_models_have_their_published_numbers_of_parameters() {
@@ -186,11 +204,25 @@ mod tests {
             tie_word_embeddings: true,
             ..LlamaConfig::new(151_936, 1024, 28, 16, 3072)
         };
-        let published: [(ModelConfig, usize); 5] = [
+        let mixtral_8x7b = LlamaConfig {
+            num_key_value_heads: 8,
+            moe: Some(MoeConfig::new(8, 2, 14_336)),
+            ..LlamaConfig::new(32_000, 4096, 32, 32, 14_336)
+        };
+        let qwen_3_30b = LlamaConfig {
+            num_key_value_heads: 4,
+            head_dim: 128,
+            qk_norm: true,
+            moe: Some(MoeConfig::new(128, 8, 768)),
+            ..LlamaConfig::new(151_936, 2048, 48, 32, 6144)
+        };
+        let published: [(ModelConfig, usize); 7] = [
             (llama_2_7b.into(), 6_738_415_616),
             (llama_3_8b.into(), 8_030_261_248),
             (qwen_2_5.into(), 494_032_768),
             (qwen_3.into(), 596_049_920),
+            (mixtral_8x7b.into(), 46_702_792_704),
+            (qwen_3_30b.into(), 30_532_122_624),
             (Gpt2Config::new(50_257, 1024, 768, 12, 12).into(), 124_439_808),
         ];
         for (config, elements) in published {

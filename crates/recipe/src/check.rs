@@ -48,6 +48,10 @@ impl Recipe {
         let ParallelRecipe { tensor, pipeline, ref pipeline_schedule, .. } = self.parallel;
         let Some(chunk) = self.model.block_chunk_tokens else { return Ok(()) };
         let key = ("model.block_chunk_tokens", chunk.to_string());
+        if self.read_model_config()?.moe().is_some() {
+            let problem = "model.block_chunk_tokens: experts route all tokens at once, and cannot be computed in chunks; leave it out";
+            return Err(Invalid::at("model.block_chunk_tokens", problem));
+        }
         if let Err(error) = check_chunks_not_shared(Some(chunk), tensor) {
             return Err(Invalid::between(&[key, ("parallel.tensor", tensor.to_string())], error.problem));
         }
@@ -103,6 +107,16 @@ impl Recipe {
             ]),
             // Its sizes were checked when it was opened.
             ModelConfig::Compiled(_) => {}
+        }
+        if let Some(moe) = self.model.llama.as_ref().and_then(|llama| llama.moe.as_ref()) {
+            counts.extend([
+                ("model.llama.moe.num_experts", moe.num_experts, 1 << 12),
+                ("model.llama.moe.moe_intermediate_size", moe.moe_intermediate_size.unwrap_or(1), 1 << 16),
+                // None is 0.
+                ("model.llama.moe.n_shared_experts", moe.n_shared_experts.max(1), 1 << 8),
+                ("model.llama.moe.n_group", moe.n_group.unwrap_or(1), 1 << 12),
+                ("model.llama.moe.topk_group", moe.topk_group.unwrap_or(1), 1 << 12),
+            ]);
         }
         if let Some(evaluation) = &self.evaluation {
             counts.push(("evaluation.every_steps", count(evaluation.every_steps.unwrap_or(1)), 1 << 40));
@@ -456,6 +470,7 @@ impl Recipe {
             Some(family) => Invalid::at(format!("{family}.{}", error.key), format!("{family}.{error}")),
             None => Invalid::at("model.from_pretrained", format!("model.from_pretrained: {error}")),
         })?;
+        self.check_experts()?;
         let at_tensor = |error| Invalid::at("parallel.tensor", format!("parallel.tensor: {error}"));
         config.check_tensor_parallel(self.parallel.tensor).map_err(at_tensor)?;
         self.check_context(&config)?;
@@ -464,6 +479,20 @@ impl Recipe {
         if config.is_all_frozen(frozen) {
             let problem = "every parameter is frozen, so there is nothing to train; remove some from model.frozen";
             return Err(Invalid::at("model.frozen", problem));
+        }
+        Ok(())
+    }
+
+    fn check_experts(&self) -> Checked {
+        let Some(moe) = self.model.llama.as_ref().and_then(|llama| llama.moe.as_ref()) else { return Ok(()) };
+        if moe.n_group.is_some_and(|groups| groups > 1) && moe.topk_group.is_none() {
+            let problem = "model.llama.moe.n_group: also say how many groups a token chooses, with topk_group";
+            return Err(Invalid::at("model.llama.moe.n_group", problem));
+        }
+        if moe.num_experts_per_tok == 1 && moe.norm_topk_prob == Some(true) {
+            let problem = "model.llama.moe.norm_topk_prob: the weight of a single expert would always be 1, and its router would not learn \
+                           from the loss; leave it out, or increase num_experts_per_tok";
+            return Err(Invalid::at("model.llama.moe.norm_topk_prob", problem));
         }
         Ok(())
     }
@@ -481,6 +510,11 @@ impl Recipe {
             return Ok(());
         }
         let at = |key: &str, problem: String| Err(Invalid::at(key, format!("{key}: {problem}")));
+        if config.moe().is_some_and(|moe| moe.router.has_loss()) {
+            let problem = "the balance losses of experts currently need whole sequences; set parallel.context to 1, or \
+                           router_aux_loss_coef and router_z_loss_coef to 0 (in a config.json: output_router_logits to false)";
+            return at("parallel.context", problem.to_string());
+        }
         if self.run.device != DeviceRecipe::Cpu {
             return at(
                 "parallel.context",

@@ -92,7 +92,7 @@ pub struct Recipe {
 #[derive(Clone, Debug, Deserialize, JsonSchema, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct ModelRecipe {
-    /// Llama 2 and 3, Mistral, Qwen 2 and 3.
+    /// Llama 2 and 3, Mistral and Mixtral, Qwen 2 and 3.
     pub llama: Option<LlamaRecipe>,
     /// GPT-2.
     pub gpt2: Option<Gpt2Recipe>,
@@ -122,7 +122,7 @@ pub struct ModelRecipe {
     pub block_chunk_tokens: Option<usize>,
 }
 
-/// `[model.llama]`: Llama 2 and 3, Mistral, Qwen 2 and 3. Keys have the names of Hugging Face's config.json.
+/// `[model.llama]`: Llama 2 and 3, Mistral and Mixtral, Qwen 2 and 3. Keys have the names of Hugging Face's config.json.
 #[derive(Clone, Debug, Deserialize, JsonSchema, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct LlamaRecipe {
@@ -136,6 +136,8 @@ pub struct LlamaRecipe {
     pub num_attention_heads: usize,
     /// The size of the MLP's hidden layer.
     pub intermediate_size: usize,
+    /// Experts in place of the MLP, in every block.
+    pub moe: Option<MoeRecipe>,
     /// The number of key and value heads. Must divide num_attention_heads, which is also the default.
     pub num_key_value_heads: Option<usize>,
     /// The size of an attention head. Defaults to hidden_size / num_attention_heads.
@@ -159,6 +161,50 @@ pub struct LlamaRecipe {
     /// Whether queries and keys are normalized per head, as in Qwen 3.
     #[serde(default)]
     pub qk_norm: bool,
+}
+
+/// `[model.llama.moe]`: a mixture of experts. Keys have the names of Hugging Face's config.json.
+#[derive(Clone, Debug, Deserialize, JsonSchema, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct MoeRecipe {
+    /// The number of experts in a block.
+    pub num_experts: usize,
+    /// The number of experts that process a token (top-k).
+    pub num_experts_per_tok: usize,
+    /// The size of an expert's hidden layer. Defaults to intermediate_size.
+    pub moe_intermediate_size: Option<usize>,
+    /// The number of experts that process every token, as in DeepSeek.
+    #[serde(default)]
+    pub n_shared_experts: usize,
+    /// How the router's logits become scores.
+    #[serde(default)]
+    pub scoring_func: ScoringFuncRecipe,
+    /// Whether the scores of a token's experts are divided by their sum. Defaults to true, unless num_experts_per_tok is 1.
+    pub norm_topk_prob: Option<bool>,
+    /// What the weights of a token's experts are multiplied by. Defaults to 1.
+    pub routed_scaling_factor: Option<f64>,
+    /// The number of groups of experts, as in DeepSeek-V3: a token chooses groups by the sum of their two highest scores, and then
+    /// experts in these groups. Defaults to 1.
+    pub n_group: Option<usize>,
+    /// The number of groups that a token chooses.
+    pub topk_group: Option<usize>,
+    /// The coefficient of the loss that balances the experts, per sequence as in DeepSeek-V3. It is not part of the reported loss. Defaults
+    /// to 0.01; 0 turns it off.
+    pub router_aux_loss_coef: Option<f64>,
+    /// The coefficient of the loss that keeps the router's logits small (ST-MoE: z-loss). Defaults to 0.
+    #[serde(default)]
+    pub router_z_loss_coef: f64,
+}
+
+/// `scoring_func`
+#[derive(Clone, Copy, Debug, Default, Deserialize, JsonSchema, Serialize, PartialEq, Eq)]
+#[serde(rename_all = "lowercase")]
+pub enum ScoringFuncRecipe {
+    /// The scores of all experts sum to one.
+    #[default]
+    Softmax,
+    /// The score of each expert is independent of the others, as in DeepSeek-V3.
+    Sigmoid,
 }
 
 /// `[model.gpt2]`. Keys have the names of Hugging Face's config.json.

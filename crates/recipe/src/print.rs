@@ -88,6 +88,14 @@ fn fill_defaults(recipe: &Recipe, ranks: Option<usize>) -> Result<Recipe> {
             keys.rms_norm_eps = Some(llama.rms_norm_eps);
             keys.initializer_range = Some(llama.initializer_range);
             keys.loss_chunk_tokens = Some(llama.loss_chunk_tokens);
+            if let (Some(moe), Some(keys)) = (&llama.moe, &mut keys.moe) {
+                keys.moe_intermediate_size = Some(moe.moe_intermediate_size);
+                keys.norm_topk_prob = Some(moe.router.norm_topk_prob);
+                keys.routed_scaling_factor = Some(moe.router.routed_scaling_factor);
+                keys.n_group = Some(moe.router.n_group);
+                keys.topk_group = Some(moe.router.topk_group);
+                keys.router_aux_loss_coef = Some(moe.router.router_aux_loss_coef);
+            }
         }
         (ModelConfig::Gpt2(gpt2), _, Some(keys)) => keys.loss_chunk_tokens = Some(gpt2.loss_chunk_tokens),
         // A pretrained model has its own config.json.

@@ -10,10 +10,15 @@ use serde::Serialize;
 use serde_json::Value;
 use shardwise_plan::package::Package;
 use shardwise_plan::schedule::{Kind, Schedule};
-use shardwise_plan::{DynamicScale, Gpt2Config, LlamaConfig, ModelConfig};
+use shardwise_plan::{
+    DynamicScale, Gpt2Config, LlamaConfig, ModelConfig, MoeConfig, MoeNames, RouterConfig, ScoringFunc,
+};
 
 use super::source::Invalid;
-use super::{DeviceRecipe, FloatRecipe, NonFiniteRecipe, OptimizerKind, Recipe, Result, ScheduleKind};
+use super::{
+    DeviceRecipe, FloatRecipe, LlamaRecipe, MoeRecipe, NonFiniteRecipe, OptimizerKind, Recipe, Result, ScheduleKind,
+    ScoringFuncRecipe,
+};
 
 /// The maximum micro-batch size, micro-batches per step, and tokens per micro-batch: far beyond any real run, and far below where
 /// sizes could overflow.
@@ -129,6 +134,9 @@ impl Recipe {
                 "model.block_chunk_tokens: compiled layers process all tokens at once; remove one of the two keys";
             return Err(Invalid::at("model.block_chunk_tokens", problem));
         }
+        if config.moe().is_some() && self.model.compiled {
+            return Err(Invalid::at("model.compiled", "model.compiled: a mixture of experts cannot be compiled yet"));
+        }
         if let Some(package) = self.compiled_package() {
             self.check_compiled(&config, package)?;
         }
@@ -173,6 +181,7 @@ impl Recipe {
                     tie_word_embeddings: llama.tie_word_embeddings,
                     qkv_bias: llama.qkv_bias,
                     qk_norm: llama.qk_norm,
+                    moe: llama.moe.as_ref().map(|moe| moe_config(moe, llama)),
                     ..plain
                 }))
             }
@@ -380,3 +389,32 @@ fn contradiction(global: usize, size: usize, steps: usize, ranks: usize) -> Stri
          {size} × {steps} × {ranks} = {actual}: change one of them ({remedy} would do)"
     )
 }
+
+/// The experts of a recipe's model.
+fn moe_config(moe: &MoeRecipe, llama: &LlamaRecipe) -> MoeConfig {
+    let intermediate_size = moe.moe_intermediate_size.unwrap_or(llama.intermediate_size);
+    let plain = MoeConfig::new(moe.num_experts, moe.num_experts_per_tok, intermediate_size);
+    let n_group = moe.n_group.unwrap_or(plain.router.n_group);
+    MoeConfig {
+        n_shared_experts: moe.n_shared_experts,
+        router: RouterConfig {
+            scoring_func: match moe.scoring_func {
+                ScoringFuncRecipe::Softmax => ScoringFunc::Softmax,
+                ScoringFuncRecipe::Sigmoid => ScoringFunc::Sigmoid,
+            },
+            // The weight of a single expert would always be 1.
+            norm_topk_prob: moe.norm_topk_prob.unwrap_or(moe.num_experts_per_tok > 1),
+            routed_scaling_factor: moe.routed_scaling_factor.unwrap_or(plain.router.routed_scaling_factor),
+            n_group,
+            topk_group: moe.topk_group.unwrap_or(n_group),
+            router_aux_loss_coef: moe.router_aux_loss_coef.unwrap_or(AUX_LOSS_COEF),
+            router_z_loss_coef: moe.router_z_loss_coef,
+        },
+        // Hugging Face's models with norms of queries and keys are Qwen's.
+        names: if llama.qk_norm { MoeNames::Qwen } else { MoeNames::Mixtral },
+        ..plain
+    }
+}
+
+/// The default weight of the balance loss, as in Switch Transformer.
+const AUX_LOSS_COEF: f64 = 0.01;

@@ -8,7 +8,7 @@
 use std::time::{Duration, Instant};
 
 use shardwise_comm::{Count, Group, ReduceOp, Verb};
-use shardwise_journal::{RANKS_KEPT_MAX, RankMemory, Step, StepTraffic, VerbTraffic};
+use shardwise_journal::{ExpertLoad, RANKS_KEPT_MAX, RankMemory, Step, StepTraffic, VerbTraffic};
 use shardwise_plan::Dtype;
 use shardwise_torch::tch::Device;
 use shardwise_train::{Report, Trainer};
@@ -253,6 +253,12 @@ impl<'a> Meter<'a> {
             skipped_so_far: report.skipped_so_far,
             skipped: report.skipped.as_ref().map(ToString::to_string),
             spike: None,
+            experts: report
+                .expert_tokens
+                .iter()
+                .filter(|tokens| !tokens.is_empty())
+                .map(|tokens| ExpertLoad::new(tokens))
+                .collect(),
         }
     }
 

@@ -19,8 +19,21 @@ use shardwise_torch::tch::Tensor;
 use shardwise_train::{Options, Ranks, Schedule, Trainer, init};
 use shardwise_zero::{AdamW, Optimizer, Sharding};
 
-const FAMILIES: [&str; 10] =
-    ["llama2", "llama3", "mistral", "qwen2", "qwen3", "gpt2", "linear", "dynamic", "yarn", "yarn-tuned"];
+const FAMILIES: [&str; 13] = [
+    "llama2",
+    "llama3",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+    "qwen3-moe",
+    "qwen3-moe-normalized",
+    "gpt2",
+    "linear",
+    "dynamic",
+    "yarn",
+    "yarn-tuned",
+];
 const FOLDER: &str = "SHARDWISE_TEST_FOLDER";
 
 fn python(verb: &str, folder: &Path) {

@@ -371,7 +371,7 @@ impl Trainer {
         let deferred = if keep == Keep::Input { None } else { self.defer_gradients(splits_backward) };
         let batch = &step.batches[micro_batch];
         let compute = |activations| {
-            let pass = self.with_deferred(self.pass(unit, activations), deferred.as_ref(), splits_backward);
+            let pass = self.with_deferred(self.first_pass(unit, activations, step), deferred.as_ref(), splits_backward);
             self.compute(unit, input.as_ref(), batch, &pass)
         };
         let output = match keep {
@@ -396,9 +396,9 @@ impl Trainer {
         step.grads.clear();
         let UnitPass { input, output, deferred, .. } =
             step.passes[micro_batch][unit].take().expect("the forward pass comes first");
-        // The gradient of the loss is the weight of a token; every other unit gets its gradient from the unit after it.
+        // The gradient of the loss is the weight of a target; every other unit gets its gradient from the unit after it.
         let output_grad = match unit + 1 == self.shards.model_len() {
-            true => self.token_weight(step.loss_scale, step.tokens),
+            true => self.loss_gradient(step.loss_weight()),
             false => step.output_grads[micro_batch].take().expect("the next unit's backward pass comes first"),
         };
         let (grads, input_grad) = self.gradients(unit, &output, &output_grad, input.as_ref())?;
@@ -468,7 +468,8 @@ impl Trainer {
         let mut pass = step.passes[micro_batch][index].take().expect("the forward pass comes first");
         self.restore_input(index, &mut pass)?;
         pass.deferred = self.defer_gradients(step.splits_backward);
-        let recompute = Pass { keeps_gathered: true, ..self.pass(index, Activations::All) };
+        let loss_weight = step.loss_weight();
+        let recompute = Pass { keeps_gathered: true, loss_weight, ..self.pass(index, Activations::All) };
         let recompute = self.with_deferred(recompute, pass.deferred.as_ref(), step.splits_backward);
         let batch = &step.batches[micro_batch];
         pass.output = self.compute(index, pass.input.as_ref(), batch, &recompute)?;
@@ -497,6 +498,12 @@ impl Trainer {
         let parallel = self.parallel.with_label(self.model.units()[index].name());
         let context = self.ranks.context.verbs().with_label(self.model.units()[index].name());
         Pass { parallel, context, ..Pass::new(activations) }
+    }
+
+    /// How a unit computes in the forward pass of a step. Tokens are counted there, and not again where it is recomputed.
+    fn first_pass(&self, unit: usize, activations: Activations, step: &StepValues<'_>) -> Pass {
+        let expert_tokens = Some(step.expert_tokens[unit].clone());
+        Pass { loss_weight: step.loss_weight(), expert_tokens, ..self.pass(unit, activations) }
     }
 
     /// Where a pass puts the gradients of weights aside: if another half of the backward pass computes them, or if they are computed
@@ -586,12 +593,12 @@ impl Trainer {
         if step.tokens == 0 { Err(Error::AllTargetsIgnored { step: number }) } else { Ok(()) }
     }
 
-    /// The weight of a target's loss: the derivative with which the backward pass starts.
-    fn token_weight(&self, loss_scale: f64, tokens: u64) -> Tensor {
+    /// The derivative with which the backward pass starts.
+    fn loss_gradient(&self, loss_weight: f64) -> Tensor {
         let no_dimensions: [i64; 0] = [];
         let kind = kind_of(self.options.precision.state_dtype());
         // Made on the device: the host would wait for a copy.
-        Tensor::full(no_dimensions, loss_scale / tokens as f64, (kind, self.options.device))
+        Tensor::full(no_dimensions, loss_weight, (kind, self.options.device))
     }
 
     /// All-reduces the loss and the sums of squares in f64, in rank order, and unscales the norms by the loss scale.
@@ -603,9 +610,18 @@ impl Trainer {
         };
         // The ranks that share the head have the same loss, and those of other stages have none.
         let loss = if self.ranks.tensor.rank() == 0 { step.loss } else { 0. };
-        let own: Vec<f64> = [loss, missing as f64].into_iter().chain(step.squares.iter().copied()).collect();
+        let experts: Vec<usize> = self.model.units().iter().map(Unit::num_experts).collect();
+        let routed = step.expert_tokens.iter().zip(&experts).flat_map(|(tokens, &experts)| {
+            // Other stages count those of their units.
+            let mut counts = tokens.counts();
+            counts.resize(experts, 0);
+            counts.into_iter().map(|count| count as f64)
+        });
+        let own: Vec<f64> =
+            [loss, missing as f64].into_iter().chain(step.squares.iter().copied()).chain(routed).collect();
         let all = self.ranks.world.all_reduce("loss and norm", ReduceOp::Sum, own).wait()?;
-        let (loss_sum, missing, squares) = (all[0], all[1], &all[2..]);
+        let (loss_sum, missing, (squares, routed)) = (all[0], all[1], all[2..].split_at(experts.len()));
+        let mut routed = routed.iter().map(|&count| count as u64);
         // Every replica contributed the same gradients.
         let (replicas, loss_scale) = (self.ranks.groups.replicate.size() as f64, step.loss_scale);
         let norm = |squares: f64| (squares / replicas).sqrt() / loss_scale;
@@ -619,6 +635,7 @@ impl Trainer {
             grad_norm: norm(squares.iter().sum()),
             unit_norms: squares.iter().map(|&squares| norm(squares)).collect(),
             tokens: step.tokens,
+            expert_tokens: experts.iter().map(|&experts| routed.by_ref().take(experts).collect()).collect(),
             loss_scale,
             without_gradient: if missing > 0. { self.without_gradient()? } else { Vec::new() },
             largest_signal: step.largest_signal,

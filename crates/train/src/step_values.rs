@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 
 use shardwise_comm::Pending;
-use shardwise_model::{Batch, DeferredGradients};
+use shardwise_model::{Batch, DeferredGradients, ExpertTokens};
 use shardwise_plan::program::{Message, Payload};
 use shardwise_torch::tch::{Device, Tensor};
 use shardwise_torch::{Block, Stream};
@@ -94,6 +94,8 @@ pub(crate) struct StepValues<'a> {
     pub(crate) non_finite_output: Option<usize>,
     /// The sum of squares of this rank's gradients, by unit.
     pub(crate) squares: Vec<f64>,
+    /// The tokens of each expert, by unit: those that this rank has routed.
+    pub(crate) expert_tokens: Vec<ExpertTokens>,
     /// Values on the device that nobody has waited for yet.
     pub(crate) unread: Vec<(Unread, Tensor)>,
     pub(crate) totals: Option<Gradients>,
@@ -120,10 +122,16 @@ impl<'a> StepValues<'a> {
             loss: 0.,
             non_finite_output: None,
             squares: vec![0.; units],
+            expert_tokens: (0..units).map(|_| ExpertTokens::default()).collect(),
             unread: Vec::new(),
             totals: None,
             update: None,
         }
+    }
+
+    /// The weight of a target's loss in the loss of the step, times the loss scale.
+    pub(crate) fn loss_weight(&self) -> f64 {
+        self.loss_scale / self.tokens as f64
     }
 
     /// Notes the first unit of this rank whose output for a micro-batch is not finite, unless there was one before.

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use shardwise_comm::{Group, mpi, single};
 use shardwise_harness::ranks;
-use shardwise_model::{Batch, Gpt2Config, IGNORED, LlamaConfig, Model, ModelConfig, cut};
+use shardwise_model::{Batch, Gpt2Config, IGNORED, LlamaConfig, Model, ModelConfig, MoeConfig, cut};
 use shardwise_plan::program::Place;
 use shardwise_plan::{Axis, Mesh};
 use shardwise_torch::tch::{Device, Kind, Tensor, no_grad};
@@ -40,6 +40,7 @@ fn models() -> Vec<(&'static str, ModelConfig)> {
         ("Mistral, 4 key heads", LlamaConfig { num_key_value_heads: 4, sliding_window: Some(5), ..llama() }.into()),
         ("Mistral, 12 heads", LlamaConfig { sliding_window: Some(37), ..llama() }.into()),
         ("Qwen 3, 1 key head", LlamaConfig { num_key_value_heads: 1, qk_norm: true, ..llama() }.into()),
+        ("Mixtral", LlamaConfig { moe: Some(MoeConfig::new(5, 2, 13)), ..llama() }.into()),
         (
             "GPT-2",
             Gpt2Config { loss_chunk_tokens: 10, ..Gpt2Config::new(VOCAB_SIZE as usize, positions, 36, 2, 12) }.into(),

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use shardwise_comm::{CallFault, CallFaultKind, Group, Verb, mpi, nccl, single};
 use shardwise_harness::{Launch, ranks, scale_timeout};
-use shardwise_model::{Batch, IGNORED, LlamaConfig, Model, Parameter};
+use shardwise_model::{Batch, IGNORED, LlamaConfig, Model, MoeConfig, Parameter, RouterConfig};
 use shardwise_plan::{Axis, Mesh};
 use shardwise_pretend_device::{device, set_seed};
 use shardwise_torch::tch::{self, Device, Kind, Tensor};
@@ -137,6 +137,21 @@ fn attention_in_one_call_has_the_bits_of_the_cpu() {
             });
             assert_eq!(found, expected, "{key_heads} key heads, {window:?}, {is_packed}, {checkpointing:?}");
         }
+    }
+}
+
+#[test]
+fn experts_have_the_bits_of_the_cpu() {
+    let router = RouterConfig { router_aux_loss_coef: 0.1, router_z_loss_coef: 0.01, ..RouterConfig::default() };
+    let moe = MoeConfig { router, n_shared_experts: 1, ..MoeConfig::new(8, 2, 24) };
+    let config = LlamaConfig { moe: Some(moe), ..LlamaConfig::new(VOCAB_SIZE as usize, 64, 2, 8, 48) };
+    for activation_checkpointing in [ActivationCheckpointing::None, ActivationCheckpointing::Full] {
+        let [expected, found] = [Device::Cpu, device()].map(|device| {
+            let options = Options { activation_checkpointing, ..options(3, device) };
+            train(Model::from_config(config.clone()).unwrap(), &alone(device), options)
+        });
+        assert_eq!(found.0, expected.0, "{activation_checkpointing:?}");
+        assert!(found.1 == expected.1, "{activation_checkpointing:?}");
     }
 }
 

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use shardwise_comm::{mpi, single};
 use shardwise_harness::{Launch, ranks};
-use shardwise_model::{Batch, Gpt2Config, IGNORED, LlamaConfig, Model, ModelConfig};
+use shardwise_model::{Batch, Gpt2Config, IGNORED, LlamaConfig, Model, ModelConfig, MoeConfig};
 use shardwise_torch::tch::{Device, Kind, Tensor};
 use shardwise_train::{Options, Ranks, Sampling, Schedule, Trainer, generate, init};
 use shardwise_zero::{AdamW, Optimizer, Precision, Sharding};
@@ -25,10 +25,11 @@ fn models() -> Vec<(&'static str, Model)> {
         ..LlamaConfig::new(VOCAB_SIZE as usize, 36, 3, 6, 53)
     };
     let gpt2 = Gpt2Config { initializer_range: 0.3, ..Gpt2Config::new(VOCAB_SIZE as usize, SEQ_LEN, 36, 2, 6) };
-    let configs: [(&str, ModelConfig); 4] = [
+    let configs: [(&str, ModelConfig); 5] = [
         ("Llama", LlamaConfig { num_key_value_heads: 2, tie_word_embeddings: true, ..small.clone() }.into()),
         ("Mistral", LlamaConfig { num_key_value_heads: 3, sliding_window: Some(7), ..small.clone() }.into()),
-        ("Qwen 3", LlamaConfig { num_key_value_heads: 3, head_dim: 8, qk_norm: true, ..small }.into()),
+        ("Qwen 3", LlamaConfig { num_key_value_heads: 3, head_dim: 8, qk_norm: true, ..small.clone() }.into()),
+        ("Mixtral", LlamaConfig { moe: Some(MoeConfig::new(5, 2, 20)), ..small }.into()),
         ("GPT-2", gpt2.into()),
     ];
     configs.into_iter().map(|(name, config)| (name, Model::from_config(config).unwrap())).collect()

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use shardwise_comm::{Group, ReduceOp, mpi};
 use shardwise_harness::{Hosts, Launch, ranks};
 use shardwise_model::{
-    Batch, Gpt2Config, IGNORED, Init, Layer, LlamaConfig, Model, ModelConfig, Parameter, Parameters, Pass,
-    TensorParallel, Unit,
+    Batch, Gpt2Config, IGNORED, Init, Layer, LlamaConfig, Model, ModelConfig, MoeConfig, Parameter, Parameters, Pass,
+    RouterConfig, TensorParallel, Unit,
 };
 use shardwise_plan::{Axis, FloatsMut, Mesh};
 use shardwise_torch::autograd;
@@ -25,6 +25,12 @@ const VOCAB_SIZE: i64 = 61;
 /// Eight units, enough for two chunks on each of four stages.
 fn llama() -> LlamaConfig {
     LlamaConfig { loss_chunk_tokens: 8, ..LlamaConfig::new(VOCAB_SIZE as usize, 24, 6, 4, 34) }
+}
+
+/// Experts, with a balance loss of their own.
+fn mixture() -> ModelConfig {
+    let router = RouterConfig { router_aux_loss_coef: 0.1, ..RouterConfig::default() };
+    LlamaConfig { moe: Some(MoeConfig { router, ..MoeConfig::new(6, 2, 15) }), ..llama() }.into()
 }
 
 fn gpt2() -> ModelConfig {
@@ -121,13 +127,13 @@ fn mesh(pipeline: usize, replicate: usize, shard: usize, tensor: usize) -> Mesh 
 const CHECKPOINTING: [ActivationCheckpointing; 3] =
     [ActivationCheckpointing::None, ActivationCheckpointing::Selective, ActivationCheckpointing::Full];
 
-/// Every schedule at every ZeRO stage, with precision, checkpointing and tied heads in turn.
+/// Every schedule at every ZeRO stage, with precision, checkpointing, tied heads and experts in turn.
 fn compare_stages(ranks: &Ranks, micro_batches: i64) {
     for stage in 0..4u8 {
         let index = stage as usize;
         let precision = [Precision::F32, Precision::BF16][index % 2];
         let tied = LlamaConfig { tie_word_embeddings: true, ..llama() };
-        let config = [llama().into(), tied.into(), gpt2(), llama().into()][index].clone();
+        let config = [llama().into(), tied.into(), gpt2(), mixture()][index].clone();
         let options = Options { activation_checkpointing: CHECKPOINTING[index % 3], ..options(stage, precision) };
         let setting = Setting { config, frozen: &[], options, micro_batches, steps: 3 };
         assert_same_bits(&setting, ranks, &PipelineSchedule::BUILT_IN, &format!("stage {stage}, {}", ranks.mesh()));

@@ -7,7 +7,9 @@ use std::time::Duration;
 
 use shardwise_comm::{Group, mpi, single};
 use shardwise_harness::ranks;
-use shardwise_model::{Batch, Gpt2Config, IGNORED, LlamaConfig, Model, ModelConfig, cut};
+use shardwise_model::{
+    Batch, Gpt2Config, IGNORED, LlamaConfig, Model, ModelConfig, MoeConfig, RouterConfig, ScoringFunc, cut,
+};
 use shardwise_plan::program::Place;
 use shardwise_torch::tch::{Device, Kind, Tensor, no_grad};
 use shardwise_train::{ActivationCheckpointing, Options, Ranks, Schedule, Trainer, init};
@@ -35,7 +37,7 @@ fn llama() -> LlamaConfig {
     LlamaConfig { head_dim: 4, loss_chunk_tokens: 10, ..LlamaConfig::new(VOCAB_SIZE as usize, 20, 2, 12, 53) }
 }
 
-/// The four families, with key heads that are fewer than the ranks, and that neither divide their number nor are divided by it.
+/// The families, with key heads that are fewer than the ranks, and that neither divide their number nor are divided by it.
 fn models() -> Vec<(&'static str, ModelConfig)> {
     vec![
         ("Llama", llama().into()),
@@ -46,8 +48,24 @@ fn models() -> Vec<(&'static str, ModelConfig)> {
         ("Mistral, 4 key heads", LlamaConfig { num_key_value_heads: 4, sliding_window: Some(3), ..llama() }.into()),
         ("Qwen 2, 6 key heads", LlamaConfig { num_key_value_heads: 6, qkv_bias: true, ..llama() }.into()),
         ("Qwen 3, 1 key head", LlamaConfig { num_key_value_heads: 1, qk_norm: true, ..llama() }.into()),
+        ("Mixtral", LlamaConfig { moe: Some(MoeConfig::new(5, 2, 13)), ..llama() }.into()),
+        ("Experts as in DeepSeek-V3", LlamaConfig { qk_norm: true, moe: Some(deepseek_experts()), ..llama() }.into()),
         ("GPT-2", Gpt2Config { loss_chunk_tokens: 10, ..Gpt2Config::new(VOCAB_SIZE as usize, 8, 36, 2, 12) }.into()),
     ]
+}
+
+/// Groups, sigmoids, shared experts, and balance losses.
+fn deepseek_experts() -> MoeConfig {
+    let router = RouterConfig {
+        scoring_func: ScoringFunc::Sigmoid,
+        routed_scaling_factor: 2.5,
+        n_group: 4,
+        topk_group: 2,
+        router_aux_loss_coef: 0.1,
+        router_z_loss_coef: 0.01,
+        ..RouterConfig::default()
+    };
+    MoeConfig { n_shared_experts: 1, router, ..MoeConfig::new(8, 3, 9) }
 }
 
 /// The same for [`MANY_POSITIONS`].

@@ -25,6 +25,9 @@ pub(crate) fn figures(runs: &[RunData]) -> String {
     for chart in [throughput(runs), mfu(runs), grad_norm(runs), lr(runs), resident(runs), sent(runs)] {
         figure(&chart, false, &mut page);
     }
+    if runs.iter().flat_map(|run| &run.points).any(|point| point.busiest_expert.is_finite()) {
+        figure(&expert_balance(runs), false, &mut page);
+    }
     page
 }
 
@@ -99,6 +102,31 @@ fn grad_norm(runs: &[RunData]) -> Chart {
                 format_count(step)
             ),
             _ => "No step was completed.".to_string(),
+        }
+    });
+    chart
+}
+
+fn expert_balance(runs: &[RunData]) -> Chart {
+    let mut chart = over_steps(
+        "experts",
+        "Expert balance",
+        "tokens of the busiest expert / mean",
+        runs,
+        |point| f64::from(point.busiest_expert),
+        true,
+    );
+    chart.from_zero = true;
+    chart.description = each(runs, |run| {
+        let middle = median(run.points.iter().map(|point| point.busiest_expert));
+        let last = run.points.last().map(|point| f64::from(point.busiest_expert)).filter(|last| last.is_finite());
+        match (middle, last) {
+            (Some(middle), Some(last)) => format!(
+                "In the median step, the busiest expert of any block had {} times as many tokens as the mean; in the last step, {} times.",
+                format_digits(middle, 3),
+                format_digits(last, 3)
+            ),
+            _ => "This model has no experts.".to_string(),
         }
     });
     chart

@@ -51,6 +51,8 @@ pub(crate) struct Point {
     pub(crate) memory_bytes: f32,
     pub(crate) memory_peak_bytes: f32,
     pub(crate) sent_bytes: f32,
+    /// The tokens of the busiest expert of any block, relative to the mean; not finite without experts.
+    pub(crate) busiest_expert: f32,
 }
 
 /// An evaluation.
@@ -213,6 +215,7 @@ fn point(time_s: f64, attempt: u32, step: &Step) -> Point {
         memory_bytes: step.memory_bytes as f32,
         memory_peak_bytes: step.memory_peak_bytes as f32,
         sent_bytes: step.sent_bytes as f32,
+        busiest_expert: step.busiest_expert().map_or(f32::NAN, |busiest| busiest as f32),
     }
 }
 

@@ -192,6 +192,7 @@ impl SimulatedRun {
             skipped_so_far: self.skipped,
             skipped: skipped.map(ToString::to_string),
             spike: None,
+            experts: Vec::new(),
         }));
     }
 

@@ -92,6 +92,7 @@ impl Simulation {
             skipped_so_far: u64::from(step > 396),
             skipped: is_skipped.then(|| "the gradient of block.3 is not finite: nothing is updated".to_string()),
             spike: None,
+            experts: Vec::new(),
         }));
         if step.is_multiple_of(10) {
             self.add(EntryKind::Memory { step, ranks: (0..RANKS).map(|rank| memory(rank, step)).collect() });
