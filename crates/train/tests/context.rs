@@ -305,7 +305,8 @@ fn blocks_in_chunks_compute_the_same_as_at_once() {
         let alone = || Ranks::sharded(Arc::new(single::group()));
         let checkpointing =
             [ActivationCheckpointing::None, ActivationCheckpointing::Selective, ActivationCheckpointing::Full];
-        for (name, config) in models() {
+        // Mixtures of experts route all tokens at once.
+        for (name, config) in models().into_iter().filter(|(_, config)| config.moe().is_none()) {
             for (is_packed, chunk) in [(false, 7), (true, 30)] {
                 let expected = train(&config, alone(), options(0, sgd(), 1.), 1, 1, is_packed);
                 let config = in_chunks(config.clone(), chunk);
