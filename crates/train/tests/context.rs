@@ -337,21 +337,25 @@ fn chunks_of_shared_layers(world: Arc<Group>, config: ModelConfig) -> String {
 fn chunks_are_summed_in_f32_and_leave_frozen_parameters_alone() {
     let [whole, chunked] = [None, Some(1)]
         .map(|block_chunk_tokens| ModelConfig::from(LlamaConfig { qk_norm: true, block_chunk_tokens, ..llama() }));
+    // After a step of this size, parameters are their gradients, and differ as gradients do.
+    let lr = 1e6;
     let gradients = |config: &ModelConfig, frozen: &[&str], precision: Precision| -> Vec<Tensor> {
         let mut model = Model::from_config(config.clone()).unwrap();
         model.freeze(frozen).unwrap();
-        let options = Options { precision, ..options(0, sgd(), 1.) };
+        let options = Options { precision, ..options(0, sgd(), lr) };
         let alone = Ranks::sharded(Arc::new(single::group()));
         let mut trainer = Trainer::new(model, alone, options, &mut init::from_seed(5)).unwrap();
         trainer.step(&[batch(POSITIONS, 0, 0, true)]).unwrap();
         let values = |shard: &mut shardwise_zero::ShardedUnit| -> Vec<Tensor> {
-            shard.parameters().iter().map(|tensor| tensor.detach().to_kind(Kind::Double)).collect()
+            shard.parameters().iter().map(|tensor| tensor.detach().to_kind(Kind::Double) / lr).collect()
         };
         trainer.shards_mut().flat_map(values).collect()
     };
+    let norm = |tensors: &mut dyn Iterator<Item = Tensor>| -> f64 {
+        tensors.map(|tensor| tensor.square().sum(Kind::Double).double_value(&[])).sum::<f64>().sqrt()
+    };
     let distance = |found: &[Tensor], exact: &[Tensor]| -> f64 {
-        let squares = found.iter().zip(exact).map(|(a, b)| (a - b).square().sum(Kind::Double).double_value(&[]));
-        squares.sum::<f64>().sqrt()
+        norm(&mut found.iter().zip(exact).map(|(a, b)| a - b)) / norm(&mut exact.iter().map(Tensor::shallow_clone))
     };
     let frozen: [&[&str]; 4] = [
         &[],
@@ -362,9 +366,9 @@ fn chunks_are_summed_in_f32_and_leave_frozen_parameters_alone() {
     for frozen in frozen {
         let exact = gradients(&whole, frozen, Precision::F64);
         let error = distance(&gradients(&chunked, frozen, Precision::F64), &exact);
-        assert!(error < 1e-11, "frozen {frozen:?}: {error}");
+        assert!(error < TOLERANCE, "frozen {frozen:?}: {error}");
         let [whole, chunked] =
             [&whole, &chunked].map(|config| distance(&gradients(config, frozen, Precision::BF16), &exact));
-        assert!(chunked < 1.1 * whole, "frozen {frozen:?}: {chunked} instead of {whole}");
+        assert!(chunked < 1.05 * whole, "frozen {frozen:?}: {chunked} instead of {whole}");
     }
 }
