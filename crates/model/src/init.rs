@@ -20,7 +20,7 @@ pub fn fill(seed: u64, parameter: &Parameter, range: Range<usize>, elements: Flo
         Init::Ones => elements.fill(1.),
         Init::Normal { std } => {
             let key = parameter.name.bytes().fold(splitmix64(seed), |key, byte| splitmix64(key ^ u64::from(byte)));
-            elements.write(range.map(|index| std * normal(key, index)));
+            elements.write(normals(key, range).map(|number| std * number));
         }
         Init::Weights => {
             let problem =
@@ -31,13 +31,18 @@ pub fn fill(seed: u64, parameter: &Parameter, range: Range<usize>, elements: Flo
     Ok(())
 }
 
-/// A normally distributed number for each index, by the Box-Muller transform: two indices share a pair of uniform numbers.
-fn normal(key: u64, index: usize) -> f64 {
-    let pair = index as u64 / 2;
+/// A normally distributed number for each index, by the Box-Muller transform.
+fn normals(key: u64, range: Range<usize>) -> impl Iterator<Item = f64> {
+    let pairs = range.start / 2..range.end.div_ceil(2);
+    pairs.flat_map(move |pair| normal_pair(key, pair as u64)).skip(range.start % 2).take(range.len())
+}
+
+/// Those of an even index and the next one, which share a pair of uniform numbers.
+fn normal_pair(key: u64, pair: u64) -> [f64; 2] {
     let uniform = |bits: u64| ((bits >> 11) as f64 + 0.5) / (1u64 << 53) as f64;
     let radius = (-2. * uniform(splitmix64(key ^ splitmix64(2 * pair))).ln()).sqrt();
-    let angle = TAU * uniform(splitmix64(key ^ splitmix64(2 * pair + 1)));
-    radius * if index.is_multiple_of(2) { angle.cos() } else { angle.sin() }
+    let (sin, cos) = (TAU * uniform(splitmix64(key ^ splitmix64(2 * pair + 1)))).sin_cos();
+    [radius * cos, radius * sin]
 }
 
 /// One step of SplitMix64: maps every number to a pseudorandom one.
