@@ -31,7 +31,7 @@ pub use entry::{
 };
 pub use error::{Error, Result};
 pub use files::{EVENTS, METRICS};
-pub use profile::{Communication, KindTime, Profile, RankTime, UnitTime, VerbRate};
+pub use profile::{Communication, GroupCommunication, KindTime, Profile, RankTime, UnitTime, VerbRate};
 pub use reader::Reader;
 pub use run::{Run, replay};
 pub use tensorboard::TensorBoard;

@@ -3,11 +3,11 @@
 //! All figures are sums over spans, so anyone who adds up the spans of a trace file gets the same. Advice on what to change comes
 //! from `shardwise-train`.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
-use crate::spans::{Kind, Span, Thread, Trace};
+use crate::spans::{Kind, Span, SpanCall, Thread, Trace};
 
 /// Where the time of a step goes. Times are seconds per step, averaged over all traced steps and ranks unless stated otherwise.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -24,6 +24,10 @@ pub struct Profile {
     pub units: Vec<UnitTime>,
     /// The communication of units.
     pub communication: Communication,
+    /// The communication of units by the axes of its groups. Calls of different groups can be in progress at the same time, so these times
+    /// do not add up to those of `communication`.
+    #[serde(default)]
+    pub groups: Vec<GroupCommunication>,
     /// The communication of units by verb.
     pub verbs: Vec<VerbRate>,
     /// The time of each rank, and how long it made others wait.
@@ -118,6 +122,16 @@ impl Communication {
     }
 }
 
+/// The communication of units along some axes of the mesh.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct GroupCommunication {
+    /// The axes, as in the names of groups: `shard`, `ring`.
+    pub axes: String,
+    /// The communication of these groups.
+    #[serde(flatten)]
+    pub communication: Communication,
+}
+
 /// The traffic of units by one verb.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct VerbRate {
@@ -173,13 +187,9 @@ impl Profile {
             units: units(&training, mean),
             verbs: verbs(trace, &last_starts, mean),
             by_rank: ranks.iter().map(|&rank| rank_time(trace, rank)).collect(),
-            communication: Communication::default(),
+            communication: communication(trace, &ranks, |_| true, &last_starts, mean),
+            groups: groups(trace, &ranks, &last_starts, mean),
         };
-        for &rank in &ranks {
-            profile.add_communication(trace, rank, &last_starts, mean);
-        }
-        let sent: f64 = profile.verbs.iter().map(|verb| verb.sent_bytes).sum();
-        profile.communication.sent_bytes = sent as u64;
         profile.charge_waits(&training, &last_starts, steps);
         profile
     }
@@ -187,26 +197,6 @@ impl Profile {
     /// Returns the mean time of a kind.
     pub fn kind_s(&self, kind: &str) -> f64 {
         self.kinds.iter().find(|time| time.kind == kind).map_or(0., |time| time.mean_s)
-    }
-
-    fn add_communication(&mut self, trace: &Trace, rank: usize, last: &LastStarts<'_>, mean: f64) {
-        let of_units = |span: &&Span| {
-            let kind = span.call.as_ref().map(|call| call.kind);
-            span.rank == rank && matches!(kind, Some(Kind::Gather | Kind::Reduce))
-        };
-        let is_call = |span: &&Span| span.thread == Thread::Communication;
-        let in_progress = union(trace.spans.iter().filter(of_units).filter(is_call).map(interval).collect());
-        let training: Vec<&Span> =
-            trace.spans.iter().filter(of_units).filter(|span| span.thread == Thread::Training).collect();
-        let waits = union(training.iter().filter(|span| span.kind == Kind::Wait).map(|span| interval(span)).collect());
-        let total = length(&in_progress);
-        let exposed = length(&waits);
-        let late: f64 = training.iter().map(|span| late_ns(span, last) as f64).sum();
-        let communication = &mut self.communication;
-        communication.total_s += total as f64 * mean;
-        communication.hidden_s += (total - common(&in_progress, &waits)) as f64 * mean;
-        communication.exposed_s += exposed as f64 * mean;
-        communication.late_s += late * mean;
     }
 
     /// Charges the time that ranks waited for a late rank to that rank.
@@ -218,6 +208,53 @@ impl Profile {
             }
         }
     }
+}
+
+/// The communication of units in some groups.
+fn communication(
+    trace: &Trace,
+    ranks: &[usize],
+    is_in_group: impl Fn(&SpanCall) -> bool,
+    last: &LastStarts<'_>,
+    mean: f64,
+) -> Communication {
+    let of_units = |span: &&Span| {
+        let call = span.call.as_ref();
+        call.is_some_and(|call| matches!(call.kind, Kind::Gather | Kind::Reduce) && is_in_group(call))
+    };
+    let spans: Vec<&Span> = trace.spans.iter().filter(of_units).collect();
+    let mut sum = Communication::default();
+    let mut sent = 0.;
+    for &rank in ranks {
+        let on_thread = |thread| spans.iter().filter(move |span| span.rank == rank && span.thread == thread);
+        let in_progress = union(on_thread(Thread::Communication).map(|span| interval(span)).collect());
+        let waiting = || on_thread(Thread::Training).filter(|span| span.kind == Kind::Wait);
+        let waits = union(waiting().map(|span| interval(span)).collect());
+        let late: f64 = waiting().map(|span| late_ns(span, last) as f64).sum();
+        let (total, exposed) = (length(&in_progress), length(&waits));
+        sum.total_s += total as f64 * mean;
+        sum.hidden_s += (total - common(&in_progress, &waits)) as f64 * mean;
+        sum.exposed_s += exposed as f64 * mean;
+        sum.late_s += late * mean;
+        let calls = on_thread(Thread::Communication).filter_map(|span| span.call.as_ref());
+        sent += calls.map(|call| call.sent_bytes as f64).sum::<f64>() * mean * 1e9;
+    }
+    sum.sent_bytes = sent as u64;
+    sum
+}
+
+/// The communication of units by the axes of its groups, in the order of their names.
+fn groups(trace: &Trace, ranks: &[usize], last: &LastStarts<'_>, mean: f64) -> Vec<GroupCommunication> {
+    let calls = trace.spans.iter().filter_map(|span| span.call.as_ref());
+    let of_units = calls.filter(|call| matches!(call.kind, Kind::Gather | Kind::Reduce));
+    let axes: BTreeSet<&str> = of_units.map(axes_of).collect();
+    let of_axes = |axes: &str| communication(trace, ranks, |call| axes_of(call) == axes, last, mean);
+    axes.into_iter().map(|axes| GroupCommunication { axes: axes.to_string(), communication: of_axes(axes) }).collect()
+}
+
+/// The axes of a group, whose name ends with its ranks: `ring 0-1`.
+fn axes_of(call: &SpanCall) -> &str {
+    call.group.rsplit_once(' ').map_or(call.group.as_str(), |(axes, _)| axes)
 }
 
 fn kinds(training: &[&Span], ranks: &[usize], steps: u64) -> Vec<KindTime> {
@@ -359,7 +396,7 @@ fn common(a: &[(i64, i64)], b: &[(i64, i64)]) -> i64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::spans::{SpanCall, TraceInfo, TraceRank};
+    use crate::spans::{TraceInfo, TraceRank};
 
     const MS: i64 = 1_000_000;
 
@@ -413,6 +450,28 @@ mod tests {
         near(profile.by_rank[0].others_waited_s, 0.);
         near(profile.units.iter().map(UnitTime::total_s).sum(), profile.step_s);
         near(profile.kinds.iter().map(|kind| kind.mean_s).sum(), profile.step_s);
+    }
+
+    #[test]
+    fn each_group_has_its_own_communication() {
+        let mut trace = late();
+        // A call of another group, in which both ranks wait from beginning to end.
+        for rank in [0, 1] {
+            for thread in [Thread::Training, Thread::Communication] {
+                let kind = if thread == Thread::Training { Kind::Wait } else { Kind::Reduce };
+                let mut span = span(rank, thread, kind, (20, 24), Some((Kind::Reduce, 1)));
+                span.call.as_mut().unwrap().group = "ring 0-1".to_string();
+                trace.spans.push(span);
+            }
+        }
+        let profile = Profile::from_trace(&trace);
+        let [ring, shard] = &profile.groups[..] else { panic!("{:?}", profile.groups) };
+        assert_eq!((ring.axes.as_str(), shard.axes.as_str()), ("ring", "shard"));
+        near(ring.communication.total_s, 0.004);
+        near(ring.communication.hidden_s, 0.);
+        near(shard.communication.hidden_s, 0.0015);
+        near(profile.communication.total_s, 0.012);
+        assert_eq!((ring.communication.sent_bytes, profile.communication.sent_bytes), (1000, 2000));
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Formats a profile for people: tables that fit the terminal, and the changes most likely to help.
 
-use shardwise_journal::UnitTime;
 use shardwise_journal::format::{format_bytes_per_s, format_flops_per_s, format_memory_fixed, format_step_time};
+use shardwise_journal::{GroupCommunication, UnitTime};
 use shardwise_run::{DeviceCounts, ProfileReport, Recommendation};
 
 use crate::simulation_table::simulation_table;
@@ -168,6 +168,9 @@ fn machine(profiled: &ProfileReport) -> Vec<String> {
             format_step_time(communication.exposed_s),
             format_step_time(communication.late_s),
         ));
+        if profiled.profile.groups.len() > 1 {
+            lines.extend(profiled.profile.groups.iter().map(group_line));
+        }
         for verb in profiled.profile.verbs.iter().filter(|verb| verb.sent_bytes >= 1.) {
             let calls = format!("{:.0} calls", verb.calls);
             let sent = format!("{:.1} MB", verb.sent_bytes / 1e6);
@@ -188,6 +191,15 @@ fn machine(profiled: &ProfileReport) -> Vec<String> {
         profiled.memory_limit_bytes.map_or(String::new(), |bytes| format!(" of {}", format_memory_fixed(bytes)));
     lines.push(format!("Memory: at most {}{limit} per rank", format_memory_fixed(profiled.memory_peak_bytes)));
     lines
+}
+
+fn group_line(GroupCommunication { axes, communication }: &GroupCommunication) -> String {
+    format!(
+        "  {axes:24} {:>9} {:.1} MB, {:.0}% hidden",
+        format_step_time(communication.total_s),
+        communication.sent_bytes as f64 / 1e6,
+        100. * communication.hidden_share(),
+    )
 }
 
 fn changes(changes: &[Recommendation], step_s: f64) -> Vec<String> {
@@ -240,7 +252,7 @@ fn wrap(line: &str, width: usize) -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
-    use shardwise_journal::{KindTime, Profile, VerbRate};
+    use shardwise_journal::{Communication, KindTime, Profile, VerbRate};
     use shardwise_run::{Link, PhaseMemory, StepCosts, UnitTimes};
 
     use super::*;
@@ -321,6 +333,14 @@ mod tests {
         assert!(many.contains("38 blocks") && many.contains("380.0"), "{many}");
         let busy = table(&ProfileReport { peak_flops_per_s: 1e9, ..profiled(3) }, None);
         assert!(busy.contains("too busy to measure") && !busy.contains("2000.0%"), "{busy}");
+        let group = |axes: &str| GroupCommunication {
+            axes: axes.to_string(),
+            communication: Communication { total_s: 0.4, hidden_s: 0.3, ..Communication::default() },
+        };
+        let mut divided = profiled(3);
+        divided.profile.groups = vec![group("ring"), group("shard×ring")];
+        let divided = table(&divided, Some(80));
+        assert!(divided.contains("shard×ring") && divided.contains("75% hidden"), "{divided}");
         let none = table(&ProfileReport { changes: Vec::new(), ..profiled(3) }, None);
         assert!(none.contains("Nothing stands out"), "{none}");
     }
