@@ -163,7 +163,8 @@ impl Group {
         self.start(checks, call, operation, whole)
     }
 
-    /// Reduces `whole` over all ranks, and writes each rank's part of the result to its `part`.
+    /// Reduces `whole` over all ranks, and writes each rank's part of the result to its `part`. On the CPU, `part` may be f32 if `whole` is
+    /// bf16 or f16: then the sums are not rounded.
     pub fn reduce_scatter<I: Payload, O: PayloadMut>(
         &self,
         label: &str,
@@ -185,12 +186,17 @@ impl Group {
     ) -> Pending<(I, O)> {
         let call = self.call(Verb::ReduceScatter, label, whole.len(), whole.dtype());
         let partition = self.partition_rows(whole.len(), row_len);
-        let checks = self
-            .check_pair(&call, &whole, &part)
+        let is_wider = part.dtype() == Dtype::F32 && matches!(whole.dtype(), Dtype::Bf16 | Dtype::F16);
+        let checks = match is_wider && self.device() == Device::Cpu {
+            true => self.check_device(&call, &whole).and_then(|()| self.check_device(&call, &part)),
+            false => self.check_pair(&call, &whole, &part),
+        };
+        let checks = checks
             .and_then(|()| check_length(&call, "buffer, in whole rows,", partition.len(), whole.len()))
             .and_then(|()| check_length(&call, "part", partition.part_len(self.rank), part.len()))
             .and_then(|()| check_reduction(&call, reduce));
-        let operation = Operation::ReduceScatter { whole: whole.as_ptr(), part: part.as_mut_ptr(), partition, reduce };
+        let (whole_ptr, part_ptr, part_dtype) = (whole.as_ptr(), part.as_mut_ptr(), part.dtype());
+        let operation = Operation::ReduceScatter { whole: whole_ptr, part: part_ptr, part_dtype, partition, reduce };
         self.start(checks, call, operation, (whole, part))
     }
 
@@ -200,7 +206,8 @@ impl Group {
         let call = self.call(Verb::ReduceScatter, label, whole.len(), whole.dtype());
         let checks = self.check_device(&call, &whole).and_then(|()| check_reduction(&call, reduce));
         let (partition, part) = self.own_part(&mut whole);
-        let operation = Operation::ReduceScatter { whole: whole.as_ptr(), part, partition, reduce };
+        let part_dtype = whole.dtype();
+        let operation = Operation::ReduceScatter { whole: whole.as_ptr(), part, part_dtype, partition, reduce };
         self.start(checks, call, operation, whole)
     }
 

@@ -53,29 +53,72 @@ pub(crate) unsafe fn reduce(dtype: Dtype, reduce: ReduceOp, inputs: &[*const u8]
     }
 }
 
+/// Like [`reduce`], but writes the result in another dtype: f32 of inputs in 16 bits. Then no input is the output.
+///
+/// # Safety
+/// As for [`reduce`]; the output has `len` elements of type `to`.
+pub(crate) unsafe fn reduce_into(
+    dtype: Dtype,
+    to: Dtype,
+    how: ReduceOp,
+    inputs: &[*const u8],
+    output: *mut u8,
+    len: usize,
+) {
+    // SAFETY: passed on.
+    unsafe {
+        match (dtype, to) {
+            (Dtype::Bf16, Dtype::F32) => reduce_wide::<bf16>(how, inputs, output, len),
+            (Dtype::F16, Dtype::F32) => reduce_wide::<f16>(how, inputs, output, len),
+            (dtype, to) => {
+                assert_eq!(dtype, to, "Group allows no other pair of dtypes");
+                reduce(dtype, how, inputs, output, len);
+            }
+        }
+    }
+}
+
+/// Reduces to the type in which sums are accumulated, tile by tile, in place.
+unsafe fn reduce_wide<T: Reducible>(how: ReduceOp, inputs: &[*const u8], output: *mut u8, len: usize) {
+    for start in (0..len).step_by(TILE) {
+        let count = TILE.min(len - start);
+        // SAFETY: inside the output, which is no input.
+        let sums = unsafe { std::slice::from_raw_parts_mut(output.cast::<T::Wide>().add(start), count) };
+        // SAFETY: inside the inputs.
+        unsafe { sum_tile::<T>(how, inputs, start, sums) };
+    }
+}
+
+/// Reduces the elements from `start` on, as many as there are `sums`.
+unsafe fn sum_tile<T: Reducible>(how: ReduceOp, inputs: &[*const u8], start: usize, sums: &mut [T::Wide]) {
+    let count = sums.len();
+    // SAFETY: inside the input.
+    let tile = |input: &*const u8| unsafe { std::slice::from_raw_parts(input.cast::<T>().add(start), count) };
+    match (how, inputs) {
+        (ReduceOp::Sum | ReduceOp::Mean, [first, second, others @ ..]) => {
+            T::combine_pair(tile(first), tile(second), sums, T::Wide::add);
+            others.iter().for_each(|input| T::combine(tile(input), sums, T::Wide::add));
+        }
+        (ReduceOp::Max, [first, second, others @ ..]) => {
+            T::combine_pair(tile(first), tile(second), sums, T::Wide::max);
+            others.iter().for_each(|input| T::combine(tile(input), sums, T::Wide::max));
+        }
+        (_, [only]) => T::widen(tile(only), sums),
+        (_, []) => unreachable!("a group has ranks"),
+    }
+    if how == ReduceOp::Mean {
+        sums.iter_mut().for_each(|sum| *sum = sum.divided(inputs.len()));
+    }
+}
+
 unsafe fn reduce_typed<T: Reducible>(reduce: ReduceOp, inputs: &[*const u8], output: *mut u8, len: usize) {
     let mut sums = [T::Wide::default(); TILE];
     let output = output.cast::<T>();
     for start in (0..len).step_by(TILE) {
         let count = TILE.min(len - start);
         let sums = &mut sums[..count];
-        // SAFETY: inside the input; the output's tile is written after all inputs' tiles were read.
-        let tile = |input: &*const u8| unsafe { std::slice::from_raw_parts(input.cast::<T>().add(start), count) };
-        match (reduce, inputs) {
-            (ReduceOp::Sum | ReduceOp::Mean, [first, second, others @ ..]) => {
-                T::combine_pair(tile(first), tile(second), sums, T::Wide::add);
-                others.iter().for_each(|input| T::combine(tile(input), sums, T::Wide::add));
-            }
-            (ReduceOp::Max, [first, second, others @ ..]) => {
-                T::combine_pair(tile(first), tile(second), sums, T::Wide::max);
-                others.iter().for_each(|input| T::combine(tile(input), sums, T::Wide::max));
-            }
-            (_, [only]) => T::widen(tile(only), sums),
-            (_, []) => unreachable!("a group has ranks"),
-        }
-        if reduce == ReduceOp::Mean {
-            sums.iter_mut().for_each(|sum| *sum = sum.divided(inputs.len()));
-        }
+        // SAFETY: inside the inputs; the output's tile is written after all inputs' tiles were read.
+        unsafe { sum_tile::<T>(reduce, inputs, start, sums) };
         // SAFETY: inside the output, and no reference to a tile is alive.
         T::narrow(sums, unsafe { std::slice::from_raw_parts_mut(output.add(start), count) });
     }
@@ -210,6 +253,18 @@ mod tests {
         let mut inputs = vec![vec![bf16::from_f32(256.); 3000]];
         inputs.extend((0..8).map(|_| vec![bf16::from_f32(0.5); 3000]));
         assert!(reduced(ReduceOp::Sum, &inputs).iter().all(|x| x.to_f32() == 260.));
+    }
+
+    #[test]
+    fn sums_of_16_bits_can_be_kept_in_f32() {
+        let inputs = [vec![f16::from_f32(60000.); 1500], vec![f16::from_f32(0.125); 1500]];
+        let addresses: Vec<*const u8> = inputs.iter().map(|input| input.as_ptr().cast()).collect();
+        let mut output = vec![0f32; 1500];
+        // SAFETY: vectors of one length.
+        unsafe {
+            reduce_into(Dtype::F16, Dtype::F32, ReduceOp::Sum, &addresses, output.as_mut_ptr().cast(), output.len());
+        }
+        assert!(output.iter().all(|sum| *sum == 60000.125));
     }
 
     #[test]

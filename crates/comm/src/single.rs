@@ -9,6 +9,7 @@ use shardwise_torch::tch::Device;
 
 use crate::instruments::Instruments;
 use crate::pending::Completion;
+use crate::reduce::reduce_into;
 use crate::transport::{Job, Operation, Transport};
 use crate::{Error, Group, Result};
 
@@ -48,6 +49,13 @@ impl Transport for Single {
         };
         let result: Result<()> = match &job.operation {
             Operation::AllGather { part, whole, partition } => copy(*part, *whole, partition.len()),
+            Operation::ReduceScatter { whole, part, part_dtype, partition, reduce }
+                if *part_dtype != job.call.dtype =>
+            {
+                // SAFETY: `Group` has checked both lengths, and allows two dtypes on the CPU only.
+                unsafe { reduce_into(job.call.dtype, *part_dtype, *reduce, &[*whole], *part, partition.len()) };
+                Ok(())
+            }
             Operation::ReduceScatter { whole, part, partition, .. } => copy(*whole, *part, partition.len()),
             Operation::AllToAll { send, receive, sends, .. } => copy(*send, *receive, sends.len()),
             Operation::AllReduce { .. } | Operation::Broadcast { .. } | Operation::Barrier => Ok(()),

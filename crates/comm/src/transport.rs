@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use shardwise_plan::{Partition, RankSet};
+use shardwise_plan::{Dtype, Partition, RankSet};
 use shardwise_torch::tch::Device;
 
 use crate::instruments::EntryHandle;
@@ -48,7 +48,7 @@ pub(crate) struct Job {
 /// The operation of a call, with its addresses and lengths.
 pub(crate) enum Operation {
     AllGather { part: *const u8, whole: *mut u8, partition: Partition },
-    ReduceScatter { whole: *const u8, part: *mut u8, partition: Partition, reduce: ReduceOp },
+    ReduceScatter { whole: *const u8, part: *mut u8, part_dtype: Dtype, partition: Partition, reduce: ReduceOp },
     AllReduce { buffer: *mut u8, partition: Partition, reduce: ReduceOp },
     AllToAll { send: *const u8, sends: Splits, receive: *mut u8, receives: Splits },
     Broadcast { buffer: *mut u8, len: usize, root: usize },
@@ -102,9 +102,10 @@ impl Operation {
             Operation::AllGather { part, whole, partition } => {
                 Operation::AllGather { part: moved(part, whole, partition), whole, partition: shorter(partition) }
             }
-            Operation::ReduceScatter { whole, part, partition, reduce } => Operation::ReduceScatter {
+            Operation::ReduceScatter { whole, part, part_dtype, partition, reduce } => Operation::ReduceScatter {
                 whole,
                 part: moved(part, whole, partition),
+                part_dtype,
                 partition: shorter(partition),
                 reduce,
             },

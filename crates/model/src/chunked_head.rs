@@ -60,6 +60,10 @@ impl Layer for ChunkedHead {
         Some(vec![])
     }
 
+    fn gradients_are_dense(&self) -> bool {
+        true
+    }
+
     fn forward_computes_gradients(&self) -> bool {
         true
     }

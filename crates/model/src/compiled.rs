@@ -93,6 +93,10 @@ impl Layer for CompiledLayer {
         self.functions.attention_flops(function.forward_flops, &function.parameters[counted..])
     }
 
+    fn gradients_are_dense(&self) -> bool {
+        true
+    }
+
     fn backward_reads_parameters(&self) -> bool {
         self.functions.function.backward_reads_parameters()
     }

@@ -225,6 +225,10 @@ impl Layer for Block {
         Some(parallel.shape_outside(&batch.inputs, self.0.n_embd))
     }
 
+    fn gradients_are_dense(&self) -> bool {
+        true
+    }
+
     fn footprint(&self, shape: &PassShape) -> Footprint {
         let &PassShape { tokens, element_bytes, .. } = shape;
         let width = self.0.n_embd;

@@ -66,6 +66,10 @@ impl<M: LmHead> Layer for Head<M> {
         self.logits_of(parameters, input, parallel).map(Some)
     }
 
+    fn gradients_are_dense(&self) -> bool {
+        true
+    }
+
     fn forward_computes_gradients(&self) -> bool {
         true
     }

@@ -151,6 +151,10 @@ impl Layer for Block {
         Some(parallel.shape_outside(&batch.inputs, self.config.hidden_size))
     }
 
+    fn gradients_are_dense(&self) -> bool {
+        true
+    }
+
     fn footprint(&self, shape: &PassShape) -> Footprint {
         if let Some(chunk) = self.config.block_chunk_tokens.filter(|&chunk| chunk < shape.tokens) {
             return self.footprint_in_chunks(shape, chunk);

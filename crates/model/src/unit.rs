@@ -225,6 +225,12 @@ pub trait Layer: Send {
         false
     }
 
+    /// Whether the backward pass returns dense gradients of all parameters, in the dtype of the parameters. Then the gradients of a single
+    /// micro-batch are sent in that dtype, which loses nothing. Those of an embedding may be sparse: rows are added in f32.
+    fn gradients_are_dense(&self) -> bool {
+        false
+    }
+
     /// Whether the backward pass reads the values of the parameters, so that they must be gathered for it. That of an embedding
     /// does not.
     fn backward_reads_parameters(&self) -> bool {
@@ -414,6 +420,11 @@ impl Unit {
     /// See [`Layer::num_experts`].
     pub fn num_experts(&self) -> usize {
         self.layer.num_experts()
+    }
+
+    /// See [`Layer::gradients_are_dense`].
+    pub fn gradients_are_dense(&self) -> bool {
+        self.layer.gradients_are_dense()
     }
 
     /// See [`Layer::forward_computes_gradients`].

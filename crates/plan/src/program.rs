@@ -68,6 +68,19 @@ impl Program {
         &self.instructions[self.first_update()..]
     }
 
+    /// By unit: how its gradients travel when they are reduced.
+    pub fn gradient_codecs(&self, units: usize) -> Vec<Codec> {
+        let mut codecs = vec![Codec::None; units];
+        for instruction in &self.instructions {
+            if let Instruction::StartReduce { unit, codec } = *instruction
+                && let Some(known) = codecs.get_mut(unit)
+            {
+                *known = codec;
+            }
+        }
+        codecs
+    }
+
     fn first_update(&self) -> usize {
         let is_update = |instruction: &Instruction| matches!(instruction, Instruction::Update(_));
         self.instructions.iter().position(is_update).unwrap_or(self.instructions.len())

@@ -8,7 +8,8 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use shardwise_plan::program::{
-    ActivationCheckpointing, Instruction, Keep, Policy, Program, Programs, Rule, Sharding, UnitSpec, build, check,
+    ActivationCheckpointing, Codec, Instruction, Keep, Policy, Program, Programs, Rule, Sharding, UnitSpec, build,
+    check,
 };
 use shardwise_plan::{Axis, Mesh};
 use support::{
@@ -24,7 +25,8 @@ fn random_units(random: &mut Random) -> Vec<UnitSpec> {
             let trainable = if random.percent(25) { 0 } else { 1 + random.below(100) };
             let frozen = if random.percent(25) { 1 + random.below(100) } else { 0 };
             let reads = random.percent(if unit == 0 { 20 } else { 85 });
-            UnitSpec { frozen, ..UnitSpec::new(&format!("unit.{unit}"), trainable, reads) }
+            let narrow_gradients = random.percent(50);
+            UnitSpec { frozen, narrow_gradients, ..UnitSpec::new(&format!("unit.{unit}"), trainable, reads) }
         })
         .collect();
     if units.iter().all(|unit| unit.trainable == 0) {
@@ -212,6 +214,36 @@ fn a_rank_with_the_program_of_another_policy_is_rejected_or_equivalent() {
 }
 
 // ---- messages and size ------------------------------------------------------------------------------------------------
+
+#[test]
+fn only_gradients_of_one_pass_travel_in_the_dtype_of_parameters() {
+    let spec = |name, narrow_gradients| UnitSpec { narrow_gradients, ..UnitSpec::new(name, 10, true) };
+    let units = [spec("embedding", false), spec("block.0", true), spec("head", true)];
+    let mesh = Mesh::new(&[(Axis::Shard, 2)]).unwrap();
+    let (none, narrow) = (Codec::None, Codec::ParamDtype);
+    for (stage, micro_batches, each, expected) in [
+        (3, 1, false, [none, narrow, narrow]),
+        (2, 1, false, [none, narrow, narrow]),
+        // Sums have more digits.
+        (2, 2, false, [none; 3]),
+        (2, 2, true, [none, narrow, narrow]),
+        // Gradients that are not sharded are summed in place.
+        (1, 1, false, [none; 3]),
+    ] {
+        let policy = Policy { reduce_each_micro_batch: each, ..Policy::stage(stage, micro_batches) };
+        let program = build::train_step(&units, &policy);
+        assert_eq!(program.gradient_codecs(3), expected, "stage {stage}, {micro_batches} micro-batches");
+        for unit in (0..3).filter(|&unit| expected[unit] == none) {
+            let mut wrong = program.clone();
+            wrong.instructions.iter_mut().for_each(|instruction| match instruction {
+                Instruction::StartReduce { unit: reduced, codec } if *reduced == unit => *codec = narrow,
+                _ => (),
+            });
+            let violation = check(&Programs::uniform(wrong), &units, &policy, &mesh).unwrap_err();
+            assert_eq!(violation.rule, Rule::Gradients, "{violation}");
+        }
+    }
+}
 
 #[test]
 fn violations_name_rank_instruction_and_rule() {

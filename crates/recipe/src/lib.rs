@@ -375,7 +375,8 @@ pub struct PrecisionRecipe {
     /// The dtype of parameters in forward and backward passes and in all-gathers.
     pub param_dtype: FloatRecipe,
     /// The dtype in which gradients are accumulated and sent. Over MPI they are summed in f32, or in f64 if they are f64; NCCL sums in the
-    /// dtype itself. Defaults to f64 if `param_dtype` is f64, and to f32 otherwise.
+    /// dtype itself. At stages 2 and 3, MPI ranks send the f32 gradients of a single micro-batch in `param_dtype`, in which they were computed:
+    /// half the bytes, and the same sums. Defaults to f64 if `param_dtype` is f64, and to f32 otherwise.
     pub reduce_dtype: Option<FloatRecipe>,
     /// The initial loss scale, for f16. Defaults to 65536.
     pub loss_scale_initial: Option<f64>,

@@ -300,6 +300,8 @@ impl Trainer {
         let mut values = StepValues::new(micro_batches, self.shards.model_len(), self.loss_scaler.value());
         values.batches = self.copy_batches(micro_batches)?;
         values.splits_backward = splits_backward(&program);
+        let codecs = program.gradient_codecs(self.shards.model_len());
+        self.shards.iter_mut().for_each(|(unit, shard)| shard.set_gradient_codec(codecs[unit]));
         self.execute(program.gradients(), &mut values)?;
         Ok(values.totals.expect("a step's program ends with its totals"))
     }

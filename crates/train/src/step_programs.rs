@@ -65,8 +65,8 @@ pub(crate) fn check_executable(program: &Program) -> Result<()> {
         | Instruction::WaitFetch(_)
         | Instruction::StartStore(_)
         | Instruction::WaitStore(_) => true,
+        Instruction::StartReduce { codec, .. } => !matches!(codec, Codec::None | Codec::ParamDtype),
         Instruction::StartGather { codec, .. }
-        | Instruction::StartReduce { codec, .. }
         | Instruction::Send(Message { codec, .. })
         | Instruction::StartReceive(Message { codec, .. }) => *codec != Codec::None,
         _ => false,

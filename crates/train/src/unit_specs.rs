@@ -1,7 +1,10 @@
 //! What the order of a step depends on, by unit.
 
 use shardwise_model::{Activations, Model, Parameter, PassShape, Unit, may_use_flash_attention};
+use shardwise_plan::Dtype;
 use shardwise_plan::program::{ActivationCheckpointing, ModelParallel, Replicated, UnitSpec};
+use shardwise_torch::tch::Device;
+use shardwise_zero::Precision;
 
 use crate::options::Options;
 
@@ -32,7 +35,7 @@ pub fn unit_specs(model: &Model, options: &Options, place: &ModelParallel, shape
         tied_elements: unit
             .tied()
             .map_or(0, |tied| model.units()[tied.unit].parameters()[tied.parameter].kept_elements(place.tensor)),
-        ..unit_spec(unit, &PassShape { input_has_grad: index > first_trainable, ..shape })
+        ..unit_spec(unit, options, &PassShape { input_has_grad: index > first_trainable, ..shape })
     };
     model.units().iter().enumerate().map(spec).collect()
 }
@@ -59,7 +62,13 @@ pub(crate) fn pass_shape(
     }
 }
 
-fn unit_spec(unit: &Unit, shape: &PassShape) -> UnitSpec {
+/// Whether gradients can be sent in 16 bits and summed in f32. NCCL sums them in the dtype in which they travel.
+fn sends_narrow_gradients(options: &Options) -> bool {
+    let Precision { param_dtype, reduce_dtype } = options.precision;
+    matches!(param_dtype, Dtype::Bf16 | Dtype::F16) && reduce_dtype == Dtype::F32 && options.device == Device::Cpu
+}
+
+fn unit_spec(unit: &Unit, options: &Options, shape: &PassShape) -> UnitSpec {
     let tensor = shape.tensor;
     let count = |is_counted: &dyn Fn(&Parameter) -> bool| {
         unit.parameters().iter().filter(|parameter| is_counted(parameter)).map(|p| p.kept_elements(tensor)).sum()
@@ -73,6 +82,7 @@ fn unit_spec(unit: &Unit, shape: &PassShape) -> UnitSpec {
         },
         tied: unit.tied().map(|tied| tied.unit),
         forward_computes_gradients: unit.forward_computes_gradients(),
+        narrow_gradients: unit.gradients_are_dense() && sends_narrow_gradients(options),
         output_bytes: unit.footprint(shape).output_bytes,
         inner: unit.collectives(shape),
         ..UnitSpec::new(unit.name(), trainable, unit.backward_reads_parameters())

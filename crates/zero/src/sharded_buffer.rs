@@ -9,7 +9,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use shardwise_comm::{Group, Part, Pending, ReduceOp};
-use shardwise_plan::{FloatsMut, Partition};
+use shardwise_plan::program::Codec;
+use shardwise_plan::{Dtype, FloatsMut, Partition};
 use shardwise_torch::tch::{Device, Kind, TchError, Tensor, no_grad};
 use shardwise_torch::{Block, kind_of, storage};
 
@@ -98,6 +99,8 @@ pub(crate) struct ShardedBuffer {
     /// Which parameters have ever had a gradient on this rank.
     received: Vec<bool>,
     local_grads: LocalGrads,
+    /// The dtype in which gradients are accumulated and sent.
+    local_dtype: Dtype,
     reduced_grads: ReducedGrads,
     /// The shards that this rank updates.
     shards: Vec<OptimizerShard>,
@@ -227,6 +230,22 @@ impl ShardedBuffer {
 
     // ---- gradients ----------------------------------------------------------------------------------------------------
 
+    /// See [`ShardedUnit::set_gradient_codec`](crate::ShardedUnit::set_gradient_codec).
+    pub(crate) fn set_gradient_codec(&mut self, codec: Codec) {
+        assert!(matches!(self.local_grads, LocalGrads::None), "{}: it has gradients of another dtype", self.name());
+        let Precision { param_dtype, reduce_dtype } = self.layout.precision;
+        self.local_dtype = match codec {
+            Codec::None => reduce_dtype,
+            Codec::ParamDtype if self.layout.sharding.gradients => param_dtype,
+            other => panic!("{}: its gradients cannot travel as {other:?}", self.name()),
+        };
+    }
+
+    /// Whether gradients are accumulated in fewer digits than sums have.
+    fn has_narrow_gradients(&self) -> bool {
+        self.local_dtype != self.layout.precision.reduce_dtype
+    }
+
     /// Adds a gradient of one parameter to its sum over micro-batches. A gradient of another shape is an error, and is not added.
     /// The gradient may be sparse (COO with one sparse dimension), as that of an embedding: only its rows are then added, in order.
     ///
@@ -242,9 +261,12 @@ impl ShardedBuffer {
         if let LocalGrads::None = self.local_grads {
             self.start_accumulating()?;
         }
+        let is_narrow = self.has_narrow_gradients();
         let LocalGrads::Accumulating { whole, has_grad } = &mut self.local_grads else {
             panic!("{}: a gradient cannot be added while gradients are being reduced", self.errors.unit());
         };
+        let is_lossless = !has_grad[parameter] && !grad.is_sparse() && grad.kind() == whole.kind();
+        assert!(!is_narrow || is_lossless, "{}: the sum of its gradients would be rounded", self.errors.unit());
         let added = no_grad(|| {
             let mut sum = whole.f_narrow(0, range.start as i64, range.len() as i64)?;
             match (grad.is_sparse(), has_grad[parameter]) {
@@ -285,7 +307,7 @@ impl ShardedBuffer {
     /// Allocates memory to accumulate gradients: from the pool if they will be sharded; otherwise it will hold the reduced
     /// gradients too.
     fn allocate_local_grads(&self) -> Result<Block> {
-        let (dtype, len) = (self.layout.precision.reduce_dtype, self.partition().len());
+        let (dtype, len) = (self.local_dtype, self.partition().len());
         match (&self.reduced_grads, self.layout.sharding.gradients) {
             (_, true) => self.errors.torch(self.layout.pool.allocate(dtype, len)),
             (ReducedGrads::None, false) => self.allocate_reduced(),

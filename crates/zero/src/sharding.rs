@@ -30,8 +30,8 @@ pub struct Precision {
     /// The dtype of parameters in the computation and in all-gathers. If it is bf16 or f16, a rank also keeps f32 master copies
     /// of the shards that it updates.
     pub param_dtype: Dtype,
-    /// The dtype in which gradients are accumulated over micro-batches and sent. The reduction itself accumulates in f32, or
-    /// in f64 if this is f64.
+    /// The dtype in which gradients are accumulated over micro-batches and sent, unless a program says that they travel in `param_dtype`, in
+    /// which they were computed. The reduction itself accumulates in f32, or in f64 if this is f64.
     pub reduce_dtype: Dtype,
 }
 

@@ -1,6 +1,7 @@
 //! A unit of a model, as one rank holds it (FSDP2: `FSDPParamGroup`).
 
 use shardwise_plan::FloatsMut;
+use shardwise_plan::program::Codec;
 use shardwise_torch::tch::Tensor;
 
 use crate::sharded_buffer::{Bytes, CheckpointTensor, InitFn, Layout, ParameterSpec, ShardedBuffer, StateInitFn};
@@ -97,6 +98,15 @@ impl ShardedUnit {
     }
 
     // ---- gradients ----------------------------------------------------------------------------------------------------
+
+    /// Sets how gradients travel in the next reductions: in the dtype of the reduction, or in that of the parameters, for units whose
+    /// gradients are sharded, dense, and added only once before they are reduced. Sums have the same bits either way.
+    ///
+    /// # Panics
+    /// If there are gradients that are not reduced yet, or the codec is another one.
+    pub fn set_gradient_codec(&mut self, codec: Codec) {
+        self.buffers.iter_mut().for_each(|buffer| buffer.set_gradient_codec(codec));
+    }
 
     /// Adds a gradient of one parameter to its sum over micro-batches. A gradient of another shape is an error, and is not added.
     /// The gradient may be sparse (COO with one sparse dimension), as that of an embedding: only its rows are then added, in order.

@@ -21,7 +21,7 @@ use shardwise_plan::{Dtype, Partition, RankSet};
 use super::call_signature::{CallSignature, SIGNATURE_BYTES};
 use super::sys::{Communicator, MpiResult, Request, Requests};
 use crate::ReduceOp;
-use crate::reduce::reduce;
+use crate::reduce::{reduce, reduce_into};
 use crate::transport::{Operation, Splits};
 
 /// The longest message. Even at 1 Gbit/s it takes only 34 ms, so progress is visible.
@@ -89,8 +89,9 @@ pub(super) fn machine(comm: Communicator, number: usize, dtype: Dtype, operation
         Operation::AllGather { part, whole, partition } => {
             Box::new(gather(Channel { comm, number }, dtype, *part, *whole, *partition))
         }
-        Operation::ReduceScatter { whole, part, partition, reduce } => {
-            Box::new(Reduction::new(Channel { comm, number }, dtype, *whole, *part, *partition, *reduce))
+        Operation::ReduceScatter { whole, part, part_dtype, partition, reduce } => {
+            let channel = Channel { comm, number };
+            Box::new(Reduction::new(channel, dtype, *whole, (*part, *part_dtype), *partition, *reduce))
         }
         Operation::AllReduce { buffer, partition, reduce }
             if size > 1 && partition.len() * dtype.bytes() * size <= SMALL_BYTES_MAX =>
@@ -102,7 +103,7 @@ pub(super) fn machine(comm: Communicator, number: usize, dtype: Dtype, operation
             let part = buffer.wrapping_add(partition.range(comm.rank()).start * dtype.bytes());
             let channel = Channel { comm, number };
             Box::new(ReduceThenGather {
-                first: Some(Reduction::new(channel, dtype, *buffer, part, *partition, *reduce)),
+                first: Some(Reduction::new(channel, dtype, *buffer, (part, dtype), *partition, *reduce)),
                 then: gather(channel, dtype, part, *buffer, *partition),
             })
         }
@@ -342,6 +343,7 @@ struct Reduction {
     how: ReduceOp,
     whole: *const u8,
     part: *mut u8,
+    part_dtype: Dtype,
     partition: Partition,
     /// The number of elements of a part that one round sums.
     round_len: usize,
@@ -362,7 +364,7 @@ impl Reduction {
         channel: Channel,
         dtype: Dtype,
         whole: *const u8,
-        part: *mut u8,
+        (part, part_dtype): (*mut u8, Dtype),
         partition: Partition,
         how: ReduceOp,
     ) -> Self {
@@ -380,6 +382,7 @@ impl Reduction {
             how,
             whole,
             part,
+            part_dtype,
             partition,
             round_len,
             rounds,
@@ -436,9 +439,9 @@ impl Reduction {
             };
             self.contributions.push(contribution);
         }
-        let output = self.part.wrapping_add(round * self.round_len * self.dtype.bytes());
+        let output = self.part.wrapping_add(round * self.round_len * self.part_dtype.bytes());
         // SAFETY: every contribution has been received whole; the part is as long as `Group` has checked.
-        unsafe { reduce(self.dtype, self.how, &self.contributions, output, range.len()) };
+        unsafe { reduce_into(self.dtype, self.part_dtype, self.how, &self.contributions, output, range.len()) };
     }
 }
 

@@ -123,7 +123,7 @@ impl Communicator {
                         self.copy(padded.slot(other), to.cast_mut().cast(), len * dtype.bytes())
                     })
                 }
-                (Operation::ReduceScatter { whole, part, partition, reduce }, Some(padded)) => {
+                (Operation::ReduceScatter { whole, part, partition, reduce, .. }, Some(padded)) => {
                     (0..size).try_for_each(|other| {
                         let (from, len) = (at(*whole, partition.range(other).start, dtype), partition.part_len(other));
                         self.copy(from.cast(), padded.slot(other), len * dtype.bytes())
@@ -134,7 +134,7 @@ impl Communicator {
                 (Operation::AllGather { part, whole, partition }, None) => {
                     self.all_gather(dtype, *part, *whole, partition.part_len(0))
                 }
-                (Operation::ReduceScatter { whole, part, partition, reduce }, None) => {
+                (Operation::ReduceScatter { whole, part, partition, reduce, .. }, None) => {
                     self.reduce_scatter(dtype, *whole, *part, partition.part_len(0), *reduce)
                 }
                 (other, _) => self.call_unpadded(dtype, other, size).map_err(|error| explain_nccl("NCCL", &error)),

@@ -241,7 +241,9 @@ impl Expansion<'_> {
         let between = collectives_of(&Instruction::WaitReduceScatter(unit), self.units, self.policy);
         for (reduction, between) in issued.into_iter().zip(between.iter().cycle()) {
             self.wait(position, vec![reduction]);
-            let issued = self.issue(position, Collective { codec: reduction.0.codec, ..*between }, 0.);
+            // What was summed has more digits than its summands.
+            let codec = Some(reduction.0.codec).filter(|codec| *codec != Codec::ParamDtype).unwrap_or_default();
+            let issued = self.issue(position, Collective { codec, ..*between }, 0.);
             self.pending[unit].between_replicas.push(issued);
         }
     }

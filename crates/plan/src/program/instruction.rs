@@ -214,6 +214,9 @@ pub enum Codec {
     /// As they are.
     #[default]
     None,
+    /// Gradients in the dtype of the parameters, in which a backward pass has computed them. That loses nothing, unless several were
+    /// added up in a wider dtype.
+    ParamDtype,
     /// Rounded to bf16.
     Bf16,
     /// Quantized to 8 bits. The scales of blocks are not counted.
@@ -221,10 +224,11 @@ pub enum Codec {
 }
 
 impl Codec {
-    /// The bytes of an element that has this many bytes in memory.
-    pub fn element_bytes(self, in_memory: usize) -> usize {
+    /// The bytes of an element that has this many bytes in memory. A parameter has `parameter_bytes`.
+    pub fn element_bytes(self, in_memory: usize, parameter_bytes: usize) -> usize {
         match self {
             Codec::None => in_memory,
+            Codec::ParamDtype => parameter_bytes,
             Codec::Bf16 => 2,
             Codec::Int8 => 1,
         }

@@ -101,6 +101,9 @@ pub struct UnitSpec {
     /// Whether the forward pass computes gradients of parameters, as that of a head with a fused loss does, and holds them until the
     /// backward pass. A pipeline then delays the forward pass until just before the backward pass.
     pub forward_computes_gradients: bool,
+    /// Whether its backward pass computes the gradients in a dtype that is narrower than the one in which they are reduced, and each of
+    /// them once. If no others are added, they are sent as they are.
+    pub narrow_gradients: bool,
     /// The bytes of its output for one micro-batch, which are sent if the next unit is on another stage of the pipeline. The
     /// gradient of the output, which comes back, has as many.
     pub output_bytes: usize,
@@ -120,6 +123,7 @@ impl UnitSpec {
             tied_elements: 0,
             backward_reads_parameters,
             forward_computes_gradients: false,
+            narrow_gradients: false,
             output_bytes: 0,
             inner: InnerCollectives::default(),
         }

@@ -81,7 +81,8 @@ const OF_OFFLOAD: [OfOffload; 4] = [
 
 const KEEPS: [(Keep, &str); 4] =
     [(Keep::All, "all"), (Keep::Selective, "selective"), (Keep::Input, "input"), (Keep::Nothing, "nothing")];
-const CODECS: [(Codec, &str); 3] = [(Codec::None, "none"), (Codec::Bf16, "bf16"), (Codec::Int8, "int8")];
+const CODECS: [(Codec, &str); 4] =
+    [(Codec::None, "none"), (Codec::ParamDtype, "param-dtype"), (Codec::Bf16, "bf16"), (Codec::Int8, "int8")];
 const TIERS: [(Tier, &str); 2] = [(Tier::Host, "host"), (Tier::Disk, "disk")];
 
 impl fmt::Display for Program {

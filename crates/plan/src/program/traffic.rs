@@ -138,7 +138,7 @@ impl Layout {
             Payload::TiedParameters => (to.tied_elements, self.parameter_bytes),
             Payload::TiedGradients => (from.tied_elements, self.gradient_bytes),
         };
-        elements * message.codec.element_bytes(in_memory)
+        elements * message.codec.element_bytes(in_memory, self.parameter_bytes)
     }
 
     /// The bytes that the rank sends that sends the most in a collective. All others wait for it.
@@ -190,7 +190,7 @@ impl Layout {
             CollectiveKind::ReduceScatter | CollectiveKind::AllToAll => scattered,
             CollectiveKind::AllReduce => scattered + gathered,
         };
-        elements * collective.codec.element_bytes(self.element_bytes(collective.element))
+        elements * collective.codec.element_bytes(self.element_bytes(collective.element), self.parameter_bytes)
     }
 
     fn element_bytes(&self, element: Element) -> usize {

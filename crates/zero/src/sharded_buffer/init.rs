@@ -67,6 +67,7 @@ impl ShardedBuffer {
             .collect::<Result<_>>()?;
         let mut unit = ShardedBuffer {
             errors,
+            local_dtype: layout.precision.reduce_dtype,
             layout,
             trainable,
             frozen,

@@ -6,7 +6,7 @@ use std::ops::Range;
 use crate::pipeline::{Action, Pass};
 use crate::program::instruction::unit_tied_to;
 use crate::program::policy::{ActivationCheckpointing, Policy, UnitSpec};
-use crate::program::{Instruction, Keep, Message, Program};
+use crate::program::{Codec, Instruction, Keep, Message, Program};
 
 /// What a program is for.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -361,7 +361,8 @@ impl<'a> Stage<'a> {
                 self.push(Instruction::WaitReceive(Message::tied_gradients(unit, micro_batch)));
             }
             self.reductions[unit] = Reduction::WithinShards;
-            self.push(Instruction::start_reduce(unit));
+            let codec = self.gradient_codec(unit);
+            self.push(Instruction::StartReduce { unit, codec });
             self.reducing.push_back((unit, self.backward_ends));
         }
         while let Some(&(earlier, index)) = self.reducing.front()
@@ -372,6 +373,16 @@ impl<'a> Stage<'a> {
             self.push(Instruction::WaitReduceScatter(earlier));
         }
         self.backward_ends += 1;
+    }
+
+    /// How a unit's gradients travel: as they were computed, if nothing was added to them. Without shards, they are summed where they are
+    /// accumulated, in the dtype of the reduction.
+    fn gradient_codec(&self, unit: usize) -> Codec {
+        let is_single = self.accumulations(unit) == 1 && self.tied_elsewhere_to(unit).is_none();
+        match self.units[unit].narrow_gradients && is_single && self.policy.sharding.gradients {
+            true => Codec::ParamDtype,
+            false => Codec::None,
+        }
     }
 
     fn wait_reduce(&mut self, unit: usize) {

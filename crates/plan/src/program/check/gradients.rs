@@ -2,7 +2,7 @@
 
 use super::scope::{Purpose, Scope};
 use super::violation::{Problem, Rule};
-use crate::program::{Instruction, Message, Payload, Program};
+use crate::program::{Codec, Instruction, Message, Payload, Program};
 
 /// How far the reduction of a unit's gradients is.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -66,7 +66,7 @@ impl Gradients<'_> {
             }
             Instruction::Accumulate { unit, micro_batch } => self.accumulate(unit, micro_batch),
             Instruction::WaitReceive(Message { payload: Payload::TiedGradients, unit, .. }) => self.add_tied(unit),
-            Instruction::StartReduce { unit, .. } => self.start_reduce(unit, position),
+            Instruction::StartReduce { unit, codec } => self.start_reduce(unit, codec, position),
             Instruction::WaitReduceScatter(unit) => self.wait_reduce_scatter(unit, position),
             Instruction::WaitReduce(unit) => self.wait_reduce(unit, position),
             Instruction::Norm(unit) => self.norm(unit),
@@ -123,8 +123,11 @@ impl Gradients<'_> {
         Ok(())
     }
 
-    fn start_reduce(&mut self, unit: usize, position: usize) -> Result<(), String> {
+    fn start_reduce(&mut self, unit: usize, codec: Codec, position: usize) -> Result<(), String> {
         self.check_trainable(unit)?;
+        if codec == Codec::ParamDtype {
+            self.check_narrow(unit)?;
+        }
         let (expected, needs_tied) = (self.expected(unit), self.scope.tied_elsewhere_to(unit).is_some());
         let gradients = &mut self.units[unit];
         if gradients.reduction != Reduction::None {
@@ -141,6 +144,20 @@ impl Gradients<'_> {
         gradients.reduction = Reduction::WithinShards;
         gradients.changed_at = Some(position);
         Ok(())
+    }
+
+    /// Whether a unit's gradients can travel in the dtype of its parameters without losing digits.
+    fn check_narrow(&self, unit: usize) -> Result<(), String> {
+        if !self.scope.units[unit].narrow_gradients {
+            return Err("its gradients are not computed in the dtype of its parameters".to_string());
+        }
+        if !self.scope.policy.sharding.gradients {
+            return Err("gradients that are not sharded are summed where they were accumulated".to_string());
+        }
+        match self.expected(unit) == 1 && self.scope.tied_elsewhere_to(unit).is_none() {
+            true => Ok(()),
+            false => Err("its gradients are sums, which have more digits than its parameters".to_string()),
+        }
     }
 
     fn wait_reduce_scatter(&mut self, unit: usize, position: usize) -> Result<(), String> {

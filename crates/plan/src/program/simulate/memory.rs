@@ -123,6 +123,8 @@ struct Tracker<'a> {
     has_backward: bool,
     /// The units of its stage.
     named: BTreeSet<usize>,
+    /// By unit: how its gradients are sent.
+    gradient_codecs: Vec<Codec>,
     /// Whether there are other stages, so that the shares of a tied parameter's gradient are summed apart.
     is_pipeline: bool,
     /// The gradients that the last backward pass returned.
@@ -188,6 +190,7 @@ impl<'a> Tracker<'a> {
             held: vec![Held::default(); units.len()],
             input_grad: 0,
             activations: BTreeMap::new(),
+            gradient_codecs: program.gradient_codecs(units.len()),
             is_pipeline: named.len() < units.len(),
             named,
         }
@@ -334,7 +337,9 @@ impl<'a> Tracker<'a> {
     /// Allocates memory for a unit's accumulated gradients, if it has none yet: from the pool if they will be sharded; otherwise it
     /// will hold the reduced gradients, too.
     fn start_accumulating(&mut self, unit: usize) {
-        let bytes = self.units[unit].trainable * self.layout.gradient_bytes;
+        let Layout { gradient_bytes, parameter_bytes, .. } = *self.layout;
+        let bytes =
+            self.units[unit].trainable * self.gradient_codecs[unit].element_bytes(gradient_bytes, parameter_bytes);
         let held = &mut self.held[unit];
         if bytes == 0 {
             return;
