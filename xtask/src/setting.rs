@@ -30,8 +30,9 @@ pub(crate) struct Setting {
     pub(crate) positions: usize,
     /// The number of tokens that a block computes at once, if not all.
     pub(crate) chunk: Option<usize>,
-    /// The experts in place of the MLP.
+    /// The experts in place of the MLP, and the ranks that hold different ones.
     pub(crate) experts: Option<Experts>,
+    pub(crate) expert: usize,
     /// The stages of a pipeline.
     pub(crate) pipeline: usize,
     pub(crate) schedule: &'static str,
@@ -108,6 +109,7 @@ pub(crate) const BASE: Setting = Setting {
     positions: POSITIONS,
     chunk: None,
     experts: None,
+    expert: 1,
     pipeline: 1,
     schedule: "1f1b",
     prefetch: 1,
@@ -124,7 +126,7 @@ impl Setting {
         let Setting { stage, replicate, tensor, sequence, async_tensor, pipeline, schedule, .. } = self;
         let Setting { prefetch, checkpointing, dtype, sequences, micro_batches, .. } = self;
         let Size { vocab_size, hidden_size, heads, intermediate_size, tied, .. } = self.size;
-        let Setting { reduce_each_micro_batch: each, compiled, context, ulysses, positions, .. } = self;
+        let Setting { reduce_each_micro_batch: each, compiled, context, ulysses, expert, positions, .. } = self;
         let chunk = self.chunk.map_or(String::new(), |chunk| format!("block_chunk_tokens = {chunk}\n"));
         let moe = self.experts.map_or(String::new(), |Experts { experts, per_token, intermediate_size, shared }| {
             format!(
@@ -138,7 +140,7 @@ impl Setting {
              {intermediate_size}\ntie_word_embeddings = {tied}\n{moe}[data]\n[batch]\nmicro_batch_size = {sequences}\nseq_len = \
              {positions}\ngradient_accumulation_steps = {micro_batches}\n[zero]\nstage = {stage}\nprefetch = {prefetch}\n\
              reduce_each_micro_batch = {each}\n[parallel]\nreplicate = {replicate}\ntensor = {tensor}\nsequence = {sequence}\n\
-             async_tensor = {async_tensor}\ncontext = {context}\nulysses = {ulysses}\npipeline = {pipeline}\npipeline_schedule = \"{schedule}\"\n\
+             async_tensor = {async_tensor}\ncontext = {context}\nulysses = {ulysses}\nexpert = {expert}\npipeline = {pipeline}\npipeline_schedule = \"{schedule}\"\n\
              [precision]\nparam_dtype = \"{dtype}\"\n\
              [optimizer]\nlr = 1e-4\n[run]\nsteps = 12\n"
         )
@@ -168,7 +170,8 @@ impl Setting {
         };
         let experts = self.experts.map_or(String::new(), |Experts { experts, per_token, shared, .. }| {
             let shared = if shared > 0 { format!(" and {shared} shared") } else { String::new() };
-            format!(", {per_token} of {experts} experts{shared}")
+            let divided = if self.expert > 1 { format!(" on {} ranks", self.expert) } else { String::new() };
+            format!(", {per_token} of {experts} experts{shared}{divided}")
         });
         let chunks = self.chunk.map_or(String::new(), |chunk| format!(", chunks of {chunk}"));
         let staged = match self.pipeline {

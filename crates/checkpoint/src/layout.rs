@@ -44,6 +44,9 @@ impl Tensor {
         let mut shape = self.shape.clone();
         if let Some(slice) = &self.slice {
             shape[slice.dimension] = slice.len() as u64;
+            if let Some(experts) = &slice.experts {
+                shape[0] = experts.len() as u64;
+            }
         }
         shape
     }
@@ -59,10 +62,11 @@ impl Tensor {
     /// The name of what is in the buffer: that of the tensor, with the ranges of a slice.
     fn kept_name(&self) -> String {
         match &self.slice {
-            Some(Slice { dimension, ranges }) => {
-                let ranges: Vec<String> =
-                    ranges.iter().map(|range| format!("{}..{}", range.start, range.end)).collect();
-                format!("{}[{dimension}: {}]", self.name, ranges.join(", "))
+            Some(Slice { dimension, ranges, experts }) => {
+                let text = |range: &Range<usize>| format!("{}..{}", range.start, range.end);
+                let of_experts = experts.as_ref().map(|experts| format!("[0: {}]", text(experts))).unwrap_or_default();
+                let ranges: Vec<String> = ranges.iter().map(text).collect();
+                format!("{}{of_experts}[{dimension}: {}]", self.name, ranges.join(", "))
             }
             None => self.name.clone(),
         }

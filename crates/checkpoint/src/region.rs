@@ -1,7 +1,8 @@
 //! Regions of tensors, and the overlap of two regions.
 //!
 //! A region is a box (ranges along every dimension) and a range of that box's elements in row-major order. So it can be a
-//! flat range of the whole tensor (ZeRO), ranges along one dimension (tensor parallelism), or a flat range of the latter (both).
+//! flat range of the whole tensor (ZeRO), ranges along one dimension (tensor parallelism), a range of experts (expert parallelism), or a flat range
+//! of such a box (both).
 
 use std::ops::Range;
 
@@ -57,6 +58,9 @@ impl Region {
         let mut ranges: Vec<Vec<[u64; 2]>> = shape.iter().map(|&size| vec![[0, size]]).collect();
         let of_slice = slice.ranges.iter().map(|range| [range.start as u64, range.end as u64]);
         ranges[slice.dimension] = of_slice.collect();
+        if let Some(experts) = &slice.experts {
+            ranges[0] = vec![[experts.start as u64, experts.end as u64]];
+        }
         let len = ranges.iter().map(|ranges| total(ranges)).product();
         Region { ranges, flat: [0, len] }
     }
@@ -238,7 +242,7 @@ mod tests {
                     let mut ends: Vec<usize> = cuts[..4].iter().map(|index| cut(index, shape[dimension])).collect();
                     ends.sort_unstable();
                     let ranges = vec![ends[0]..ends[1], ends[2]..ends[3]];
-                    Region::of_slice(&shape, &Slice { dimension, ranges })
+                    Region::of_slice(&shape, &Slice { dimension, ranges, experts: None })
                 }
                 false => Region::flat(0..whole),
             };

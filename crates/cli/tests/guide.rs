@@ -191,6 +191,14 @@ fn a_run_is_watched_profiled_and_reported() {
 }
 
 #[test]
+fn two_ranks_hold_different_experts() {
+    let folder = tempfile::tempdir().unwrap();
+    let (said, left_out) = follow("mixture-of-experts.md", folder.path());
+    assert_eq!(left_out, 0);
+    assert!(said.contains("stage 3 on 2 ranks (1 × 1 × expert 2)"), "{said}");
+}
+
+#[test]
 fn two_ranks_share_each_layer() {
     let folder = tempfile::tempdir().unwrap();
     let (said, _) = follow("tensor-parallelism.md", folder.path());
@@ -240,6 +248,7 @@ fn every_command_is_run_or_says_why_not() {
         "tensor-parallelism",
         "pipeline-parallelism",
         "context-parallelism",
+        "mixture-of-experts",
         "fine-tuning",
         "from-deepspeed",
         "checkpoints",

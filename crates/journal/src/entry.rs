@@ -109,6 +109,9 @@ pub struct Start {
     /// The number of stages of the pipeline (`parallel.pipeline`).
     #[serde(default = "one")]
     pub pipeline: usize,
+    /// The number of ranks that hold the experts of a layer (`parallel.expert`).
+    #[serde(default = "one")]
+    pub expert: usize,
     /// The number of ranks that divide each sequence (`parallel.context`).
     #[serde(default = "one")]
     pub context: usize,
@@ -426,6 +429,7 @@ mod tests {
                 zero_stage: 3,
                 replicate: 2,
                 pipeline: 1,
+                expert: 1,
                 context: 1,
                 tensor: 1,
                 param_dtype: "bf16".to_string(),

@@ -201,7 +201,7 @@ impl RingCosts {
     }
 }
 
-fn all_to_all(group: GroupKind, sent: UnevenBytes, overlap: f64) -> InnerCollective {
+pub(crate) fn all_to_all(group: GroupKind, sent: UnevenBytes, overlap: f64) -> InnerCollective {
     let (kind, bytes) = (CollectiveKind::AllToAll, sent.most);
     InnerCollective { group, kind, bytes, row_bytes: 1, overlap, uneven: Some(sent) }
 }

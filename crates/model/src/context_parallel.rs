@@ -19,7 +19,7 @@ use shardwise_torch::autograd::{self, ClosureError, Forward};
 use shardwise_torch::tch::{Tensor, no_grad};
 
 use crate::context_batch::ContextBatch;
-use crate::context_group::ContextGroup;
+use crate::exchange_group::ExchangeGroup;
 use crate::head_exchange::HeadExchange;
 use crate::ring_attention::Ring;
 use crate::{Error, Result};
@@ -28,9 +28,9 @@ use crate::{Error, Result};
 #[derive(Clone)]
 pub struct ContextParallel {
     /// Those that exchange positions for heads (Ulysses).
-    ulysses: Option<Arc<dyn ContextGroup>>,
+    ulysses: Option<Arc<dyn ExchangeGroup>>,
     /// Those that send each other keys and values (ring attention).
-    ring: Option<Arc<dyn ContextGroup>>,
+    ring: Option<Arc<dyn ExchangeGroup>>,
     label: Arc<str>,
 }
 
@@ -41,8 +41,8 @@ impl ContextParallel {
     }
 
     /// Ranks that exchange heads, and ranks that send each other keys. A group may have one rank.
-    pub fn new(ulysses: Arc<dyn ContextGroup>, ring: Arc<dyn ContextGroup>) -> Self {
-        let several = |group: Arc<dyn ContextGroup>| Some(group).filter(|group| group.size() > 1);
+    pub fn new(ulysses: Arc<dyn ExchangeGroup>, ring: Arc<dyn ExchangeGroup>) -> Self {
+        let several = |group: Arc<dyn ExchangeGroup>| Some(group).filter(|group| group.size() > 1);
         ContextParallel { ulysses: several(ulysses), ring: several(ring), label: "".into() }
     }
 
@@ -54,7 +54,7 @@ impl ContextParallel {
 
     /// Fails if a micro-batch is divided among other ranks than these.
     fn check(&self, batch: &ContextBatch) -> Result<()> {
-        let place = |group: &Option<Arc<dyn ContextGroup>>| match group {
+        let place = |group: &Option<Arc<dyn ExchangeGroup>>| match group {
             Some(group) => Place { size: group.size(), index: group.rank() },
             None => Place::ALONE,
         };

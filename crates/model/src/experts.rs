@@ -4,15 +4,17 @@
 //! outputs of a token's experts are added in the order of its choice, so the results are the same bit for bit whenever they are computed
 //! again.
 //!
-//! Experts are one autograd function. It keeps what the two first matrices of an expert return, and neither the sorted inputs nor the
-//! outputs: the gradient of a weight follows from the gradient before the last matrix, so no output is needed.
+//! Experts are one autograd function. It keeps what the two first matrices of an expert return, and not the outputs: the gradient of a
+//! weight follows from the gradient before the last matrix, so no output is needed. Nor does it keep the sorted inputs, unless they have come
+//! from other ranks (expert parallelism, [`crate::expert_parallel`]).
 
 use std::sync::{Arc, Mutex, PoisonError};
 
 use shardwise_torch::autograd::{self, Backward, ClosureError, Forward};
 use shardwise_torch::tch::{Kind, TchError, Tensor, no_grad};
 
-use crate::{DeferredGradients, Result};
+use crate::expert_parallel::{ExpertParallel, RowRoutes};
+use crate::{DeferredGradients, Error, PendingTensor, Result};
 
 /// Counts the tokens of each expert. Clones share the counts.
 #[derive(Clone, Default)]
@@ -42,14 +44,14 @@ pub(crate) struct Dispatch {
     tokens: Tensor,
     /// By row: its index after sorting.
     inverse: Tensor,
-    /// By expert: the number of its rows.
-    counts: Vec<i64>,
+    /// Which ranks have the experts.
+    routes: RowRoutes,
     experts_per_token: i64,
 }
 
 impl Dispatch {
     /// Sorts rows by expert; `experts` has those of each token (tokens, experts per token).
-    pub(crate) fn new(experts: &Tensor, num_experts: usize) -> Result<Dispatch> {
+    pub(crate) fn new(experts: &Tensor, num_experts: usize, parallel: &ExpertParallel) -> Result<Dispatch> {
         let experts_per_token = experts.size()[1];
         let flat = experts.f_reshape([-1])?;
         let order = flat.f_sort_stable(true, 0, false)?.1;
@@ -57,14 +59,13 @@ impl Dispatch {
         let _ =
             inverse.f_scatter_(0, &order, &Tensor::f_arange(flat.numel() as i64, (Kind::Int64, order.device()))?)?;
         let tokens = order.f_floor_divide_scalar(experts_per_token)?;
-        // On a device, this is the only time that the host waits.
-        let counts = Vec::<i64>::try_from(&flat.f_bincount(None::<&Tensor>, num_experts as i64)?)?;
-        Ok(Dispatch { order, tokens, inverse, counts, experts_per_token })
+        let routes = parallel.route_rows(&flat.f_bincount(None::<&Tensor>, num_experts as i64)?)?;
+        Ok(Dispatch { order, tokens, inverse, routes, experts_per_token })
     }
 
-    /// By expert: the number of its rows.
+    /// By expert: the number of rows of this rank's tokens.
     pub(crate) fn counts(&self) -> &[i64] {
-        &self.counts
+        self.routes.own()
     }
 
     /// The rows of each expert, one after the other.
@@ -72,15 +73,21 @@ impl Dispatch {
         tokens.f_index_select(0, &self.tokens)
     }
 
-    /// Sorted rows by token (tokens, experts per token, features).
-    fn by_token(&self, rows: &Tensor) -> Tch<Tensor> {
-        rows.f_index_select(0, &self.inverse)?.f_view([-1, self.experts_per_token, rows.size()[1]])
+    /// What belongs to rows, sorted by expert.
+    fn sort_rows(&self, rows: &Tensor) -> Tch<Tensor> {
+        rows.f_reshape([-1])?.f_index_select(0, &self.order)?.f_unsqueeze(1)
     }
 
-    /// The experts that have rows, with the range of their rows.
+    /// Sorted rows by token (tokens, experts per token, features).
+    fn by_token(&self, rows: &Tensor) -> Tch<Tensor> {
+        let tokens = self.inverse.numel() as i64 / self.experts_per_token;
+        rows.f_index_select(0, &self.inverse)?.f_view([tokens, self.experts_per_token, rows.size()[1]])
+    }
+
+    /// The experts of this rank that have rows, with the range of their rows.
     fn ranges(&self) -> impl Iterator<Item = (i64, i64, i64)> {
         let mut start = 0;
-        self.counts.iter().enumerate().filter_map(move |(expert, &count)| {
+        self.routes.here().iter().enumerate().filter_map(move |(expert, &count)| {
             let first = start;
             start += count;
             (count > 0).then_some((expert as i64, first, count))
@@ -109,9 +116,10 @@ impl Dispatch {
 
     /// The gradient of the experts' matrices of shape (output, input), from those of their outputs, and their inputs.
     fn gradient(&self, output_grads: &Tensor, inputs: &Tensor) -> Tch<Tensor> {
-        let shape = [self.counts.len() as i64, output_grads.size()[1], inputs.size()[1]];
+        let counts = self.routes.here();
+        let shape = [counts.len() as i64, output_grads.size()[1], inputs.size()[1]];
         let gradient = Tensor::f_empty(shape, (inputs.kind(), inputs.device()))?;
-        for (expert, _) in self.counts.iter().enumerate().filter(|(_, count)| **count == 0) {
+        for (expert, _) in counts.iter().enumerate().filter(|(_, count)| **count == 0) {
             let _ = gradient.f_select(0, expert as i64)?.f_zero_()?;
         }
         for (expert, first, count) in self.ranges() {
@@ -126,7 +134,7 @@ impl Dispatch {
             order: self.order.shallow_clone(),
             tokens: self.tokens.shallow_clone(),
             inverse: self.inverse.shallow_clone(),
-            counts: self.counts.clone(),
+            routes: self.routes.shallow_clone(),
             experts_per_token: self.experts_per_token,
         }
     }
@@ -143,24 +151,35 @@ pub(crate) type ExpertWeight<'a> = (&'a Tensor, Option<(usize, DeferredGradients
 
 impl ExpertWeights<'_> {
     /// The outputs of each token's experts, weighted and added. `x` has a row for each token, and `weights` one with a column for each of
-    /// its experts, in the same dtype.
-    pub(crate) fn apply(&self, x: &Tensor, weights: &Tensor, dispatch: &Dispatch) -> Result<Tensor> {
+    /// its experts, in the same dtype. While rows travel to other ranks, computes `meanwhile`, and returns its result, too.
+    pub(crate) fn apply<T>(
+        &self,
+        x: &Tensor,
+        weights: &Tensor,
+        dispatch: &Dispatch,
+        meanwhile: impl FnOnce() -> Result<T>,
+    ) -> Result<(Tensor, T)> {
         let ExpertWeights { gate_proj, up_proj, down_proj } = self;
-        let inputs = [x, weights, gate_proj.0, up_proj.0, down_proj.0];
-        let (output, gate, up) = no_grad(|| {
-            let rows = dispatch.sort(x)?;
+        let (inputs, routes) = ([x, weights, gate_proj.0, up_proj.0, down_proj.0], &dispatch.routes);
+        let sent = no_grad(|| routes.start_send(dispatch.sort(x)?)).map_err(failed)?;
+        let other = meanwhile()?;
+        let compute = || {
+            let rows = sent()?;
             let gate = dispatch.multiply(&rows, &gate_proj.0.f_transpose(1, 2)?)?;
             let up = dispatch.multiply(&rows, &up_proj.0.f_transpose(1, 2)?)?;
-            drop(rows);
+            // What has come from other ranks cannot be sorted again.
+            let rows = Some(rows).filter(|_| routes.is_shared());
             let gated = gate.f_silu()?.f_mul_(&up)?;
             let outputs = dispatch.multiply(&gated, &down_proj.0.f_transpose(1, 2)?)?;
             drop(gated);
+            let outputs = routes.start_return(outputs)?()?;
             let outputs = dispatch.by_token(&outputs)?;
             let output = weights.f_unsqueeze(1)?.f_bmm(&outputs)?.f_squeeze_dim(1)?;
-            Ok::<_, TchError>((output, gate, up))
-        })?;
+            Ok((output, Kept { rows, gate, up }))
+        };
+        let (output, kept) = no_grad(compute).map_err(failed)?;
         if !inputs.iter().any(|input| input.requires_grad()) {
-            return Ok(output);
+            return Ok((output, other));
         }
         let function = Experts {
             dispatch: dispatch.shallow_clone(),
@@ -168,7 +187,7 @@ impl ExpertWeights<'_> {
             deferred: [gate_proj, up_proj, down_proj].map(|(_, deferred)| deferred.clone()),
         };
         // Dropped once they have been used, so that the backward pass frees them as it proceeds.
-        let kept = Mutex::new(Some([gate, up]));
+        let kept = Mutex::new(Some(kept));
         let mut outputs = autograd::function(
             "experts",
             &inputs,
@@ -181,8 +200,24 @@ impl ExpertWeights<'_> {
                 function.backward(back, kept.ok_or("their graph can be walked only once")?)
             },
         )?;
-        Ok(outputs.remove(0))
+        Ok((outputs.remove(0), other))
     }
+}
+
+/// An error of the computation, or of the communication in between.
+fn failed(error: ClosureError) -> Error {
+    match error.downcast::<TchError>() {
+        Ok(error) => (*error).into(),
+        Err(error) => Error::Communication(error),
+    }
+}
+
+/// What experts keep for their backward pass.
+struct Kept {
+    /// Their inputs, if they have come from other ranks.
+    rows: Option<Tensor>,
+    gate: Tensor,
+    up: Tensor,
 }
 
 /// What the backward pass of experts needs besides tensors.
@@ -195,55 +230,67 @@ struct Experts {
 }
 
 impl Experts {
-    fn backward(
-        &self,
-        mut back: Backward,
-        [gate, up]: [Tensor; 2],
-    ) -> std::result::Result<Vec<Option<Tensor>>, ClosureError> {
+    fn backward(&self, mut back: Backward, kept: Kept) -> std::result::Result<Vec<Option<Tensor>>, ClosureError> {
         let Some(grad) = back.grads.remove(0) else { return Ok((0..5).map(|_| None).collect()) };
-        let dispatch = &self.dispatch;
+        let (dispatch, Kept { rows, gate, up }) = (&self.dispatch, kept);
         let [x_has_grad, weights_have_grad, gate_has_grad, up_has_grad, down_has_grad] = self.has_grad;
         let [x, weights, gate_proj, up_proj, down_proj] = [0, 1, 2, 3, 4].map(|index| &back.saved[index]);
+        let (output_grads, row_weights) = self.output_grads(grad, weights)?;
         // Without the weights of outputs, which come next.
-        let mut gated_grads = dispatch.multiply(&dispatch.sort(&grad)?, down_proj)?;
+        let mut gated_grads = dispatch.multiply(&output_grads.sorted(dispatch)?, down_proj)?;
         let opened = gate.f_silu()?;
         let gated = opened.f_mul(&up)?;
         let weights_grad = match weights_have_grad {
-            true => {
-                let sums = gated_grads.f_mul(&gated)?.f_sum_dim_intlist([1i64].as_slice(), false, gated.kind())?;
-                Some(sums.f_index_select(0, &dispatch.inverse)?.f_view_as(weights)?)
-            }
+            true => Some(gated_grads.f_mul(&gated)?.f_sum_dim_intlist([1i64].as_slice(), true, gated.kind())?),
             false => None,
         };
-        let row_weights = weights.f_reshape([-1])?.f_index_select(0, &dispatch.order)?.f_unsqueeze(1)?;
         let down_grad = self.matrix_gradient(2, down_has_grad, {
             let row_weights = row_weights.shallow_clone();
-            move |dispatch| dispatch.gradient(&dispatch.sort(&grad)?.f_mul_(&row_weights)?, &gated)
+            move |dispatch| dispatch.gradient(&output_grads.sorted(dispatch)?.f_mul_(&row_weights)?, &gated)
         })?;
         let _ = gated_grads.f_mul_(&row_weights)?;
         let up_rows = gated_grads.f_mul(&opened)?;
         drop(opened);
         let gate_rows = gate.f_silu_backward(&gated_grads.f_mul_(&up)?)?;
         drop((gated_grads, gate, up));
-        let x_grad = match x_has_grad {
+        let row_grads = match x_has_grad {
             true => {
                 let rows = dispatch.multiply(&gate_rows, gate_proj)?;
                 dispatch.add_product(&rows, &up_rows, up_proj)?;
-                Some(dispatch.by_token(&rows)?.f_sum_dim_intlist([1i64].as_slice(), false, rows.kind())?)
+                Some(rows)
             }
             false => None,
         };
-        let [x, same_x] = [x.f_detach()?, x.f_detach()?];
-        let up_grad =
-            self.matrix_gradient(1, up_has_grad, move |dispatch| dispatch.gradient(&up_rows, &dispatch.sort(&x)?))?;
+        let returning = ReturningGrads::start([row_grads, weights_grad], dispatch)?;
+        let inputs = match rows {
+            Some(rows) => Rows::Received(rows),
+            None => Rows::OfTokens(x.f_detach()?),
+        };
+        let same_inputs = inputs.shallow_clone();
+        let up_grad = self
+            .matrix_gradient(1, up_has_grad, move |dispatch| dispatch.gradient(&up_rows, &inputs.sorted(dispatch)?))?;
         let gate_grad = self.matrix_gradient(0, gate_has_grad, move |dispatch| {
-            dispatch.gradient(&gate_rows, &dispatch.sort(&same_x)?)
+            dispatch.gradient(&gate_rows, &same_inputs.sorted(dispatch)?)
         })?;
+        let [x_grad, weights_grad] = returning.wait(dispatch)?;
         Ok(vec![x_grad, weights_grad, gate_grad, up_grad, down_grad])
     }
 
+    /// The gradients of the outputs of this rank's experts, and the weights that the outputs have, from the gradient of the output.
+    fn output_grads(&self, grad: Tensor, weights: &Tensor) -> std::result::Result<(Rows, Tensor), ClosureError> {
+        let row_weights = self.dispatch.sort_rows(weights)?;
+        if !self.dispatch.routes.is_shared() {
+            return Ok((Rows::OfTokens(grad), row_weights));
+        }
+        let features = grad.size()[1];
+        let both = Tensor::f_cat(&[self.dispatch.sort(&grad)?, row_weights], 1)?;
+        let received = self.dispatch.routes.start_send(both)?()?;
+        let row_weights = received.f_narrow(1, features, 1)?.f_contiguous()?;
+        Ok((Rows::Received(received.f_narrow(1, 0, features)?), row_weights))
+    }
+
     /// The gradient of one of the matrices, unless it is put aside. What `compute` holds until then has rows of tokens rather than sorted
-    /// ones, of which there are several times as many.
+    /// ones, of which there are several times as many, unless they have come from other ranks.
     fn matrix_gradient(
         &self,
         matrix: usize,
@@ -262,6 +309,78 @@ impl Experts {
             None => compute(&self.dispatch).map(Some),
         }
     }
+}
+
+/// Rows of this rank's experts.
+enum Rows {
+    /// Those of tokens, which are sorted when they are needed: there are several times as many rows as tokens.
+    OfTokens(Tensor),
+    /// Sorted ones that have come from other ranks.
+    Received(Tensor),
+}
+
+impl Rows {
+    fn sorted(&self, dispatch: &Dispatch) -> Tch<Tensor> {
+        match self {
+            Rows::OfTokens(tokens) => dispatch.sort(tokens),
+            Rows::Received(rows) => Ok(rows.shallow_clone()),
+        }
+    }
+
+    fn shallow_clone(&self) -> Rows {
+        match self {
+            Rows::OfTokens(tokens) => Rows::OfTokens(tokens.shallow_clone()),
+            Rows::Received(rows) => Rows::Received(rows.shallow_clone()),
+        }
+    }
+}
+
+/// The gradients of rows and those of their weights, if they are needed, on their way to the tokens.
+enum ReturningGrads {
+    /// They have arrived: the gradients of tokens, and of the weights of their experts.
+    Arrived([Option<Tensor>; 2]),
+    /// They come from the ranks that have the experts, as columns of one tensor.
+    Travelling {
+        pending: PendingTensor,
+        /// How many columns each has.
+        columns: [Option<i64>; 2],
+    },
+}
+
+impl ReturningGrads {
+    fn start(grads: [Option<Tensor>; 2], dispatch: &Dispatch) -> std::result::Result<Self, ClosureError> {
+        let columns = [0, 1].map(|index| Some(grads[index].as_ref()?.size()[1]));
+        if columns == [None, None] || !dispatch.routes.is_shared() {
+            return Ok(ReturningGrads::Arrived(sum_by_token(grads, dispatch)?));
+        }
+        let joined = Tensor::f_cat(&grads.iter().flatten().collect::<Vec<_>>(), 1)?;
+        drop(grads);
+        let pending = dispatch.routes.start_return(joined)?;
+        Ok(ReturningGrads::Travelling { pending, columns })
+    }
+
+    fn wait(self, dispatch: &Dispatch) -> std::result::Result<[Option<Tensor>; 2], ClosureError> {
+        match self {
+            ReturningGrads::Arrived(grads) => Ok(grads),
+            ReturningGrads::Travelling { pending, columns } => {
+                let (received, mut first) = (pending()?, 0);
+                let mut grads = [None, None];
+                for (grad, columns) in grads.iter_mut().zip(columns) {
+                    let Some(columns) = columns else { continue };
+                    *grad = Some(received.f_narrow(1, first, columns)?);
+                    first += columns;
+                }
+                Ok(sum_by_token(grads, dispatch)?)
+            }
+        }
+    }
+}
+
+/// The gradients of tokens, from those of their sorted rows, and those of the weights of their experts.
+fn sum_by_token([rows, weights]: [Option<Tensor>; 2], dispatch: &Dispatch) -> Tch<[Option<Tensor>; 2]> {
+    let sum = |rows: Tensor| dispatch.by_token(&rows)?.f_sum_dim_intlist([1i64].as_slice(), false, rows.kind());
+    let of_weights = |weights: Tensor| dispatch.by_token(&weights)?.f_squeeze_dim(2);
+    Ok([rows.map(sum).transpose()?, weights.map(of_weights).transpose()?])
 }
 
 #[cfg(test)]
@@ -294,10 +413,11 @@ mod tests {
             let [x, weights] = [random(&[5, 6]), random(&[5, 2])];
             let [gate, up, down] = [random(&[4, 7, 6]), random(&[4, 7, 6]), random(&[4, 6, 7])];
             let expected = slow(&x, &weights, &experts, [&gate, &up, &down]);
-            let dispatch = Dispatch::new(&Tensor::from_slice(&experts.concat()).view([5, 2]), 4).unwrap();
+            let routed = Tensor::from_slice(&experts.concat()).view([5, 2]);
+            let dispatch = Dispatch::new(&routed, 4, &ExpertParallel::none()).unwrap();
             assert_eq!(dispatch.counts().iter().sum::<i64>(), 10);
             let matrices = ExpertWeights { gate_proj: (&gate, None), up_proj: (&up, None), down_proj: (&down, None) };
-            let output = matrices.apply(&x, &weights, &dispatch).unwrap();
+            let (output, ()) = matrices.apply(&x, &weights, &dispatch, || Ok(())).unwrap();
             assert!((&output - &expected).abs().max().double_value(&[]) < 1e-13);
             let output_grad = Tensor::randn([5, 6], (Kind::Double, Device::Cpu));
             let inputs = [&x, &weights, &gate, &up, &down];

@@ -55,17 +55,21 @@ fn of_mlp(hidden: usize, intermediate: usize, shape: &PassShape) -> FeedForwardM
 
 fn of_experts(hidden: usize, moe: &MoeConfig, shape: &PassShape) -> FeedForwardMemory {
     let intermediate = shape.part_of(moe.moe_intermediate_size);
+    // If ranks divide the experts, a rank sends this many rows and, if experts get equally many tokens, receives as many.
     let rows = shape.tokens * moe.num_experts_per_tok;
+    let is_divided = shape.expert.size > 1;
     let element = |count: usize| rows * count * shape.element_bytes;
     let of_tokens = |count: usize| shape.tokens * count * shape.element_bytes;
-    let gradient = moe.num_experts * hidden * intermediate * shape.element_bytes;
+    let gradient = moe.num_experts / shape.expert.size * hidden * intermediate * shape.element_bytes;
+    // Rows from other ranks are kept; those that are sent, or have not been sorted yet, are there at the same time.
+    let received = if is_divided { element(hidden) } else { 0 };
     // Scores, those that are normalized, and where rows go, as 64-bit integers.
     let wide = shape.element_bytes.max(4);
     let routing = shape.tokens * 2 * moe.num_experts * wide + rows * (4 * 8 + 2 * wide);
     // What is normalized is computed again.
     let restored = if shape.activations == Activations::Selective { of_tokens(hidden) } else { 0 };
     // Sorted rows, then the gated ones and their outputs, and then those outputs by token.
-    let forward = element((intermediate + hidden).max(2 * hidden));
+    let forward = element((intermediate + hidden).max(2 * hidden)) + received;
     let backward = [
         // Gradients of outputs and of what is gated, the gate, what is gated, and their product.
         element(hidden + 4 * intermediate).saturating_sub(gradient),
@@ -75,23 +79,25 @@ fn of_experts(hidden: usize, moe: &MoeConfig, shape: &PassShape) -> FeedForwardM
         2 * gradient + element(hidden) + of_tokens(hidden),
     ];
     let experts = FeedForwardMemory {
-        kept: element(2 * intermediate) + routing,
+        kept: element(2 * intermediate) + routing + received,
         forward: forward + restored,
-        backward: restored + backward.into_iter().max().unwrap_or(0),
+        backward: restored + received + backward.into_iter().max().unwrap_or(0),
         gradient,
-        no_grad: element(2 * intermediate) + forward + routing,
+        no_grad: element(2 * intermediate) + forward + routing + received,
     };
     if moe.n_shared_experts == 0 {
         return experts;
     }
     let shared = of_mlp(hidden, moe.shared_intermediate_size(), shape);
-    // The output of the experts is there while the shared ones compute.
+    // The shared experts compute while sorted rows travel, and their output is there while the others compute.
+    let travelling = element(hidden) + received;
+    // The backward pass begins with the others, whose activations are freed and whose gradients stay.
+    let stays = 2 * gradient + shared.backward + shared.gradient;
     FeedForwardMemory {
         kept: experts.kept + shared.kept,
-        forward: experts.forward.max(shared.forward + of_tokens(hidden)),
-        // The backward pass begins with the shared ones, which are freed then.
-        backward: (shared.backward + shared.gradient).saturating_sub(gradient).max(experts.backward),
+        forward: (experts.forward + of_tokens(hidden)).max(shared.forward + travelling),
+        backward: experts.backward.max(stays.saturating_sub(element(2 * intermediate) + received)),
         gradient,
-        no_grad: experts.no_grad.max(shared.no_grad + of_tokens(hidden)),
+        no_grad: (experts.no_grad + of_tokens(hidden)).max(shared.no_grad + routing + travelling),
     }
 }

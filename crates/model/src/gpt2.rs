@@ -6,7 +6,7 @@ use shardwise_torch::tch::{Kind, Tensor};
 
 use crate::activation_checkpointing::recompute_in_backward;
 use crate::head::{Head, LmHead, Sizes};
-use crate::pass::{AttentionShape, Region, RegionWeights};
+use crate::pass::{AttentionShape, Inside, Region, RegionWeights};
 use crate::sequence_chunks::{ChunkedBlock, Results, check_not_shared, chunk_rows, compute_in_chunks};
 use crate::tensor_parallel::rows_of;
 use crate::unit::embed;
@@ -115,13 +115,13 @@ impl Layer for Embedding {
         _: Option<&Tensor>,
         tokens: &Tensor,
         cache: &mut Cache,
-        parallel: &TensorParallel,
+        pass: &Pass,
     ) -> Result<Tensor> {
         let first = cache.advance(tokens.size()[1]);
         let end = first + tokens.size()[1];
         self.check("sequences", end)?;
         let positions = Tensor::f_arange_start(first, end, (Kind::Int64, tokens.device()))?;
-        self.look_up(parameters, tokens, &positions, parallel)
+        self.look_up(parameters, tokens, &positions, &pass.parallel)
     }
 
     fn max_positions(&self) -> Option<usize> {
@@ -203,9 +203,9 @@ impl Layer for Block {
         input: Option<&Tensor>,
         tokens: &Tensor,
         cache: &mut Cache,
-        parallel: &TensorParallel,
+        pass: &Pass,
     ) -> Result<Tensor> {
-        let x = input.expect("a block has an input");
+        let (x, parallel) = (input.expect("a block has an input"), &pass.parallel);
         let normed = Norm::new(&self.0, parameters, "ln_1").of(x)?;
         let c_attn = [layer(parameters, "attn.c_attn")];
         let (_, [projected]) = parallel.column_parallel(&normed, tokens.numel(), c_attn)?;
@@ -213,8 +213,7 @@ impl Layer for Block {
         let [key, value] = cache.extend(&key, &value, None)?;
         let joined = attention::extend(&query, &key, &value, None)?;
         let x = x.f_add(&row_linear(parameters, &joined, "attn.c_proj", parallel)?)?;
-        let pass = Pass { parallel: parallel.clone(), ..Pass::new(Activations::All) };
-        Ok(x.f_add(&self.mlp(parameters, &x, tokens.numel(), &pass)?)?)
+        Ok(x.f_add(&self.mlp(parameters, &x, tokens.numel(), pass)?)?)
     }
 
     fn check_tensor_parallel(&self, ranks: usize) -> Result<()> {
@@ -285,8 +284,8 @@ impl Layer for Block {
             trains_before: any(&["ln_1.weight", "ln_1.bias"]),
             trains_inside: any(&["c_attn.weight", "c_attn.bias", "attn.c_proj.weight"]),
             trains_after: is_trained("attn.c_proj.bias"),
-            attention: Some(self.attention_shape(shape)),
-            trains_before_attention: any(&["c_attn.weight", "c_attn.bias"]),
+            inside: Inside::Attention(self.attention_shape(shape)),
+            trains_before_inside: any(&["c_attn.weight", "c_attn.bias"]),
             first: weight("c_attn.weight", 3 * width * width),
             last: weight("attn.c_proj.weight", width * width),
             in_pieces: true,
@@ -295,8 +294,8 @@ impl Layer for Block {
             trains_before: any(&["ln_2.weight", "ln_2.bias"]),
             trains_inside: any(&["c_fc.weight", "c_fc.bias", "mlp.c_proj.weight"]),
             trains_after: is_trained("mlp.c_proj.bias"),
-            attention: None,
-            trains_before_attention: false,
+            inside: Inside::Nothing,
+            trains_before_inside: false,
             first: weight("c_fc.weight", width * hidden),
             last: weight("mlp.c_proj.weight", width * hidden),
             in_pieces: true,

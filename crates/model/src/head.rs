@@ -55,11 +55,12 @@ impl<M: LmHead> Layer for Head<M> {
         input: Option<&Tensor>,
         tokens: &Tensor,
         cache: &mut Cache,
-        parallel: &TensorParallel,
+        pass: &Pass,
     ) -> Result<Tensor> {
         let positions = tokens.size()[1];
         cache.advance(positions);
-        self.logits_of(parameters, &input.expect("the head has an input").f_select(1, positions - 1)?, parallel)
+        let last = input.expect("the head has an input").f_select(1, positions - 1)?;
+        self.logits_of(parameters, &last, &pass.parallel)
     }
 
     fn logits(&self, parameters: &Parameters<'_>, input: &Tensor, parallel: &TensorParallel) -> Result<Option<Tensor>> {

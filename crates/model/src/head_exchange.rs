@@ -9,14 +9,14 @@ use shardwise_torch::tch::{TchError, Tensor};
 
 use crate::Error;
 use crate::context_batch::ContextBatch;
-use crate::context_group::{ContextGroup, Unpack, narrow, wide_kind};
+use crate::exchange_group::{ExchangeGroup, Unpack, narrow, wide_kind};
 
 type ClosureResult<T> = Result<T, ClosureError>;
 
 /// The exchange of positions for heads (DeepSpeed: Ulysses). With one rank it does nothing.
 #[derive(Clone)]
 pub(crate) struct HeadExchange {
-    group: Option<Arc<dyn ContextGroup>>,
+    group: Option<Arc<dyn ExchangeGroup>>,
     label: Arc<str>,
     /// The positions of each rank.
     rows: Vec<Range<usize>>,
@@ -31,7 +31,7 @@ pub(crate) struct HeadExchange {
 
 impl HeadExchange {
     pub(crate) fn new(
-        group: Option<Arc<dyn ContextGroup>>,
+        group: Option<Arc<dyn ExchangeGroup>>,
         label: Arc<str>,
         query: &Tensor,
         key: &Tensor,
@@ -117,7 +117,7 @@ impl HeadExchange {
     /// functions get the kind of heads, and a rank.
     fn exchange<const N: usize>(
         &self,
-        group: &Arc<dyn ContextGroup>,
+        group: &Arc<dyn ExchangeGroup>,
         tensors: &[Tensor; N],
         piece: impl Fn(&Tensor, usize, usize) -> Result<Tensor, TchError>,
         shape: impl Fn(usize, usize) -> [i64; 4],

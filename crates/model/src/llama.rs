@@ -11,7 +11,7 @@ use crate::documents::Documents;
 use crate::experts::{Dispatch, ExpertWeights};
 use crate::feed_forward_costs::FeedForwardMemory;
 use crate::head::{Head, LmHead, Sizes};
-use crate::pass::{AttentionShape, Region, RegionWeights};
+use crate::pass::{AttentionShape, ExpertShape, Inside, Region, RegionWeights};
 use crate::rotary::{Positions, RotaryTables};
 use crate::router::{attach_loss, route};
 use crate::sequence_chunks::{ChunkedBlock, Results, check_not_shared, chunk_rows, compute_in_chunks};
@@ -49,7 +49,7 @@ fn with_init(config: &LlamaConfig, parameter: &ParameterShape) -> Parameter {
     };
     let declared = Parameter::new(parameter.name.as_str(), &parameter.shape, init).placed(parameter.placement);
     match &config.moe {
-        Some(moe) if parameter.shape.len() == 3 => declared.with_active_share(moe.active_share()),
+        Some(moe) if parameter.is_per_expert => declared.per_expert(moe.active_share()),
         _ => declared,
     }
 }
@@ -77,10 +77,10 @@ impl Layer for Embedding {
         _: Option<&Tensor>,
         tokens: &Tensor,
         cache: &mut Cache,
-        parallel: &TensorParallel,
+        pass: &Pass,
     ) -> Result<Tensor> {
         cache.advance(tokens.size()[1]);
-        self.look_up(parameters, tokens, parallel)
+        self.look_up(parameters, tokens, &pass.parallel)
     }
 
     fn output_shape(&self, batch: &Batch, parallel: &TensorParallel) -> Option<Vec<i64>> {
@@ -128,15 +128,14 @@ impl Layer for Block {
         input: Option<&Tensor>,
         tokens: &Tensor,
         cache: &mut Cache,
-        parallel: &TensorParallel,
+        pass: &Pass,
     ) -> Result<Tensor> {
-        let x = input.expect("a block has an input");
+        let (x, parallel) = (input.expect("a block has an input"), &pass.parallel);
         let normed = rms_norm(&self.config, x, parameters.get("input_layernorm.weight"))?;
         let (_, projected) = parallel.column_parallel(&normed, tokens.numel(), projections(parameters))?;
         let joined = self.core(parameters, projected, None, parallel).extend(cache)?;
         let x = x.f_add(&parallel.row_parallel(&joined, &parameters.layer("self_attn.o_proj.weight", None))?)?;
-        let pass = Pass { parallel: parallel.clone(), ..Pass::new(Activations::All) };
-        Ok(x.f_add(&self.feed_forward(parameters, &x, tokens.numel(), None, &pass)?)?)
+        Ok(x.f_add(&self.feed_forward(parameters, &x, tokens.numel(), None, pass)?)?)
     }
 
     fn num_experts(&self) -> usize {
@@ -224,8 +223,8 @@ impl Layer for Block {
             trains_before: is_trained("input_layernorm.weight"),
             trains_inside: first.trained + last.trained > 0 || any(&of_heads),
             trains_after: false,
-            attention: Some(self.attention_shape(shape)),
-            trains_before_attention: first.trained > 0 || any(&of_heads),
+            inside: Inside::Attention(self.attention_shape(shape)),
+            trains_before_inside: first.trained > 0 || any(&of_heads),
             first,
             last,
             in_pieces: true,
@@ -292,12 +291,23 @@ impl Block {
             RegionWeights::new(&weights, is_trained)
         };
         let [first, last] = [weights(&names[..2]), weights(&names[2..])];
+        let inside = match &self.config.moe {
+            None => Inside::Nothing,
+            Some(moe) => Inside::Experts(ExpertShape {
+                experts: moe.num_experts,
+                per_token: moe.num_experts_per_tok,
+                hidden: self.config.hidden_size,
+                shared_elements: 3 * self.config.hidden_size * moe.shared_intermediate_size(),
+                first_elements: first.trained / active * moe.num_experts_per_tok * moe.moe_intermediate_size,
+            }),
+        };
         Region {
             trains_before: is_trained("post_attention_layernorm.weight"),
             trains_inside: first.trained + last.trained > 0 || others.iter().any(|other| is_trained(other)),
             trains_after: false,
-            attention: None,
-            trains_before_attention: false,
+            inside,
+            // The gradient of the router comes through the experts.
+            trains_before_inside: self.config.moe.as_ref().is_some_and(|moe| is_trained(moe.names.parameters().router)),
             first,
             last,
             in_pieces: others.is_empty(),
@@ -448,7 +458,7 @@ impl Block {
         let entered = pass.parallel.enter(&rms_norm(&self.config, x, norm)?, rows)?;
         let tokens = as_rows(&entered)?;
         let routing = route(moe, &tokens, parameters.get(router), batch)?;
-        let dispatch = Dispatch::new(&routing.experts, moe.num_experts)?;
+        let dispatch = Dispatch::new(&routing.experts, moe.num_experts, &pass.experts)?;
         // Ranks that share the layer have the same tokens.
         if let Some(tokens) = pass.expert_tokens.as_ref().filter(|_| pass.parallel.rank() == 0) {
             tokens.add(dispatch.counts());
@@ -456,11 +466,16 @@ impl Block {
         let weight = |name: &str| (parameters.get(name), parameters.deferral(name));
         let experts =
             ExpertWeights { gate_proj: weight(gate_proj), up_proj: weight(up_proj), down_proj: weight(down_proj) };
-        let mut output = experts.apply(&tokens, &routing.weights.f_to_kind(x.kind())?, &dispatch)?;
-        if moe.n_shared_experts > 0 {
-            // It is inside of the region already.
-            let inside = Pass { parallel: TensorParallel::none(), ..pass.clone() };
-            output = output.f_add(&gated_mlp(parameters, "mlp.shared_experts", &tokens, rows, &inside, None)?)?;
+        // The shared experts compute while tokens travel. They are inside of the region already.
+        let inside = Pass { parallel: TensorParallel::none(), ..pass.clone() };
+        let shared = || match moe.n_shared_experts {
+            0 => Ok(None),
+            _ => gated_mlp(parameters, "mlp.shared_experts", &tokens, rows, &inside, None).map(Some),
+        };
+        let weights = routing.weights.f_to_kind(x.kind())?;
+        let (mut output, shared) = experts.apply(&tokens, &weights, &dispatch, shared)?;
+        if let Some(shared) = shared {
+            output = output.f_add(&shared)?;
         }
         // Ranks that share the layer sum the gradients of the router, so its own loss counts on one of them.
         let loss = routing.loss.filter(|_| pass.parallel.rank() == 0);

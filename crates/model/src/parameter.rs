@@ -1,7 +1,7 @@
 //! Parameters as a model declares them: names, shapes, initial values, and how ranks that share a layer divide them.
 
 use shardwise_plan::program::Place;
-use shardwise_plan::{Slice, TensorPlacement};
+use shardwise_plan::{LayerPlace, Slice, TensorPlacement};
 
 /// A parameter as the model declares it.
 #[derive(Clone, Debug, PartialEq)]
@@ -18,6 +18,8 @@ pub struct Parameter {
     pub trainable: bool,
     /// How it is placed on the ranks that share the layer.
     pub placement: TensorPlacement,
+    /// Whether its first dimension is the expert, so that expert parallelism divides it.
+    pub is_per_expert: bool,
     /// The share of its elements that a token is multiplied with: all of a matrix, and of the matrices of all experts those that the token
     /// has chosen. `None` if it is not multiplied with.
     pub active_share: Option<f64>,
@@ -51,6 +53,7 @@ impl Parameter {
             decays: shape.len() > 1,
             trainable: true,
             placement: TensorPlacement::Replicated,
+            is_per_expert: false,
             active_share: (shape.len() == 2).then_some(1.),
         }
     }
@@ -61,10 +64,10 @@ impl Parameter {
         Parameter { placement, ..self }
     }
 
-    /// Declares that a token is multiplied with this share of the elements.
+    /// Declares that its first dimension is the expert, and that a token is multiplied with this share of the experts.
     #[must_use]
-    pub fn with_active_share(self, share: f64) -> Self {
-        Parameter { active_share: Some(share), ..self }
+    pub fn per_expert(self, active_share: f64) -> Self {
+        Parameter { is_per_expert: true, active_share: Some(active_share), ..self }
     }
 
     /// Creates a matrix with normally distributed initial values and weight decay.
@@ -88,8 +91,21 @@ impl Parameter {
     }
 
     /// The part of it that a rank keeps; `None` for all of it. Parts that several ranks need are kept by all of them, as a whole.
-    pub fn kept_slice(&self, tensor: Place) -> Option<Slice> {
-        self.split_slice(tensor, true)
+    pub fn kept_slice(&self, place: LayerPlace) -> Option<Slice> {
+        let split = self.split_slice(place.tensor, true);
+        if !self.is_divided_by_expert(place) {
+            return split;
+        }
+        let experts = Slice::of_experts(&self.sizes(), place.expert);
+        match split {
+            Some(split) => Some(split.with_experts(experts.ranges[0].clone())),
+            None => Some(experts),
+        }
+    }
+
+    /// Whether ranks hold different experts of it.
+    pub fn is_divided_by_expert(&self, place: LayerPlace) -> bool {
+        self.is_per_expert && place.expert.size > 1
     }
 
     /// The part of what a rank keeps that it computes with; `None` for all of it.
@@ -107,21 +123,21 @@ impl Parameter {
     }
 
     /// The shape of what a rank keeps.
-    pub fn kept_shape(&self, tensor: Place) -> Vec<i64> {
-        match self.kept_slice(tensor) {
+    pub fn kept_shape(&self, place: LayerPlace) -> Vec<i64> {
+        match self.kept_slice(place) {
             Some(slice) => slice.shape(&self.sizes()).into_iter().map(|size| size as i64).collect(),
             None => self.shape.clone(),
         }
     }
 
     /// The number of elements that a rank keeps.
-    pub fn kept_elements(&self, tensor: Place) -> usize {
-        self.kept_shape(tensor).iter().product::<i64>() as usize
+    pub fn kept_elements(&self, place: LayerPlace) -> usize {
+        self.kept_shape(place).iter().product::<i64>() as usize
     }
 
     /// Whether all ranks that share the layer keep all of it.
     pub fn is_replicated(&self, tensor: Place) -> bool {
-        tensor.size > 1 && self.kept_slice(tensor).is_none()
+        tensor.size > 1 && self.split_slice(tensor, true).is_none()
     }
 
     /// Whether all ranks that share the layer compute the same gradient of it, instead of parts of a sum.

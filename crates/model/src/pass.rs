@@ -6,7 +6,7 @@ use shardwise_plan::program::{CollectiveKind, GroupKind, InnerCollective, InnerC
 use shardwise_plan::{ContextPlace, Partition};
 
 use crate::row_pieces::{multiplies_own_rows_first, row_pieces};
-use crate::{Activations, ContextParallel, DeferredGradients, ExpertTokens, TensorParallel};
+use crate::{Activations, ContextParallel, DeferredGradients, ExpertParallel, ExpertTokens, TensorParallel};
 
 /// How a unit computes in a pass.
 #[derive(Clone)]
@@ -17,6 +17,8 @@ pub struct Pass {
     pub parallel: TensorParallel,
     /// The ranks that divide sequences.
     pub context: ContextParallel,
+    /// The ranks that hold the experts of a layer.
+    pub experts: ExpertParallel,
     /// Whether the backward pass follows at once, so that what it would have to gather again is kept.
     pub keeps_gathered: bool,
     /// Where linear layers put the gradients of their weights aside, if the backward pass computes them later.
@@ -34,6 +36,7 @@ impl Pass {
             activations,
             parallel: TensorParallel::none(),
             context: ContextParallel::none(),
+            experts: ExpertParallel::none(),
             keeps_gathered: false,
             deferred: None,
             loss_weight: 1.,
@@ -64,6 +67,8 @@ pub struct PassShape {
     pub tensor: Place,
     /// This rank among those that divide sequences.
     pub context: ContextPlace,
+    /// This rank among those that hold the experts of a layer.
+    pub expert: Place,
     /// Whether each of them has its own rows outside of tensor-parallel regions.
     pub splits_sequence: bool,
     /// Whether the backward pass computes a gradient of the input.
@@ -84,16 +89,39 @@ pub(crate) struct Region {
     pub(crate) trains_inside: bool,
     /// Whether a parameter applied right after the region, such as a bias, is trained.
     pub(crate) trains_after: bool,
-    /// The attention between its layers, if there is one.
-    pub(crate) attention: Option<AttentionShape>,
-    /// Whether a parameter inside the region is trained whose gradient comes through that attention.
-    pub(crate) trains_before_attention: bool,
+    /// What is between its layers and may communicate.
+    pub(crate) inside: Inside,
+    /// Whether a parameter inside the region is trained whose gradient comes through that.
+    pub(crate) trains_before_inside: bool,
     /// The weights of the layers at its beginning.
     pub(crate) first: RegionWeights,
     /// The weight of the layer at its end.
     pub(crate) last: RegionWeights,
     /// Whether the first and the last layer multiply some rows while others are under way.
     pub(crate) in_pieces: bool,
+}
+
+/// What is between the layers of a region.
+#[derive(Clone, Copy)]
+pub(crate) enum Inside {
+    Nothing,
+    Attention(AttentionShape),
+    Experts(ExpertShape),
+}
+
+/// The experts of a layer.
+#[derive(Clone, Copy)]
+pub(crate) struct ExpertShape {
+    /// The number of all experts.
+    pub(crate) experts: usize,
+    /// The number of experts that process a token.
+    pub(crate) per_token: usize,
+    /// The number of features of a token.
+    pub(crate) hidden: usize,
+    /// The elements of the experts that process every token.
+    pub(crate) shared_elements: usize,
+    /// The elements of the first two matrices of a token's other experts, if they are trained.
+    pub(crate) first_elements: usize,
 }
 
 /// The attention of a layer, on a rank that may share the layer with others.
@@ -150,15 +178,20 @@ impl PassShape {
     /// The collectives of a unit with these tensor-parallel regions, one after the other, of rows with `features` elements. What
     /// overlaps with them is a share of the unit's FLOPs.
     pub(crate) fn collectives_of_regions(&self, regions: &[Region], features: usize) -> InnerCollectives {
-        let attention_flops = |region: &Region| region.attention.map_or(0., |attention| attention.flops);
+        let attention_flops = |region: &Region| match region.inside {
+            Inside::Attention(attention) => attention.flops,
+            Inside::Nothing | Inside::Experts(_) => 0.,
+        };
         let of_weights: usize = regions.iter().map(|region| region.first.elements + region.last.elements).sum();
         let flops = 2. * of_weights as f64 + regions.iter().map(attention_flops).sum::<f64>();
-        let share = |elements: usize| if self.overlaps { 2. * elements as f64 / flops } else { 0. };
-        let inside = |region: &Region| {
-            let attention = region.attention.as_ref();
-            attention.map(|attention| self.collectives_of_attention(attention, attention.flops / flops))
+        let of_flops = |elements: usize| 2. * elements as f64 / flops;
+        let share = |elements: usize| if self.overlaps { of_flops(elements) } else { 0. };
+        let inside = |region: &Region| match &region.inside {
+            Inside::Nothing => InnerCollectives::default(),
+            Inside::Attention(attention) => self.collectives_of_attention(attention, attention.flops / flops),
+            Inside::Experts(experts) => self.forward_of_experts(experts, of_flops),
         };
-        let inside: Vec<InnerCollectives> = regions.iter().map(|region| inside(region).unwrap_or_default()).collect();
+        let inside: Vec<InnerCollectives> = regions.iter().map(inside).collect();
         let forward: Vec<InnerCollective> = regions
             .iter()
             .zip(&inside)
@@ -173,7 +206,7 @@ impl PassShape {
         InnerCollectives {
             recompute: restored.into_iter().chain(forward.clone()).collect(),
             forward,
-            backward: self.backward_of_regions(regions, &inside, features, &share),
+            backward: self.backward_of_regions(regions, &inside, features, &share, &of_flops),
         }
     }
 
@@ -213,6 +246,7 @@ impl PassShape {
         inside: &[InnerCollectives],
         features: usize,
         share: &dyn Fn(usize) -> f64,
+        of_flops: &dyn Fn(usize) -> f64,
     ) -> Vec<InnerCollective> {
         let (enter, leave) = (self.enter(features), self.leave(features));
         let mut has_grad = self.input_has_grad;
@@ -231,8 +265,23 @@ impl PassShape {
             if let Some(of_leave) = enter.filter(|_| leaves_with_grad) {
                 backward.push(InnerCollective { overlap: std::mem::take(&mut deferred), ..of_leave });
             }
-            if enters_with_grad || region.trains_before_attention {
-                backward.extend(&inside.backward);
+            match &region.inside {
+                // The gradients of projections come through attention.
+                Inside::Attention(_) if enters_with_grad || region.trains_before_inside => {
+                    backward.extend(&inside.backward);
+                }
+                Inside::Experts(experts)
+                    if enters_with_grad
+                        || region.trains_before_inside
+                        || region.first.trained + region.last.trained > 0 =>
+                {
+                    let trains_router = region.trains_before_inside;
+                    // If ranks share the layer, its weights' gradients overlap with their collectives instead.
+                    let is_put_aside = self.overlaps && self.tensor.size > 1;
+                    let overlap = if is_put_aside { 0. } else { of_flops(experts.first_elements) / 2. };
+                    backward.extend(self.backward_of_experts(experts, enters_with_grad, trains_router, overlap));
+                }
+                _ => (),
             }
             // A backward pass has twice the FLOPs, half of them for gradients of weights.
             if let Some(leave) = leave.filter(|_| enters_with_grad) {

@@ -18,14 +18,14 @@ use shardwise_torch::tch::{Kind, TchError, Tensor};
 
 use crate::PendingTensor;
 use crate::context_batch::ContextBatch;
-use crate::context_group::{ContextGroup, Unpack, narrow, wide_kind};
+use crate::exchange_group::{ExchangeGroup, Unpack, narrow, wide_kind};
 
 type ClosureResult<T> = Result<T, ClosureError>;
 
 /// The ranks of a ring, and how they divide a batch.
 #[derive(Clone)]
 pub(crate) struct Ring {
-    group: Option<Arc<dyn ContextGroup>>,
+    group: Option<Arc<dyn ExchangeGroup>>,
     place: Place,
     rows: Arc<[AlikeSequences]>,
     window: Option<usize>,
@@ -98,7 +98,7 @@ enum Mask {
 
 impl Ring {
     pub(crate) fn new(
-        group: Option<Arc<dyn ContextGroup>>,
+        group: Option<Arc<dyn ExchangeGroup>>,
         batch: &ContextBatch,
         window: Option<usize>,
         label: Arc<str>,

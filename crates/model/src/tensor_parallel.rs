@@ -286,7 +286,11 @@ impl TensorParallel {
 
 /// The part of a tensor that a slice describes: a view if the slice is one range, otherwise a copy.
 pub fn cut(tensor: &Tensor, slice: &Slice) -> Result<Tensor> {
-    let dimension = slice.dimension as i64;
+    let of_experts = match &slice.experts {
+        Some(experts) => tensor.f_narrow(0, experts.start as i64, experts.len() as i64)?,
+        None => tensor.shallow_clone(),
+    };
+    let (tensor, dimension) = (&of_experts, slice.dimension as i64);
     let part = |range: &Range<usize>| tensor.f_narrow(dimension, range.start as i64, range.len() as i64);
     match &slice.ranges[..] {
         [range] => Ok(part(range)?),
@@ -298,7 +302,7 @@ pub fn cut(tensor: &Tensor, slice: &Slice) -> Result<Tensor> {
 }
 
 /// A collective that has ended.
-fn done(result: Tensor) -> PendingTensor {
+pub(crate) fn done(result: Tensor) -> PendingTensor {
     Box::new(move || Ok(result))
 }
 

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use shardwise_plan::ContextPlace;
 use shardwise_plan::package::Package;
 use shardwise_plan::program::{InnerCollectives, Place};
-use shardwise_plan::{ModelConfig, Partition, check_frozen_prefixes};
+use shardwise_plan::{LayerPlace, ModelConfig, Partition, check_frozen_prefixes};
 use shardwise_torch::pin;
 use shardwise_torch::tch::{Device, Kind, Tensor, no_grad};
 
@@ -165,7 +165,7 @@ pub trait Layer: Send {
         _input: Option<&Tensor>,
         _tokens: &Tensor,
         _cache: &mut Cache,
-        _parallel: &TensorParallel,
+        _pass: &Pass,
     ) -> Result<Tensor> {
         let problem = "this unit computes whole sequences only; give its layer an `extend`".to_string();
         Err(Error::Config { key: "generation", problem })
@@ -476,9 +476,9 @@ impl Unit {
         input: Option<&Tensor>,
         tokens: &Tensor,
         cache: &mut Cache,
-        parallel: &TensorParallel,
+        pass: &Pass,
     ) -> Result<Tensor> {
-        no_grad(|| self.layer.extend(&self.given(tensors, tied, parallel)?, input, tokens, cache, parallel))
+        no_grad(|| self.layer.extend(&self.given(tensors, tied, &pass.parallel)?, input, tokens, cache, pass))
     }
 
     fn check(&self, before: &[Unit]) -> std::result::Result<(), String> {
@@ -580,6 +580,34 @@ impl Model {
         Ok(())
     }
 
+    /// Checks that the experts of every layer can be divided among this many ranks.
+    pub fn check_expert_parallel(&self, place: LayerPlace) -> Result<()> {
+        let refuse = |problem: String| Err(Error::Config { key: "expert parallelism", problem });
+        let ranks = place.expert.size;
+        if ranks == 1 {
+            return Ok(());
+        }
+        let parameters =
+            || self.units.iter().flat_map(|unit| &unit.parameters).filter(|parameter| parameter.is_per_expert);
+        if parameters().next().is_none() {
+            return refuse(format!("the model has no experts to divide among {ranks} ranks"));
+        }
+        for parameter in parameters() {
+            let experts = parameter.sizes()[0];
+            if !experts.is_multiple_of(ranks) {
+                let works = (1..ranks).rev().find(|ranks| experts.is_multiple_of(*ranks)).unwrap_or(1);
+                return refuse(format!(
+                    "{ranks} ranks cannot hold equally many of the {experts} experts of {}; {works} would work",
+                    parameter.name
+                ));
+            }
+            if parameter.is_replicated(place.tensor) {
+                return refuse(format!("{}: tensor parallelism must split it", parameter.name));
+            }
+        }
+        Ok(())
+    }
+
     /// Checks the names, which checkpoints use for files and tensors: they must be valid and unique.
     fn check(&self) -> std::result::Result<(), String> {
         if self.units.is_empty() {
@@ -676,7 +704,7 @@ pub(crate) fn embed(table: &Tensor, tokens: &Tensor, vocab_size: usize, parallel
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Init;
+    use crate::{Activations, Init};
 
     struct Nothing;
 
@@ -717,7 +745,7 @@ mod tests {
         let unit = unit("head", &[]);
         let tokens = Tensor::from_slice(&[1i64]).view([1, 1]);
         let error = unit
-            .extend(&[], None, None, &tokens, &mut Cache::new(), &TensorParallel::none())
+            .extend(&[], None, None, &tokens, &mut Cache::new(), &Pass::new(Activations::All))
             .err()
             .map(|error| error.to_string());
         assert!(error.is_some_and(|error| error.contains("give its layer an `extend`")));

@@ -30,7 +30,7 @@ fn extend(model: &Model, parameters: &[Vec<Tensor>], tokens: &Tensor, caches: &m
     for (index, unit) in model.units().iter().enumerate() {
         let tied = unit.tied().map(|tied| &parameters[tied.unit][tied.parameter]);
         x = Some(
-            unit.extend(&parameters[index], tied, x.as_ref(), tokens, &mut caches[index], &TensorParallel::none())
+            unit.extend(&parameters[index], tied, x.as_ref(), tokens, &mut caches[index], &Pass::new(Activations::All))
                 .unwrap(),
         );
     }
@@ -90,7 +90,7 @@ fn positions_that_the_model_lacks_are_an_error() {
     let (parameters, mut caches) = (parameters(&model), caches(&model));
     let _ = extend(&model, &parameters, &tokens, &mut caches);
     let error = model.units()[0]
-        .extend(&parameters[0], None, None, &tokens, &mut caches[0], &TensorParallel::none())
+        .extend(&parameters[0], None, None, &tokens, &mut caches[0], &Pass::new(Activations::All))
         .unwrap_err();
     assert_eq!(error.to_string(), "n_positions: sequences have 10 positions, and the model has 8");
 }

@@ -45,7 +45,7 @@ pub use context_parallel::{ContextAttention, ContextPlace, ContextSplit, Segment
 pub use dtype::Dtype;
 pub use floats::FloatsMut;
 pub use loss_scale::DynamicScale;
-pub use mesh::{Axis, Coordinates, Mesh, MeshError, RankSet};
+pub use mesh::{Axis, Coordinates, LayerPlace, Mesh, MeshError, RankSet};
 pub use mixture_of_experts::{ExpertParameters, MoeConfig, MoeNames, RouterConfig, ScoringFunc};
 pub use model_config::{Gpt2Config, LlamaConfig, ModelConfig, check_chunks_not_shared};
 pub use parameters::{ParameterShape, check_frozen_prefixes};

@@ -122,6 +122,15 @@ impl Default for Place {
     }
 }
 
+/// A rank's place among those that hold the parts of a layer's parameters. The default is a rank that holds all of them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LayerPlace {
+    /// Among the ranks that hold the parts of a matrix.
+    pub tensor: Place,
+    /// Among the ranks that hold the experts of a layer.
+    pub expert: Place,
+}
+
 /// The grid of all ranks (PyTorch: `DeviceMesh`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mesh {
@@ -207,6 +216,14 @@ impl Mesh {
     /// If the mesh has no such rank.
     pub fn place(&self, rank: usize, axis: Axis) -> Place {
         Place { size: self.size(axis), index: self.coordinates(rank).along(axis) }
+    }
+
+    /// The place of `rank` among those that hold the parts of a layer's parameters.
+    ///
+    /// # Panics
+    /// If the mesh has no such rank.
+    pub fn layer_place(&self, rank: usize) -> LayerPlace {
+        LayerPlace { tensor: self.place(rank, Axis::Tensor), expert: self.place(rank, Axis::Expert) }
     }
 
     /// The rank at `coordinates`.

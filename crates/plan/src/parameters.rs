@@ -16,6 +16,8 @@ pub struct ParameterShape {
     pub shape: Vec<usize>,
     /// How it is placed on the ranks of a tensor-parallel group.
     pub placement: TensorPlacement,
+    /// Whether its first dimension is the expert, so that expert parallelism divides it.
+    pub is_per_expert: bool,
 }
 
 impl ParameterShape {
@@ -61,6 +63,7 @@ fn of_package(package: &Package) -> Vec<ParameterShape> {
             name: parameter.name.clone(),
             shape: parameter.shape.clone(),
             placement: TensorPlacement::Replicated,
+            is_per_expert: false,
         };
         unit.parameters.iter().map(shape).collect::<Vec<_>>()
     };
@@ -130,9 +133,12 @@ impl LlamaConfig {
             // The ranks that share a layer divide every expert, so that they hold and multiply equal parts, whichever experts tokens choose.
             // Each computes a part of the gradient of the router, like a part of the experts' outputs.
             add(router, &[experts, hidden], TensorPlacement::ReplicatedInside);
-            add(gate_proj, &[experts, intermediate, hidden], along(1, intermediate));
-            add(up_proj, &[experts, intermediate, hidden], along(1, intermediate));
-            add(down_proj, &[experts, hidden, intermediate], along(2, intermediate));
+            let mut add_experts = |name: &str, shape, placement| {
+                list.add_experts(&format!("block.{index}"), &format!("model.layers.{index}.{name}"), shape, placement);
+            };
+            add_experts(gate_proj, [experts, intermediate, hidden], along(1, intermediate));
+            add_experts(up_proj, [experts, intermediate, hidden], along(1, intermediate));
+            add_experts(down_proj, [experts, hidden, intermediate], along(2, intermediate));
         }
         list.add("head", "model.norm.weight", &[hidden], whole);
         if !self.tie_word_embeddings {
@@ -178,7 +184,13 @@ struct List(Vec<ParameterShape>);
 impl List {
     fn add(&mut self, unit: &str, name: &str, shape: &[usize], placement: TensorPlacement) {
         let (unit, name) = (unit.to_string(), name.to_string());
-        self.0.push(ParameterShape { unit, name, shape: shape.to_vec(), placement });
+        self.0.push(ParameterShape { unit, name, shape: shape.to_vec(), placement, is_per_expert: false });
+    }
+
+    /// Adds the matrices of all experts of a block: (expert, outputs, inputs).
+    fn add_experts(&mut self, unit: &str, name: &str, shape: [usize; 3], placement: TensorPlacement) {
+        let (unit, name) = (unit.to_string(), name.to_string());
+        self.0.push(ParameterShape { unit, name, shape: shape.to_vec(), placement, is_per_expert: true });
     }
 }
 

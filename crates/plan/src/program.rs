@@ -34,8 +34,8 @@ pub use costs::{Costs, LinkCost, UnitCost};
 pub use groups::{CollectiveKind, GroupKind};
 pub use instruction::{Buffer, Codec, Instruction, Keep, Message, Offload, Payload, Tier};
 pub use policy::{
-    ActivationCheckpointing, InnerCollective, InnerCollectives, Policy, Replicated, Sharding, StageError, UnevenBytes,
-    UnitSpec,
+    ActivationCheckpointing, ElementCounts, InnerCollective, InnerCollectives, Policy, Sharding, StageError,
+    UnevenBytes, UnitSpec,
 };
 pub use programs::Programs;
 pub use simulate::{

@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use crate::Partition;
+use crate::mesh::Place;
 
 /// How a parameter is placed on the ranks of a tensor-parallel group (DTensor: a `Placement`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -77,13 +78,15 @@ pub struct Split {
     pub shared_by: usize,
 }
 
-/// The part of a tensor that a rank holds: ranges along one dimension, one after the other.
+/// The part of a tensor that a rank holds: ranges along one dimension, one after the other, of all experts or of some.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Slice {
     /// The dimension.
     pub dimension: usize,
     /// Ascending ranges along it that do not touch.
     pub ranges: Vec<Range<usize>>,
+    /// The range along the first dimension, if ranks divide that, too: the experts of one rank.
+    pub experts: Option<Range<usize>>,
 }
 
 /// Elements that are contiguous both in a tensor and in a slice of it.
@@ -127,7 +130,8 @@ impl Split {
         let groups = items.start / self.shared_by..items.end.div_ceil(self.shared_by);
         let within = if items.is_empty() { 0..0 } else { groups.start * item..groups.end * item };
         let ranges = (0..self.blocks).map(|at| at * block + within.start..at * block + within.end);
-        Slice { dimension: self.dimension, ranges: merge(ranges.filter(|range| !range.is_empty())) }
+        let ranges = merge(ranges.filter(|range| !range.is_empty()));
+        Slice { dimension: self.dimension, ranges, experts: None }
     }
 }
 
@@ -144,10 +148,29 @@ fn merge(ranges: impl Iterator<Item = Range<usize>>) -> Vec<Range<usize>> {
 }
 
 impl Slice {
+    /// The experts of a rank, of a tensor whose first dimension is the expert.
+    pub fn of_experts(shape: &[usize], expert: Place) -> Self {
+        let range = Partition::new(shape[0], expert.size).range(expert.index);
+        Slice { dimension: 0, ranges: merge(std::iter::once(range)), experts: None }
+    }
+
+    /// The same for some of the experts.
+    ///
+    /// # Panics
+    /// If the slice is along the first dimension, which is the expert.
+    #[must_use]
+    pub fn with_experts(self, experts: Range<usize>) -> Self {
+        assert!(self.dimension > 0, "the first dimension is the expert");
+        Slice { experts: Some(experts), ..self }
+    }
+
     /// The shape of the slice of a tensor.
     pub fn shape(&self, whole: &[usize]) -> Vec<usize> {
         let mut shape = whole.to_vec();
         shape[self.dimension] = self.len();
+        if let Some(experts) = &self.experts {
+            shape[0] = experts.len();
+        }
         shape
     }
 
@@ -164,6 +187,8 @@ impl Slice {
     /// The contiguous runs of some elements of the slice, in order.
     pub fn runs(&self, whole: &[usize], elements: Range<usize>) -> impl Iterator<Item = SliceRun> + use<> {
         let row: usize = whole[self.dimension + 1..].iter().product();
+        let first_expert =
+            self.experts.as_ref().map_or(0, |experts| experts.start * whole[1..].iter().product::<usize>());
         let (size, len, ranges) = (whole[self.dimension], self.len(), self.ranges.clone());
         let mut at = elements.start;
         std::iter::from_fn(move || {
@@ -178,7 +203,8 @@ impl Slice {
             })?;
             let place = range.end - (before - index);
             let run_len = ((range.end - place) * row - column).min(elements.end - at);
-            let run = SliceRun { whole: (outer * size + place) * row + column, local: at, len: run_len };
+            let offset = (outer * size + place) * row + column;
+            let run = SliceRun { whole: first_expert + offset, local: at, len: run_len };
             at += run_len;
             Some(run)
         })
@@ -212,6 +238,17 @@ mod tests {
         assert_eq!(keys.slice(&[6, 1], 0, 2).ranges, vec![0..4]);
         assert_eq!(keys.slice(&[6, 1], 1, 2).ranges, vec![2..6]);
         assert!(!keys.is_disjoint(2) && keys.is_disjoint(3) && !keys.is_disjoint(6));
+    }
+
+    #[test]
+    fn some_experts_of_a_split_matrix() {
+        let rows = Split::along(1, 4).slice(&[6, 4, 3], 1, 2).with_experts(2..4);
+        assert_eq!(rows.shape(&[6, 4, 3]), [2, 2, 3]);
+        // The last two rows of the third and of the fourth expert.
+        let runs: Vec<_> = rows.runs(&[6, 4, 3], 1..12).map(|run| (run.whole, run.local, run.len)).collect();
+        assert_eq!(runs, [(2 * 12 + 7, 1, 5), (3 * 12 + 6, 6, 6)]);
+        let whole = Slice::of_experts(&[6, 4, 3], Place { size: 3, index: 1 });
+        assert_eq!((whole.shape(&[6, 4, 3]), whole.ranges[0].clone()), (vec![2, 4, 3], 2..4));
     }
 
     proptest! {

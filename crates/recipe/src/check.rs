@@ -85,6 +85,7 @@ impl Recipe {
             ("parallel.replicate", self.parallel.replicate, 1 << 20),
             ("parallel.context", self.parallel.context, 1 << 12),
             ("parallel.ulysses", self.parallel.ulysses.unwrap_or(1), 1 << 12),
+            ("parallel.expert", self.parallel.expert, 1 << 12),
             ("parallel.tensor", self.parallel.tensor, 1 << 10),
             ("run.steps", count(self.run.steps), 1 << 40),
             ("run.log_every", count(self.run.log_every), 1 << 40),
@@ -474,6 +475,7 @@ impl Recipe {
         let at_tensor = |error| Invalid::at("parallel.tensor", format!("parallel.tensor: {error}"));
         config.check_tensor_parallel(self.parallel.tensor).map_err(at_tensor)?;
         self.check_context(&config)?;
+        self.check_expert_parallel(&config)?;
         let frozen = &self.model.frozen;
         config.check_frozen(frozen).map_err(|error| Invalid::at("model.frozen", format!("model.{error}")))?;
         if config.is_all_frozen(frozen) {
@@ -545,6 +547,30 @@ impl Recipe {
         }
     }
 
+    fn check_expert_parallel(&self, config: &ModelConfig) -> Checked {
+        let ParallelRecipe { context, expert, .. } = self.parallel;
+        if expert == 1 {
+            return Ok(());
+        }
+        let at_expert = |problem: String| Err(Invalid::at("parallel.expert", format!("parallel.expert: {problem}")));
+        let Some(moe) = config.moe() else {
+            let remedy = if self.model.llama.is_some() { ", or add [model.llama.moe]" } else { "" };
+            return at_expert(format!("the model has no experts to divide among ranks; set it to 1{remedy}"));
+        };
+        if !moe.num_experts.is_multiple_of(expert) {
+            return at_expert(format!("{expert} ranks cannot hold equally many of {} experts", moe.num_experts));
+        }
+        if self.run.device != DeviceRecipe::Cpu {
+            return at_expert("expert parallelism runs only on CPUs so far; set parallel.expert to 1".to_string());
+        }
+        if context > 1 {
+            let keys = [("parallel.expert", expert.to_string()), ("parallel.context", context.to_string())];
+            let problem = "ranks that divide sequences cannot hold different experts yet; set parallel.expert or parallel.context to 1";
+            return Err(Invalid::between(&keys, problem.to_string()));
+        }
+        Ok(())
+    }
+
     /// How many of the ranks that divide a sequence exchange heads, and how many form a ring.
     fn context_axes(&self) -> Result<[usize; 2]> {
         let ParallelRecipe { context, tensor, ulysses, .. } = self.parallel;
@@ -573,7 +599,7 @@ impl Recipe {
 
     /// The mesh of this many ranks. Fails if they cannot be divided into replicas whose layers are shared as the recipe says.
     pub fn mesh(&self, ranks: usize) -> Result<Mesh> {
-        let ParallelRecipe { pipeline, replicate, tensor, .. } = self.parallel;
+        let ParallelRecipe { pipeline, replicate, expert, tensor, .. } = self.parallel;
         let [ulysses, ring] = self.context_axes()?;
         // The user has set the product of two axes of the mesh.
         let groups = ranks / pipeline / tensor;
@@ -587,6 +613,7 @@ impl Recipe {
         let sizes = [
             (Axis::Pipeline, pipeline),
             (Axis::Replicate, replicate),
+            (Axis::Expert, expert),
             (Axis::Ring, ring),
             (Axis::Ulysses, ulysses),
             (Axis::Tensor, tensor),
@@ -596,6 +623,7 @@ impl Recipe {
                 MeshError::Indivisible { axis: Axis::Pipeline, .. } => "parallel.pipeline",
                 MeshError::Indivisible { axis: Axis::Tensor, .. } => "parallel.tensor",
                 MeshError::Indivisible { axis: Axis::Ring | Axis::Ulysses, .. } => "parallel.context",
+                MeshError::Indivisible { axis: Axis::Expert, .. } => "parallel.expert",
                 _ => "parallel.replicate",
             };
             self.sources.error_at(key, format!("{key}: {error}"))

@@ -333,6 +333,9 @@ pub struct ParallelRecipe {
     /// groups, context / ulysses ranks form a ring (ring attention). 1 means ring attention alone, and the value of context means Ulysses
     /// alone. Must divide context. By default, whatever sends the fewest bytes.
     pub ulysses: Option<usize>,
+    /// The number of ranks that each hold an equal share of a layer's experts (expert parallelism). Tokens travel to the ranks that hold their
+    /// experts. These ranks are among those that shard a replica, and read different samples. Must divide num_experts.
+    pub expert: usize,
     /// The number of ranks that share each layer (tensor parallelism). Consecutive ranks do, so they are usually on one host. They
     /// read the same samples.
     pub tensor: usize,
@@ -361,6 +364,7 @@ impl Default for ParallelRecipe {
             replicate: 1,
             context: 1,
             ulysses: None,
+            expert: 1,
             tensor: 1,
             sequence: true,
             async_tensor: true,
@@ -375,8 +379,8 @@ pub struct PrecisionRecipe {
     /// The dtype of parameters in forward and backward passes and in all-gathers.
     pub param_dtype: FloatRecipe,
     /// The dtype in which gradients are accumulated and sent. Over MPI they are summed in f32, or in f64 if they are f64; NCCL sums in the
-    /// dtype itself. At stages 2 and 3, MPI ranks send the f32 gradients of a single micro-batch in `param_dtype`, in which they were computed:
-    /// half the bytes, and the same sums. Defaults to f64 if `param_dtype` is f64, and to f32 otherwise.
+    /// dtype itself. At stages 2 and 3, MPI ranks send gradients to which no other micro-batch was added in `param_dtype`, in which
+    /// they were computed, except those of embeddings: half the bytes, and the same sums. Defaults to f64 if `param_dtype` is f64, and to f32 otherwise.
     pub reduce_dtype: Option<FloatRecipe>,
     /// The initial loss scale, for f16. Defaults to 65536.
     pub loss_scale_initial: Option<f64>,

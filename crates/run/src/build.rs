@@ -44,9 +44,15 @@ pub(crate) fn eager_model(recipe: &Recipe) -> Result<Model> {
 
 /// The programs of a step on this many ranks: one, or one for each stage of a pipeline.
 pub fn programs(recipe: &Recipe, ranks: usize) -> Result<Programs> {
-    let (mesh, shape, options) = (recipe.mesh(ranks)?, step_shape(recipe, ranks)?, options(recipe, Device::Cpu)?);
+    let (mesh, shape, options) =
+        (recipe.mesh(ranks)?, step_shape(recipe, ranks)?, options(recipe, intended_device(recipe))?);
     let units = unit_specs(&model(recipe)?, &options, &ModelParallel::of_rank(&mesh, 0), shape);
     Ok(checked_programs(&units, &options, &mesh, shape.micro_batches)?)
+}
+
+/// A device of the kind that a recipe trains on, for what depends on the kind alone.
+pub(crate) fn intended_device(recipe: &Recipe) -> Device {
+    if recipe.run.device == DeviceRecipe::Cuda { Device::Cuda(0) } else { Device::Cpu }
 }
 
 /// The chunks of the recipe's pipeline: those that it asks for, or chunks whose slowest one has as few FLOPs as possible.

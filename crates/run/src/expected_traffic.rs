@@ -1,8 +1,9 @@
 //! The expected traffic of a step, by collective. The meter compares the measured traffic with it.
 //!
 //! It follows from the step's program (`shardwise_plan::program`): what each instruction sends, and how much of it this rank sends.
-//! The counts are exact. They do not include token counts, losses and norms. If ranks divide sequences of packed documents, they are
-//! those of one document: what ranks send each other depends on the documents, and is usually less.
+//! The counts are exact. They do not include token counts, losses and norms. Where ranks divide sequences of packed documents, the counts are
+//! those of one document: what ranks send each other depends on the documents, and is usually less. Where ranks hold different experts, they are
+//! those of a balanced router.
 
 use shardwise_comm::Verb;
 use shardwise_plan::program::{CollectiveKind, ModelParallel, Sent, traffic};

@@ -10,8 +10,7 @@ use shardwise_journal::format::format_memory_fixed;
 use shardwise_model::Model;
 use shardwise_plan::program::{Layout, Memory, MemoryKind, MemoryUse, ModelParallel, Program, memory_use};
 use shardwise_plan::{Axis, Mesh};
-use shardwise_recipe::{ActivationCheckpointingRecipe, DeviceRecipe, FloatRecipe, Recipe};
-use shardwise_torch::tch::Device;
+use shardwise_recipe::{ActivationCheckpointingRecipe, FloatRecipe, Recipe};
 use shardwise_train::{Options, checked_programs, checkpoint_layouts, memory_costs, stages_of_units, unit_specs};
 
 use crate::build::{self, step_shape};
@@ -43,7 +42,7 @@ impl MemoryEstimate {
     /// The estimate for a recipe on this many ranks.
     pub fn of(recipe: &Recipe, ranks: usize) -> Result<Self> {
         // Attention needs less memory on a GPU.
-        let device = if recipe.run.device == DeviceRecipe::Cuda { Device::Cuda(0) } else { Device::Cpu };
+        let device = build::intended_device(recipe);
         let (options, model) = (build::options(recipe, device)?, build::model(recipe)?);
         let (program, memory) = simulate_memory(recipe, &model, &options, ranks)?;
         let peak_instruction = program.instructions.get(memory.peak_position);

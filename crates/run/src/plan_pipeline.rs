@@ -34,6 +34,10 @@ pub struct PlanRequest {
 
 /// Finds the stages of a recipe's model, simulates a step of each schedule, and describes all that as text.
 pub fn plan_pipeline(recipe: &Recipe, costs: &StepCosts, request: &PlanRequest) -> Result<String> {
+    if recipe.parallel.expert > 1 {
+        let problem = "`shardwise plan` does not support parallel.expert yet; set it to 1";
+        return Err(Error::Options(problem.to_string()));
+    }
     // What the recipe says about stages and replicas is what this finds.
     let mut recipe = recipe.clone();
     (recipe.parallel.pipeline, recipe.parallel.replicate) = (request.stages.unwrap_or(1), 1);

@@ -290,8 +290,8 @@ fn trace_steps(
 }
 
 /// Measures what a step costs, on rank 0. Nothing is prefetched, and layers wait for their collectives, so that computation and
-/// communication do not compete for cores; only the turns of ring attention overlap as always. The model is not cut into the stages of a pipeline, so that every rank computes every unit
-/// and no rank waits for another stage.
+/// communication do not compete for cores; only the turns of ring attention and the exchanges of experts overlap as always. The model is not
+/// cut into the stages of a pipeline, so that every rank computes every unit and no rank waits for another stage.
 fn measure_costs(
     recipe: &Recipe,
     world: &Arc<Group>,
@@ -321,6 +321,7 @@ fn measure_costs(
         micro_batches: shape.micro_batches,
         micro_batch_tokens: shape.tokens(&ModelParallel::of_rank(&recipe.mesh(world.size())?, 0)),
         tensor: recipe.parallel.tensor,
+        expert: recipe.parallel.expert,
         hosts,
         ranks_per_host: options.ranks_here,
         cores_per_host: std::thread::available_parallelism().map_or(1, usize::from),

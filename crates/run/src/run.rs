@@ -11,11 +11,14 @@ use shardwise_journal::format::format_memory_fixed;
 use shardwise_journal::{Entry, EntryKind, Evaluation, JOURNAL_VERSION, Start, Step};
 use shardwise_model::Model;
 use shardwise_plan::Axis;
+use shardwise_plan::program::{Codec, ModelParallel};
 use shardwise_recipe::{Recipe, ScheduleKind, SpikeRecipe};
 use shardwise_torch::tch::Device;
-use shardwise_train::{Options, Ranks, Report, Trainer};
+use shardwise_train::{Options, Ranks, Report, Trainer, checked_programs, unit_specs};
+use shardwise_zero::Precision;
 
 use crate::build;
+use crate::build::step_shape;
 use crate::data::{Data, EvaluationSet};
 use crate::error::{Error, Result};
 use crate::evaluate::{EvaluationMetrics, evaluate_set};
@@ -178,7 +181,7 @@ impl<'a> Session<'a> {
         let (ranks, options) = place_ranks(recipe, world.clone())?;
         let data = Arc::new(Data::open(recipe, world.size())?);
         let model = build::model(recipe)?;
-        log.print(&describe_run(recipe, &options, model.elements(), &ranks)?);
+        log.print(&describe_run(recipe, &options, &model, &ranks)?);
         data.summary().iter().for_each(|summary| log.print(summary));
         let folder = recipe.folder().display().to_string();
         log.print(&format!("journal in {folder}; `shardwise watch {folder}` shows it"));
@@ -477,6 +480,7 @@ fn journal_start(recipe: &Recipe, trainer: &Trainer, workload: &Workload, resume
         zero_stage: recipe.zero.stage,
         replicate: trainer.ranks().groups.replicate.size(),
         pipeline: trainer.ranks().pipeline.size(),
+        expert: trainer.ranks().experts.size(),
         context: trainer.ranks().context.size(),
         tensor: trainer.ranks().tensor.size(),
         param_dtype: trainer.options().precision.param_dtype.to_string(),
@@ -493,7 +497,8 @@ fn journal_start(recipe: &Recipe, trainer: &Trainer, workload: &Workload, resume
     }
 }
 
-/// The sizes of the mesh: replicas by shards and, if there are any, the stages of a pipeline and the ranks that share each layer.
+/// The sizes of the mesh: replicas by shards and, if there are any, the stages of a pipeline and the ranks that hold different experts,
+/// divide sequences or share each layer.
 fn describe_mesh(ranks: &Ranks) -> String {
     let (mesh, replicas) = (ranks.mesh(), ranks.groups.replicate.size());
     let shards = mesh.size(Axis::Shard);
@@ -501,6 +506,7 @@ fn describe_mesh(ranks: &Ranks) -> String {
     let parts = [
         along("pipeline", ranks.pipeline.size()),
         Some(format!("{replicas} × {shards}")),
+        along("expert", ranks.experts.size()),
         along("ring", ranks.context.ring.size()),
         along("ulysses", ranks.context.ulysses.size()),
         along("tensor", ranks.tensor.size()),
@@ -509,18 +515,23 @@ fn describe_mesh(ranks: &Ranks) -> String {
 }
 
 /// The first lines that a run prints: its size, and all data types.
-fn describe_run(recipe: &Recipe, options: &Options, elements: usize, ranks: &Ranks) -> Result<String> {
+fn describe_run(recipe: &Recipe, options: &Options, model: &Model, ranks: &Ranks) -> Result<String> {
     let tokens = recipe.batch(ranks.world.size())?.global_batch_size * recipe.batch.seq_len;
-    let sums = options.precision.state_dtype();
+    let (Precision { param_dtype, reduce_dtype }, sums) = (options.precision, options.precision.state_dtype());
+    let (shape, mesh) = (step_shape(recipe, ranks.world.size())?, ranks.mesh());
+    let units = unit_specs(model, options, &ModelParallel::of_rank(&mesh, ranks.world.rank()), shape);
+    let programs = checked_programs(&units, options, &mesh, shape.micro_batches)?;
+    let codecs = programs.of(ranks.world.rank(), &mesh).gradient_codecs(units.len());
+    let gradients = match codecs.contains(&Codec::ParamDtype) {
+        true => format!("sent in {param_dtype}, those of embeddings in {reduce_dtype}, and summed in {sums}"),
+        false => format!("stored and sent in {reduce_dtype}, summed in {sums}"),
+    };
     Ok(format!(
         "{:.1} million parameters, stage {} on {} ranks ({}), {tokens} tokens per step\n\
-         parameters in {}; gradients stored and sent in {}, summed in {sums}; loss and grad norm in f64; master weights and \
-         optimizer state in {sums}",
-        elements as f64 / 1e6,
+         parameters in {param_dtype}; gradients {gradients}; loss and grad norm in f64; master weights and optimizer state in {sums}",
+        model.elements() as f64 / 1e6,
         recipe.zero.stage,
         ranks.world.size(),
         describe_mesh(ranks),
-        options.precision.param_dtype,
-        options.precision.reduce_dtype,
     ))
 }

@@ -55,18 +55,30 @@ struct SpotCheck<'a> {
 }
 
 impl SpotCheck<'_> {
+    /// The index of a reader, and the number of groups of readers: those that hold different experts compute together.
+    fn groups(&self) -> (usize, usize) {
+        let ranks = self.trainer.ranks();
+        (ranks.data_rank(), ranks.data_size() / ranks.experts.size())
+    }
+
+    /// The reader that has the same experts `groups` groups after a reader.
+    fn reader_after(&self, reader: usize, groups: usize) -> usize {
+        let ranks = self.trainer.ranks();
+        (reader + groups * ranks.experts.size()) % ranks.data_size()
+    }
+
     /// Compares this step's gradients with what other ranks compute. If they differ, discards them and fails.
     fn compare(&mut self, own: Fingerprints) -> Result<()> {
-        let (reader, readers) = (self.trainer.ranks().data_rank(), self.trainer.ranks().data_size());
+        let (reader, groups) = self.groups();
         let second = self.exchange_fingerprints(1)?;
         let differs = (0..own.len()).rev().find(|&unit| own[unit] != second[unit]);
         if self.trainer.ranks().first_on_any_rank(differs)?.is_none() {
             return Ok(());
         }
         // With two ranks there is no third: each computes both again, and the one that contradicts itself is wrong.
-        let mut opinions = vec![(self.rank_of(reader), own), (self.rank_of((reader + 1) % readers), second)];
-        for shift in 2..if readers == 2 { 4 } else { 3 } {
-            opinions.push((self.rank_of((reader + shift) % readers), self.exchange_fingerprints(shift)?));
+        let mut opinions = vec![(self.rank_of(reader), own), (self.rank_of(self.reader_after(reader, 1)), second)];
+        for shift in 2..if groups == 2 { 4 } else { 3 } {
+            opinions.push((self.rank_of(self.reader_after(reader, shift)), self.exchange_fingerprints(shift)?));
         }
         self.trainer.discard_gradients();
         let verdict = differs.map(|unit| {
@@ -76,13 +88,13 @@ impl SpotCheck<'_> {
         Err(Error::SpotCheck { step: self.gradients.step, failure: Box::new(self.agree_on_failure(verdict)?) })
     }
 
-    /// Computes the fingerprints of the rank that is `shift` before this one, and receives this rank's fingerprints from the rank
-    /// that is `shift` after it. All ranks call it together.
+    /// Computes the fingerprints of the rank that is `shift` groups before this one, and receives this rank's fingerprints from the rank
+    /// that is `shift` groups after it. All ranks call it together.
     fn exchange_fingerprints(&mut self, shift: usize) -> Result<Fingerprints> {
         let world = self.trainer.ranks().world.clone();
         // The ranks that share layers compute together, for another such group of ranks.
-        let (reader, readers) = (self.trainer.ranks().data_rank(), self.trainer.ranks().data_size());
-        let (whose, by) = ((reader + shift * (readers - 1)) % readers, (reader + shift) % readers);
+        let (reader, groups) = self.groups();
+        let (whose, by) = (self.reader_after(reader, shift * (groups - 1)), self.reader_after(reader, shift));
         let micro_batches = (self.rank_batches)(whose)?;
         self.probe.record_fingerprints(self.units);
         let replayed = self.trainer.replay(&micro_batches, self.gradients);
@@ -114,13 +126,22 @@ impl SpotCheck<'_> {
         let verdict = vec![unit as i64, wrong.map_or(-1, |rank| rank as i64)];
         let verdict = world.broadcast("spot check's verdict", first, verdict).wait()?;
         let (unit, wrong) = (verdict[0] as usize, usize::try_from(verdict[1]).ok());
-        // A wrong number also changes what the ranks compute that share the layer or its sequences, or hold other stages of the pipeline.
-        let is_alone = [ranks.tensor.size(), ranks.context.size(), ranks.pipeline.size()] == [1; 3];
+        // A wrong number also changes what the ranks compute that share the layer, its experts or its sequences, or hold other stages of the
+        // pipeline.
+        let (experts, context) = (ranks.experts.size(), ranks.context.size());
+        let is_alone = [ranks.tensor.size(), experts, context, ranks.pipeline.size()] == [1; 4];
         let wrong = wrong.filter(|_| is_alone);
-        // The rank with the verdict and those that computed the same gradients, which are all on its stage.
-        let (shared_by, per_stage) = (ranks.stage.size() / ranks.data_size(), ranks.stage.size());
-        let of_shift = |shift: usize| first - first % per_stage + (first % per_stage + shift * shared_by) % per_stage;
-        let ranks: Vec<usize> = (0..ranks.data_size().min(3)).map(of_shift).collect();
+        // The rank with the verdict and those that computed the same gradients, which are all on its stage; with experts on different ranks,
+        // all ranks that exchanged tokens with one of them.
+        let (groups, per_stage) = (ranks.data_size() / experts, ranks.stage.size());
+        let (stage, place, per_group) = (first - first % per_stage, first % per_stage, per_stage / groups);
+        let of_shift = |shift: usize| (place + shift * per_group) % per_stage;
+        let of_group = |place: usize| {
+            let others = (0..experts).map(|expert| place + expert * per_group / experts);
+            others.map(|other| place - place % per_group + other % per_group).collect::<Vec<_>>()
+        };
+        let ranks: Vec<usize> =
+            (0..groups.min(3)).flat_map(|shift| of_group(of_shift(shift))).map(|r| stage + r).collect();
         let hosts = wrong.map_or(ranks.clone(), |wrong| vec![wrong]);
         let hosts = hosts.into_iter().map(|rank| self.host_of(rank)).collect::<Result<_>>()?;
         let unit = self.trainer.model().units()[unit].name().to_string();

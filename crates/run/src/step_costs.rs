@@ -1,8 +1,8 @@
 //! What a step costs in time, as measured by `shardwise profile`, and what another step would cost.
 //!
 //! The costs belong to a model and a machine. They do not depend on how the step is sharded, so the time of a step with another
-//! stage, prefetch, batch, `parallel.tensor`, `parallel.pipeline` or number of ranks can be simulated from them. They are kept in a
-//! JSON file that can be edited: to ask what a faster link would change, write its bandwidth into the file.
+//! stage, prefetch, batch, `parallel.tensor`, `parallel.pipeline` or number of ranks can be simulated from them, but not with another
+//! `parallel.expert`. They are kept in a JSON file that can be edited: to ask what a faster link would change, write its bandwidth into the file.
 
 use std::path::Path;
 
@@ -12,7 +12,6 @@ use shardwise_plan::program::{
     Lane, Layout, LinkCost, ModelParallel, SharedLink, StepSimulation, Topology, UnitSpec, simulate,
 };
 use shardwise_recipe::Recipe;
-use shardwise_torch::tch::Device;
 use shardwise_train::{ActivationCheckpointing, Options, checked_programs, memory_costs, unit_specs};
 
 use crate::build;
@@ -27,6 +26,9 @@ pub struct StepCosts {
     pub micro_batch_tokens: usize,
     /// The number of ranks that shared each layer in the steps that were measured (`parallel.tensor`).
     pub tensor: usize,
+    /// The number of ranks that held different experts in those steps (`parallel.expert`).
+    #[serde(default = "one")]
+    pub expert: usize,
     /// The time of a step that belongs to no unit.
     pub overhead_s: f64,
     /// The cores of a host.
@@ -113,6 +115,7 @@ impl StepCosts {
         StepCosts {
             micro_batch_tokens: measured.micro_batch_tokens,
             tensor: measured.tensor,
+            expert: measured.expert,
             overhead_s: undisturbed * (profile.step_s - accounted_s).max(0.),
             cores_per_host: measured.cores_per_host,
             threads_per_rank: measured.threads_per_rank,
@@ -125,9 +128,16 @@ impl StepCosts {
 
     /// Simulates a step of a recipe on this many ranks. Computation is `speedup` times as fast as it was measured.
     pub(crate) fn simulate(&self, recipe: &Recipe, ranks: usize, speedup: Speedup) -> Result<SimulatedStep> {
-        let (model, options) = (build::model(recipe)?, build::options(recipe, Device::Cpu)?);
+        let (model, options) = (build::model(recipe)?, build::options(recipe, build::intended_device(recipe))?);
         let shape = step_shape(recipe, ranks)?;
         let place = ModelParallel::of_rank(&recipe.mesh(ranks)?, 0);
+        if place.expert.size != self.expert {
+            let problem = "the costs were measured with parallel.expert";
+            return Err(Error::Options(format!(
+                "{problem} = {}, not {}; profile again",
+                self.expert, place.expert.size
+            )));
+        }
         let (units, policy) = (unit_specs(&model, &options, &place, shape), options.policy(shape.micro_batches));
         self.check_units(&units)?;
         let topology = self.topology(recipe, &options, ranks)?;
@@ -192,6 +202,10 @@ impl StepCosts {
     }
 }
 
+fn one() -> usize {
+    1
+}
+
 /// The part of a forward pass that selective checkpointing repeats: norms, attention and activation functions.
 const SELECTIVE_RECOMPUTATION: f64 = 0.15;
 
@@ -204,6 +218,7 @@ pub(crate) struct MeasuredStep<'a> {
     pub(crate) micro_batches: usize,
     pub(crate) micro_batch_tokens: usize,
     pub(crate) tensor: usize,
+    pub(crate) expert: usize,
     pub(crate) hosts: usize,
     pub(crate) ranks_per_host: usize,
     pub(crate) cores_per_host: usize,
@@ -285,6 +300,7 @@ mod tests {
         let costs = StepCosts {
             micro_batch_tokens: 8,
             tensor: 2,
+            expert: 1,
             overhead_s: 0.,
             cores_per_host: 64,
             threads_per_rank: 1,

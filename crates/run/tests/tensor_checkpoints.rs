@@ -1,5 +1,5 @@
-//! A checkpoint of ranks that share layers or hold the stages of a pipeline is read by any other layout, with the same bits, and exports
-//! the same files.
+//! A checkpoint of ranks that share layers, hold different experts or hold the stages of a pipeline is read by any other layout, with the same
+//! bits, and exports the same files.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
@@ -12,7 +12,7 @@ use shardwise_checkpoint::hugging_face::{self, ExportOptions};
 use shardwise_checkpoint::{Checkpoint, Store, elements};
 use shardwise_comm::{Group, mpi};
 use shardwise_harness::{Launch, ranks};
-use shardwise_model::{Batch, Gpt2Config, LlamaConfig, Model, ModelConfig};
+use shardwise_model::{Batch, Gpt2Config, LlamaConfig, Model, ModelConfig, MoeConfig};
 use shardwise_plan::{Axis, Dtype, Mesh};
 use shardwise_run::save;
 use shardwise_torch::tch::{Device, Kind, Tensor};
@@ -23,16 +23,33 @@ const VOCAB_SIZE: i64 = 101;
 const STEPS: i64 = 2;
 const FOLDER: &str = "SHARDWISE_TEST_FOLDER";
 
-/// The number of stages, replicas, shards, and ranks that share each layer.
-type Layout = [usize; 4];
+/// The number of stages, replicas, shards, ranks that hold different experts, and ranks that share each layer.
+type Layout = [usize; 5];
 
 /// The layouts of four ranks, and two of six.
-const LAYOUTS: [Layout; 8] =
-    [[1, 1, 4, 1], [1, 1, 2, 2], [1, 1, 1, 4], [1, 2, 1, 2], [1, 1, 3, 2], [2, 1, 2, 1], [2, 1, 1, 2], [3, 2, 1, 1]];
+const LAYOUTS: [Layout; 8] = [
+    [1, 1, 4, 1, 1],
+    [1, 1, 2, 1, 2],
+    [1, 1, 1, 1, 4],
+    [1, 2, 1, 1, 2],
+    [1, 1, 3, 1, 2],
+    [2, 1, 2, 1, 1],
+    [2, 1, 1, 1, 2],
+    [3, 2, 1, 1, 1],
+];
 
-/// A Llama whose key heads several ranks use, with a frozen matrix that is split and a frozen norm that is not, and a GPT-2 with a
-/// fused matrix.
-fn models() -> [(&'static str, Model); 2] {
+/// The layouts of a model with experts.
+const LAYOUTS_OF_EXPERTS: [Layout; 5] =
+    [[1, 1, 4, 1, 1], [1, 1, 2, 2, 1], [1, 1, 1, 4, 1], [1, 1, 1, 2, 2], [2, 1, 1, 2, 1]];
+
+/// The layouts of a model.
+fn layouts_of(model: &str) -> &'static [Layout] {
+    if model == "experts" { &LAYOUTS_OF_EXPERTS } else { &LAYOUTS }
+}
+
+/// A Llama whose key heads several ranks use, with a frozen matrix that is split and a frozen norm that is not, a GPT-2 with a
+/// fused matrix, and a Llama with experts, some of which are frozen.
+fn models() -> [(&'static str, Model); 3] {
     let llama = LlamaConfig {
         num_key_value_heads: 3,
         head_dim: 4,
@@ -40,15 +57,22 @@ fn models() -> [(&'static str, Model); 2] {
         ..LlamaConfig::new(VOCAB_SIZE as usize, 20, 2, 12, 53)
     };
     let gpt2 = Gpt2Config::new(VOCAB_SIZE as usize, 8, 36, 2, 12);
+    let moe = Some(MoeConfig { n_shared_experts: 1, ..MoeConfig::new(4, 2, 9) });
+    let experts = LlamaConfig { moe, ..LlamaConfig::new(VOCAB_SIZE as usize, 24, 2, 4, 53) };
     [
         ("llama", ModelConfig::from(llama), &["model.layers.0.mlp.up_proj", "model.layers.1.input_layernorm"][..]),
         ("gpt2", gpt2.into(), &[]),
+        ("experts", experts.into(), &["model.layers.0.mlp.experts.*.up_proj"]),
     ]
     .map(|(name, config, frozen)| {
         let mut model = Model::from_config(config).unwrap();
         model.freeze(frozen).unwrap();
         (name, model)
     })
+}
+
+fn model(name: &str) -> Model {
+    models().into_iter().find(|(other, _)| *other == name).unwrap().1
 }
 
 fn options() -> Options {
@@ -69,32 +93,28 @@ fn batch(step: i64, reader: i64) -> Batch {
 
 fn store(model: &str, layout: Layout, what: &str) -> Arc<Store> {
     let folder = PathBuf::from(std::env::var(FOLDER).unwrap());
-    let [stages, replicas, shards, tensor] = layout;
-    let folder = folder.join(format!("{model}-{stages}-{replicas}-{shards}-{tensor}{what}"));
+    let folder = folder.join(format!("{model}-{}{what}", layout.map(|size| size.to_string()).join("-")));
     Arc::new(Store::create(folder.to_str().unwrap()).unwrap())
 }
 
-fn place_ranks(world: &Arc<Group>, [stages, replicas, _, tensor]: Layout) -> Ranks {
-    Ranks::on_mesh(
-        world.clone(),
-        Mesh::divide(world.size(), &[(Axis::Pipeline, stages), (Axis::Replicate, replicas), (Axis::Tensor, tensor)])
-            .unwrap(),
-    )
-    .unwrap()
+fn place_ranks(world: &Arc<Group>, [stages, replicas, _, experts, tensor]: Layout) -> Ranks {
+    let sizes =
+        [(Axis::Pipeline, stages), (Axis::Replicate, replicas), (Axis::Expert, experts), (Axis::Tensor, tensor)];
+    Ranks::on_mesh(world.clone(), Mesh::divide(world.size(), &sizes).unwrap()).unwrap()
 }
 
-/// The layouts that this world can have.
-fn own_layouts(world: &Group) -> impl Iterator<Item = Layout> {
+/// The layouts of a model that this world can have.
+fn own_layouts(world: &Group, model: &str) -> impl Iterator<Item = Layout> {
     let size = world.size();
-    LAYOUTS.into_iter().filter(move |layout| layout.iter().product::<usize>() == size)
+    layouts_of(model).iter().copied().filter(move |layout| layout.iter().product::<usize>() == size)
 }
 
 /// Trains and saves in every layout.
 fn save_all() {
     let world = world();
-    for layout in own_layouts(&world) {
-        for (name, model) in models() {
-            let ranks = place_ranks(&world, layout);
+    for (name, _) in models() {
+        for layout in own_layouts(&world, name) {
+            let (model, ranks) = (model(name), place_ranks(&world, layout));
             let reader = ranks.data_rank() as i64;
             let mut trainer = Trainer::new(model, ranks, options(), &mut init::from_seed(5)).unwrap();
             (0..STEPS).for_each(|step| drop(trainer.step(&[batch(step, reader)]).unwrap()));
@@ -137,12 +157,12 @@ fn exported(checkpoint: &Checkpoint, store: &Arc<Store>) -> Vec<(String, Vec<u8>
 /// Loads every checkpoint in every layout of this world, and saves it again.
 fn load_all() {
     let world = world();
-    for layout in own_layouts(&world) {
-        for saved_by in LAYOUTS {
-            for (name, model) in models() {
+    for (name, _) in models() {
+        for layout in own_layouts(&world, name) {
+            for &saved_by in layouts_of(name) {
                 let what = format!("{name}: saved by {saved_by:?}, loaded by {layout:?}");
                 let checkpoint = Checkpoint::open(&store(name, saved_by, ""), STEPS as u64).unwrap();
-                let ranks = place_ranks(&world, layout);
+                let (model, ranks) = (model(name), place_ranks(&world, layout));
                 let mut trainer = Trainer::resume(model, ranks, options(), &checkpoint).unwrap();
                 let again = store(name, layout, &format!("-again-{saved_by:?}"));
                 save(&mut trainer, &again, json!({})).unwrap();

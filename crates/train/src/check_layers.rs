@@ -4,9 +4,8 @@
 //! gradient that is counted once for every rank. It would show up in the loss much later, if at all. So before the first step of a
 //! custom model, the ranks compare each unit with the same unit on one rank.
 
-use shardwise_model::{Activations, Batch, Parameter, Pass, TensorParallel, Unit, cut, init};
-use shardwise_plan::FloatsMut;
-use shardwise_plan::program::Place;
+use shardwise_model::{Activations, Batch, ExpertParallel, Parameter, Pass, TensorParallel, Unit, cut, init};
+use shardwise_plan::{FloatsMut, LayerPlace};
 use shardwise_torch::autograd::{self, Graph};
 use shardwise_torch::tch::{Kind, Tensor, no_grad};
 
@@ -64,7 +63,7 @@ impl Trainer {
         let failed = |error| Error::of_model(unit.name(), error);
         let expected = whole.compute(unit, &Pass::new(Activations::All), None).map_err(failed)?;
 
-        let shared = self.pass(index, Activations::All);
+        let shared = Pass { experts: ExpertParallel::none(), ..self.pass(index, Activations::All) };
         let own = self.own_inputs(unit, whole, &shared.parallel).map_err(failed)?;
         let output_grad = match self.is_last(index) {
             true => None,
@@ -85,6 +84,11 @@ impl Trainer {
             ))),
             None => Ok(expected.output),
         }
+    }
+
+    /// This rank's part of a layer with all of its experts.
+    fn tensor_place(&self) -> LayerPlace {
+        LayerPlace { tensor: self.layer_place().tensor, ..LayerPlace::default() }
     }
 
     /// This rank's part of what a unit computes from.
@@ -127,7 +131,8 @@ impl Trainer {
         let mut pairs = vec![Pair { what: "the output".to_string(), found: found.output, expected: own_output }];
         let parameters = self.model.units()[index].parameters().iter();
         for ((parameter, found), expected) in parameters.zip(found.parameter_grads).zip(&expected.parameter_grads) {
-            let is_sum = parameter.is_replicated(place) && !parameter.has_same_gradient(parallel.splits_sequence());
+            let is_sum =
+                parameter.is_replicated(place.tensor) && !parameter.has_same_gradient(parallel.splits_sequence());
             pairs.push(Pair {
                 what: format!("the gradient of {} {:?}", parameter.name, parameter.shape),
                 found: if is_sum { parallel.all_reduce(&found)? } else { found },
@@ -169,7 +174,7 @@ impl Inputs<'_> {
 }
 
 /// The part of a parameter, or of its gradient, that a rank keeps.
-fn own_part(whole: &Tensor, parameter: &Parameter, place: Place) -> shardwise_model::Result<Tensor> {
+fn own_part(whole: &Tensor, parameter: &Parameter, place: LayerPlace) -> shardwise_model::Result<Tensor> {
     match parameter.kept_slice(place) {
         Some(slice) => Ok(cut(whole, &slice)?.f_contiguous()?),
         None => Ok(whole.shallow_clone()),

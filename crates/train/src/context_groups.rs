@@ -3,14 +3,11 @@
 use std::sync::Arc;
 
 use shardwise_comm::Group;
-use shardwise_model::{Batch, ContextGroup, ContextParallel, PendingTensor};
+use shardwise_model::{Batch, ContextParallel};
 use shardwise_plan::ContextPlace;
 use shardwise_plan::program::Place;
-use shardwise_torch::autograd::ClosureError;
-use shardwise_torch::tch::Tensor;
-use shardwise_torch::{Block, dtype_of};
 
-use crate::tensor_group::Sent;
+use crate::exchange::Exchange;
 
 /// The ranks that divide sequences: neighbors that exchange heads, and rings of ranks that have the same heads.
 #[derive(Clone)]
@@ -51,34 +48,5 @@ impl ContextGroups {
     pub fn place(&self) -> ContextPlace {
         let place = |group: &Group| Place { size: group.size(), index: group.rank() };
         ContextPlace { ring: place(&self.ring), ulysses: place(&self.ulysses) }
-    }
-}
-
-struct Exchange(Arc<Group>);
-
-impl ContextGroup for Exchange {
-    fn rank(&self) -> usize {
-        self.0.rank()
-    }
-
-    fn size(&self) -> usize {
-        self.0.size()
-    }
-
-    fn start_all_to_all(
-        &self,
-        label: &str,
-        send: &Tensor,
-        send_counts: &[usize],
-        receive_counts: &[usize],
-    ) -> std::result::Result<PendingTensor, ClosureError> {
-        let received = Block::new(dtype_of(send.f_kind()?)?, receive_counts.iter().sum(), send.device())?;
-        let sent = Sent::new(send)?;
-        let pending = self.0.all_to_all_counts(label, sent.take()?, send_counts, received, receive_counts);
-        Ok(Box::new(move || {
-            let (memory, received) = pending.wait()?;
-            sent.put_back(memory)?;
-            Ok(received.into_tensor()?)
-        }))
     }
 }

@@ -34,7 +34,7 @@ fn unit_cost(model: &Model, unit: &Unit, options: &Options, place: &ModelParalle
         selective_temporary_bytes: selective.temporary_bytes,
         tied_gradient_bytes: tied
             .filter(|tied| tied.trainable)
-            .map_or(0, |tied| tied.kept_elements(place.tensor) * element_bytes),
+            .map_or(0, |tied| tied.kept_elements(place.layer()) * element_bytes),
         sparse_gradient_bytes: all.sparse_gradient_bytes,
         ..UnitCost::default()
     }

@@ -5,7 +5,8 @@
 //!
 //! All ranks of a pipeline stage compute the same thing: the same tokens, the same gathered parameters, the same kernels. So their logits are bitwise
 //! identical, and since sampling is a function of the seed and the position, they sample the same token without communication.
-//! Only the last stage of a pipeline has logits, so it tells the others which token it has sampled. This requires the same kind of processor on all hosts.
+//! This requires the same kind of processor on all hosts. Only the last stage of a pipeline has logits, so it tells the others which token it has
+//! sampled, and so does the first rank if ranks hold different experts.
 
 use std::ops::ControlFlow;
 
@@ -139,8 +140,8 @@ impl Trainer {
         let logits = self.forward_no_grad(&batch, &parallel.with_whole_sequence(), |trainer, index, input| {
             let unit = &trainer.model.units()[index];
             let parameters = trainer.shards[index].parameters();
-            let parallel = trainer.inference_pass(index).parallel;
-            unit.extend(parameters, trainer.tied(index), input, &tokens, &mut caches[index], &parallel)
+            let pass = trainer.inference_pass(index);
+            unit.extend(parameters, trainer.tied(index), input, &tokens, &mut caches[index], &pass)
                 .map_err(|error| Error::of_model(unit.name(), error))
         })?;
         let fail = |error: TchError| Error::Model { unit: "head".to_string(), error: error.into() };

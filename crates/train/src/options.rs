@@ -14,6 +14,7 @@ use shardwise_zero::{Groups, Optimizer, Precision, Sharding};
 
 use crate::context_groups::ContextGroups;
 use crate::error::{Error, Result};
+use crate::expert_groups::ExpertGroups;
 use crate::loss_scale::{self, LossScale};
 use crate::message_groups::MessageGroups;
 use crate::nonfinite::OnNonFinite;
@@ -153,6 +154,8 @@ pub struct Ranks {
     pub tensor: Arc<Group>,
     /// The ranks that divide sequences (context parallelism).
     pub context: ContextGroups,
+    /// The ranks that hold different experts of a layer (expert parallelism), and those that shard the same experts.
+    pub experts: ExpertGroups,
     /// The ranks that hold the stages of one pipeline, by stage.
     pub pipeline: Arc<Group>,
     /// The groups in which these ranks send activations and their gradients to each other.
@@ -172,7 +175,8 @@ impl Ranks {
         let [tensor, pipeline] = [(); 2].map(|()| Arc::new(shardwise_comm::single::group()));
         let messages = MessageGroups::same(&pipeline);
         let (replicated, stage, context) = (groups.clone(), world.clone(), ContextGroups::none());
-        Ranks { replicated, groups, stage, world, tensor, context, pipeline, messages, mesh }
+        let experts = ExpertGroups::none(&groups, &tensor);
+        Ranks { replicated, groups, stage, world, tensor, context, experts, pipeline, messages, mesh }
     }
 
     /// Hybrid sharding: `replicas` replicas, each sharded among consecutive ranks. Calls of different groups run concurrently. All
@@ -191,6 +195,10 @@ impl Ranks {
 
     /// The ranks of a mesh. All ranks call this together.
     pub fn on_mesh(world: Arc<Group>, mesh: Mesh) -> Result<Self> {
+        if mesh.size(Axis::Expert) > 1 && mesh.context_size() > 1 {
+            let problem = "ranks that divide sequences cannot divide experts yet; use one of the two".to_string();
+            return Err(Error::Options(problem));
+        }
         let along = |axes: &[Axis]| -> Result<Arc<Group>> { Ok(Arc::new(world.split_along(&mesh, axes)?)) };
         let groups = Groups { shard: along(GroupKind::Shard.axes())?, replicate: along(&[Axis::Replicate])? };
         let (tensor, replicated) = match mesh.size(Axis::Tensor) {
@@ -213,7 +221,19 @@ impl Ranks {
             _ => along(&[axis]),
         };
         let context = ContextGroups { ulysses: unless_single(Axis::Ulysses)?, ring: unless_single(Axis::Ring)? };
-        Ok(Ranks { world, groups, replicated, tensor, context, pipeline, messages, stage, mesh })
+        let experts = match mesh.size(Axis::Expert) {
+            1 => ExpertGroups::none(&groups, &tensor),
+            _ => {
+                let exchange = along(&[Axis::Expert])?;
+                let parts = match mesh.size(Axis::Tensor) {
+                    1 => exchange.clone(),
+                    _ => along(&[Axis::Expert, Axis::Tensor])?,
+                };
+                let (shard, replicate) = (along(GroupKind::ExpertShard.axes())?, groups.replicate.clone());
+                ExpertGroups { exchange, groups: Groups { shard, replicate }, parts }
+            }
+        };
+        Ok(Ranks { world, groups, replicated, tensor, context, experts, pipeline, messages, stage, mesh })
     }
 
     /// The ranks of this stage as if there were no others: those of a model that is not cut into stages, with the same data
@@ -229,8 +249,9 @@ impl Ranks {
 
     /// Fails if a call of one of the groups has failed; see [`Group::check`].
     pub(crate) fn check(&self) -> Result<()> {
-        let groups = [&self.groups, &self.replicated].map(|groups| [&groups.shard, &groups.replicate]);
-        let context = [&self.context.ulysses, &self.context.ring];
+        let groups = [&self.groups, &self.replicated, &self.experts.groups];
+        let groups = groups.map(|groups| [&groups.shard, &groups.replicate]);
+        let context = [&self.context.ulysses, &self.context.ring, &self.experts.exchange, &self.experts.parts];
         let others = [&self.tensor, &self.pipeline].into_iter().chain(context).chain(self.messages.all());
         let mut all = groups.iter().flatten().copied().chain(others);
         Ok(all.try_for_each(|group| group.check())?)
@@ -291,9 +312,12 @@ impl Ranks {
         if mesh.context_size() > 1 {
             return Err(Error::Options("context parallelism has been written for CPUs only".into()));
         }
-        let Ranks { world, groups, replicated, tensor, context, pipeline, messages, stage, mesh } =
+        if mesh.size(Axis::Expert) > 1 {
+            return Err(Error::Options("expert parallelism has been written for CPUs only".into()));
+        }
+        let Ranks { world, groups, replicated, tensor, context, experts, pipeline, messages, stage, mesh } =
             Ranks::on_mesh(world, mesh)?;
-        drop(messages);
+        drop((messages, experts));
         let over = |group: Arc<Group>| -> Result<Arc<Group>> {
             let control = Arc::into_inner(group).expect("on_mesh returned the only reference");
             Ok(Arc::new(connect(control)?))
@@ -316,7 +340,8 @@ impl Ranks {
             })?,
         };
         let (tensor, pipeline) = (over_unless_single(tensor)?, over_unless_single(pipeline)?);
-        Ok(Ranks { world, groups, replicated, tensor, context, pipeline, messages, stage, mesh })
+        let experts = ExpertGroups::none(&groups, &tensor);
+        Ok(Ranks { world, groups, replicated, tensor, context, experts, pipeline, messages, stage, mesh })
     }
 }
 

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
+use shardwise_comm::Group;
 use shardwise_model::{Model, Parameter, Unit};
-use shardwise_plan::program::Place;
-use shardwise_plan::{Axis, FloatsMut};
+use shardwise_plan::{FloatsMut, LayerPlace};
 use shardwise_zero::{Groups, Layout, ParameterSpec, Pool, ShardedUnit};
 
 use crate::error::{Error, Result};
@@ -16,6 +16,8 @@ use crate::own_units::OwnUnits;
 const SPLIT: usize = 0;
 /// The index of the layout of parameters that tensor-parallel ranks replicate: all ranks of a replica shard them.
 const REPLICATED: usize = 1;
+/// The index of the layout of experts that ranks divide: those with the same experts shard them.
+const EXPERTS: usize = 2;
 
 /// Shards the units of a model that are on this rank's stage. `init` is called only for the elements that this rank keeps.
 pub(crate) fn shard_model(
@@ -28,7 +30,7 @@ pub(crate) fn shard_model(
 ) -> Result<OwnUnits> {
     load_units(model, stage_of_unit, ranks.pipeline.rank())?;
     let layouts = layouts(ranks, options, pool);
-    let place = ranks.mesh().place(ranks.world.rank(), Axis::Tensor);
+    let place = ranks.mesh().layer_place(ranks.world.rank());
     let mut shard = |unit: &Unit| -> Result<ShardedUnit> {
         let specs: Vec<ParameterSpec> =
             unit.parameters().iter().map(|parameter| parameter_spec(parameter, options, place)).collect();
@@ -53,28 +55,36 @@ fn load_units(model: &Model, stage_of_unit: &[usize], stage: usize) -> Result<()
     own.try_for_each(|(unit, _)| unit.load().map_err(|error| Error::of_model(unit.name(), error)))
 }
 
-/// The layouts of every unit, [`SPLIT`] and [`REPLICATED`].
-fn layouts(ranks: &Ranks, options: &Options, pool: &Arc<Pool>) -> [Layout; 2] {
-    let layout = |groups: &Groups, tensor| Layout {
+/// The layouts of every unit, [`SPLIT`], [`REPLICATED`] and [`EXPERTS`].
+fn layouts(ranks: &Ranks, options: &Options, pool: &Arc<Pool>) -> [Layout; 3] {
+    let layout = |groups: &Groups, parts: Option<&Arc<Group>>| Layout {
         groups: groups.clone(),
-        tensor,
+        parts: parts.filter(|parts| parts.size() > 1).cloned(),
         sharding: options.sharding,
         precision: options.precision,
         states: options.optimizer.states(),
         pool: pool.clone(),
     };
-    let tensor = Some(ranks.tensor.clone()).filter(|tensor| tensor.size() > 1);
-    [layout(&ranks.groups, tensor), layout(&ranks.replicated, None)]
+    let experts = &ranks.experts;
+    [
+        layout(&ranks.groups, Some(&ranks.tensor)),
+        layout(&ranks.replicated, None),
+        layout(&experts.groups, Some(&experts.parts)),
+    ]
 }
 
-fn parameter_spec(parameter: &Parameter, options: &Options, place: Place) -> ParameterSpec {
-    let is_replicated = parameter.is_replicated(place);
-    let has_same_gradient = parameter.has_same_gradient(options.splits_sequence(place));
+fn parameter_spec(parameter: &Parameter, options: &Options, place: LayerPlace) -> ParameterSpec {
+    let is_replicated = parameter.is_replicated(place.tensor);
+    let has_same_gradient = parameter.has_same_gradient(options.splits_sequence(place.tensor));
     ParameterSpec {
         shape: parameter.kept_shape(place),
         decays: parameter.decays,
         trainable: parameter.trainable,
-        layout: if is_replicated { REPLICATED } else { SPLIT },
-        adds_gradient: !is_replicated || place.index == 0 || !has_same_gradient,
+        layout: match (parameter.is_divided_by_expert(place), is_replicated) {
+            (true, _) => EXPERTS,
+            (false, true) => REPLICATED,
+            (false, false) => SPLIT,
+        },
+        adds_gradient: !is_replicated || place.tensor.index == 0 || !has_same_gradient,
     }
 }

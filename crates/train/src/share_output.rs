@@ -50,23 +50,25 @@ impl Trainer {
         Ok(shared.view(shape))
     }
 
-    /// The token that the stage with the last unit has sampled. All ranks call it together.
+    /// The token that the first rank of the stage with the last unit has sampled. All ranks call it together.
     pub(crate) fn share_token(&self, sampled: Option<Result<i64>>, position: usize) -> Result<i64> {
-        let pipeline = &self.ranks.pipeline;
-        if pipeline.size() == 1 {
+        if self.ranks.pipeline.size() == 1 && self.ranks.experts.size() == 1 {
             return sampled.expect("the only stage has all units");
         }
-        // All pipelines compute the same, so one rank can tell all others.
+        // All pipelines compute the same. But experts multiply the rows of several ranks at once, and nobody promises that a product of
+        // matrices treats all of its rows alike.
         let own = match &sampled {
             Some(Ok(token)) => *token,
             _ => NO_TOKEN,
         };
         let first_of_last = self.last_stage() * self.ranks.stage.size();
         let token = self.ranks.world.broadcast("token", first_of_last, vec![own]).wait()?[0];
+        // The other ranks do not mind what they could not sample themselves, so that all go on together.
         match (sampled, token) {
-            (Some(Err(error)), _) => Err(error),
+            (Some(Err(error)), NO_TOKEN) => Err(error),
             (_, NO_TOKEN) => {
-                Err(Error::Options(format!("position {position}: the last stage could not sample a token")))
+                let problem = format!("position {position}: rank {first_of_last} could not sample a token");
+                Err(Error::Options(problem))
             }
             (_, token) => Ok(token),
         }

@@ -96,7 +96,7 @@ impl Trainer {
     /// The shape of that parameter on this rank.
     fn tied_shape(&self, message: &Message) -> Vec<i64> {
         let Tied { unit, parameter } = self.tied_of(message);
-        self.model.units()[unit].parameters()[parameter].kept_shape(self.tensor_place())
+        self.model.units()[unit].parameters()[parameter].kept_shape(self.layer_place())
     }
 
     /// Sends the parameter that a unit of another stage is tied to.

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use shardwise_checkpoint::{Checkpoint, FILE_BYTES, FlatBuffer, Owners, UnitLayout, UnitReader};
 use shardwise_model::{Model, Parameter, Unit};
 use shardwise_plan::program::Place;
-use shardwise_plan::{Axis, FloatsMut, Mesh};
+use shardwise_plan::{Axis, FloatsMut, LayerPlace, Mesh};
 use shardwise_zero::{CheckpointTensor, InitError};
 
 use crate::error::{Error, Result};
@@ -21,41 +21,71 @@ pub fn checkpoint_layouts(model: &Model, options: &Options, mesh: &Mesh) -> Vec<
     let unit = |(index, unit): (usize, &Unit)| UnitLayout {
         name: unit.name().to_string(),
         buffers: buffers(unit.parameters(), options, mesh).into_iter().map(|(buffer, _)| buffer).collect(),
-        owners: shards(mesh) * mesh.size(Axis::Tensor),
+        owners: shards(mesh) * mesh.size(Axis::Expert) * mesh.size(Axis::Tensor),
         index,
         file_bytes: FILE_BYTES,
     };
     model.units().iter().enumerate().map(unit).collect()
 }
 
-/// The number of ranks that a parameter is sharded among.
+/// The number of ranks that shard the same experts.
 fn shards(mesh: &Mesh) -> usize {
     mesh.size(Axis::Shard) * mesh.context_size()
 }
 
-/// The flat buffers of a unit in a checkpoint, each with the tensor-parallel rank that has it, unless all have: first those with the
-/// parts of each tensor-parallel rank, then those with the parameters that all of these ranks have.
-fn buffers(parameters: &[Parameter], options: &Options, mesh: &Mesh) -> Vec<(FlatBuffer, Option<usize>)> {
-    let (shard, tensor) = (shards(mesh), mesh.size(Axis::Tensor));
-    let place = |index: usize| Place { size: tensor, index };
+/// Which of the ranks that hold the parts of a layer have a buffer.
+#[derive(Clone, Copy)]
+struct Holders {
+    /// The tensor-parallel rank, unless all have it.
+    tensor: Option<usize>,
+    /// The expert-parallel rank, unless all have it.
+    expert: Option<usize>,
+}
+
+impl Holders {
+    fn has(self, place: LayerPlace) -> bool {
+        self.tensor.is_none_or(|rank| rank == place.tensor.index)
+            && self.expert.is_none_or(|rank| rank == place.expert.index)
+    }
+}
+
+/// The flat buffers of a unit in a checkpoint, each with the ranks that have it: first those with the parts of each tensor-parallel rank,
+/// then those with the parameters that all of these ranks have, then those with the experts of each rank.
+fn buffers(parameters: &[Parameter], options: &Options, mesh: &Mesh) -> Vec<(FlatBuffer, Holders)> {
+    let (shard, experts, tensor) = (shards(mesh), mesh.size(Axis::Expert), mesh.size(Axis::Tensor));
+    let place = |tensor_index: usize, expert_index: usize| LayerPlace {
+        tensor: Place { size: tensor, index: tensor_index },
+        expert: Place { size: experts, index: expert_index },
+    };
+    let first = place(0, 0);
+    let (divided, others): (Vec<&Parameter>, Vec<&Parameter>) =
+        parameters.iter().partition(|parameter| parameter.is_divided_by_expert(first));
     let (replicated, split): (Vec<&Parameter>, Vec<&Parameter>) =
-        parameters.iter().partition(|parameter| parameter.is_replicated(place(0)));
+        others.into_iter().partition(|parameter| parameter.is_replicated(first.tensor));
     let mut buffers = Vec::new();
+    let mut add = |parameters: &[&Parameter], place: LayerPlace, owners, holders: Holders| {
+        let added = buffers_of(parameters, options, place, owners);
+        buffers.extend(added.into_iter().map(|buffer| (buffer, holders)));
+    };
     for index in (0..tensor).filter(|_| !split.is_empty() || parameters.is_empty()) {
-        let owners = Owners { first: index, stride: tensor, count: shard };
-        let of_rank = buffers_of(&split, options, place(index), owners);
-        buffers.extend(of_rank.into_iter().map(|buffer| (buffer, Some(index))));
+        let owners = Owners { first: index, stride: tensor, count: shard * experts };
+        add(&split, place(index, 0), owners, Holders { tensor: Some(index), expert: None });
     }
     if !replicated.is_empty() {
-        let of_all = buffers_of(&replicated, options, place(0), Owners::all(shard * tensor));
-        buffers.extend(of_all.into_iter().map(|buffer| (buffer, None)));
+        let owners = Owners::all(shard * experts * tensor);
+        add(&replicated, first, owners, Holders { tensor: None, expert: None });
+    }
+    let parts = (0..experts).flat_map(|expert| (0..tensor).map(move |tensor| (expert, tensor)));
+    for (expert, index) in parts.filter(|_| !divided.is_empty()) {
+        let owners = Owners { first: expert * tensor + index, stride: experts * tensor, count: shard };
+        add(&divided, place(index, expert), owners, Holders { tensor: Some(index), expert: Some(expert) });
     }
     buffers
 }
 
 /// The flat buffers of parameters that are sharded among the same ranks, in the order of
 /// [`shardwise_zero::ShardedUnit::checkpoint_tensors`].
-fn buffers_of(parameters: &[&Parameter], options: &Options, tensor: Place, owners: Owners) -> Vec<FlatBuffer> {
+fn buffers_of(parameters: &[&Parameter], options: &Options, place: LayerPlace, owners: Owners) -> Vec<FlatBuffer> {
     let buffer = |dtype, trainable: bool, name: &dyn Fn(&Parameter) -> String| FlatBuffer {
         dtype,
         tensors: parameters
@@ -64,7 +94,7 @@ fn buffers_of(parameters: &[&Parameter], options: &Options, tensor: Place, owner
             .map(|parameter| shardwise_checkpoint::Tensor {
                 name: name(parameter),
                 shape: shape(parameter),
-                slice: parameter.kept_slice(tensor),
+                slice: parameter.kept_slice(place),
             })
             .collect(),
         owners,
@@ -130,10 +160,9 @@ impl Trainer {
             }
             trainer.shards[unit].wait_for_update()?;
             let mut own = trainer.shards[unit].checkpoint_tensors().into_iter();
-            let (parameters, mesh) = (trainer.model.units()[unit].parameters(), trainer.ranks.mesh());
-            let buffers = buffers(parameters, &trainer.options, &mesh).into_iter();
-            let is_own = |rank: Option<usize>| rank.is_none_or(|rank| rank == trainer.ranks.tensor.rank());
-            Ok(buffers.map(|(_, rank)| if is_own(rank) { own.next() } else { None }).collect())
+            let (parameters, place) = (trainer.model.units()[unit].parameters(), trainer.layer_place());
+            let buffers = buffers(parameters, &trainer.options, &trainer.ranks.mesh()).into_iter();
+            Ok(buffers.map(|(_, holders)| if holders.has(place) { own.next() } else { None }).collect())
         })
     }
 
@@ -191,7 +220,7 @@ impl Trainer {
         let optimizer = options.optimizer.clone();
         let mut trainer = Trainer::load_weights(model, ranks, options, checkpoint)?;
         let mut readers = Readers { checkpoint, open: None };
-        let place = trainer.tensor_place();
+        let place = trainer.layer_place();
         let states = optimizer.state_names();
         // Before the first update optimizer states have their initial values, and an imported checkpoint does not contain them.
         for (index, shard) in trainer.shards.iter_mut().filter(|_| progress.updates > 0) {

@@ -8,7 +8,8 @@ use std::sync::Arc;
 
 use shardwise_comm::ReduceOp;
 use shardwise_model::{Activations, Batch, DeferredGradients, Model, Pass, TensorParallel, Unit};
-use shardwise_plan::program::{Instruction, Keep, ModelParallel, Place, Policy, Program, Programs, UnitSpec};
+use shardwise_plan::LayerPlace;
+use shardwise_plan::program::{Instruction, Keep, ModelParallel, Policy, Program, Programs, UnitSpec};
 use shardwise_torch::autograd::{self, Graph};
 use shardwise_torch::tch::{Device, Tensor, no_grad};
 use shardwise_torch::{Stream, kind_of};
@@ -80,7 +81,16 @@ impl Trainer {
                 format!("the options' device is {device:?}, but the ranks' groups communicate {reached:?} memory");
             return Err(Error::Options(problem));
         }
-        model.check_tensor_parallel(ranks.tensor.size()).map_err(|error| Error::Options(error.to_string()))?;
+        let layer_place = ranks.mesh().layer_place(ranks.world.rank());
+        model
+            .check_tensor_parallel(ranks.tensor.size())
+            .and_then(|()| model.check_expert_parallel(layer_place))
+            .map_err(|error| Error::Options(error.to_string()))?;
+        if ranks.experts.size() > 1 && !model.is_built_in() {
+            let problem =
+                "expert parallelism is for built-in models: others could not send tokens to the experts of other ranks";
+            return Err(Error::Options(problem.to_string()));
+        }
         if ranks.context.size() > 1 && (!model.is_built_in() || model.package().is_some()) {
             let problem = "context parallelism is for built-in models that are not compiled: others would attend to a rank's own part only";
             return Err(Error::Options(problem.to_string()));
@@ -285,9 +295,15 @@ impl Trainer {
         self.copy_streams.as_ref().map(|[_, snapshots]| snapshots.clone())
     }
 
+    /// Sets how the gradients of each unit travel in the next reductions.
+    fn set_gradient_codecs(&mut self, program: &Program) {
+        let codecs = program.gradient_codecs(self.shards.model_len());
+        self.shards.iter_mut().for_each(|(unit, shard)| shard.set_gradient_codec(codecs[unit]));
+    }
+
     /// This rank's place among those that share its layers.
-    pub(crate) fn tensor_place(&self) -> Place {
-        Place { size: self.ranks.tensor.size(), index: self.ranks.tensor.rank() }
+    pub(crate) fn layer_place(&self) -> LayerPlace {
+        self.ranks.mesh().layer_place(self.ranks.world.rank())
     }
 
     // ---- the step -----------------------------------------------------------------------------------------------------
@@ -300,8 +316,7 @@ impl Trainer {
         let mut values = StepValues::new(micro_batches, self.shards.model_len(), self.loss_scaler.value());
         values.batches = self.copy_batches(micro_batches)?;
         values.splits_backward = splits_backward(&program);
-        let codecs = program.gradient_codecs(self.shards.model_len());
-        self.shards.iter_mut().for_each(|(unit, shard)| shard.set_gradient_codec(codecs[unit]));
+        self.set_gradient_codecs(&program);
         self.execute(program.gradients(), &mut values)?;
         Ok(values.totals.expect("a step's program ends with its totals"))
     }
@@ -499,7 +514,8 @@ impl Trainer {
     pub(crate) fn pass(&self, index: usize, activations: Activations) -> Pass {
         let parallel = self.parallel.with_label(self.model.units()[index].name());
         let context = self.ranks.context.verbs().with_label(self.model.units()[index].name());
-        Pass { parallel, context, ..Pass::new(activations) }
+        let experts = self.ranks.experts.verbs().with_label(self.model.units()[index].name());
+        Pass { parallel, context, experts, ..Pass::new(activations) }
     }
 
     /// How a unit computes in the forward pass of a step. Tokens are counted there, and not again where it is recomputed.

@@ -1,8 +1,8 @@
 //! What the order of a step depends on, by unit.
 
 use shardwise_model::{Activations, Model, Parameter, PassShape, Unit, may_use_flash_attention};
-use shardwise_plan::Dtype;
-use shardwise_plan::program::{ActivationCheckpointing, ModelParallel, Replicated, UnitSpec};
+use shardwise_plan::program::{ActivationCheckpointing, ElementCounts, ModelParallel, UnitSpec};
+use shardwise_plan::{Dtype, LayerPlace};
 use shardwise_torch::tch::Device;
 use shardwise_zero::Precision;
 
@@ -34,7 +34,7 @@ pub fn unit_specs(model: &Model, options: &Options, place: &ModelParallel, shape
     let spec = |(index, unit): (usize, &Unit)| UnitSpec {
         tied_elements: unit
             .tied()
-            .map_or(0, |tied| model.units()[tied.unit].parameters()[tied.parameter].kept_elements(place.tensor)),
+            .map_or(0, |tied| model.units()[tied.unit].parameters()[tied.parameter].kept_elements(place.layer())),
         ..unit_spec(unit, options, &PassShape { input_has_grad: index > first_trainable, ..shape })
     };
     model.units().iter().enumerate().map(spec).collect()
@@ -55,6 +55,7 @@ pub(crate) fn pass_shape(
         is_recomputed: options.activation_checkpointing == ActivationCheckpointing::Full,
         tensor: place.tensor,
         context: place.context,
+        expert: place.expert,
         splits_sequence: options.splits_sequence(place.tensor),
         input_has_grad: true,
         uses_flash_attention: may_use_flash_attention(options.device, options.precision.param_dtype),
@@ -69,17 +70,19 @@ fn sends_narrow_gradients(options: &Options) -> bool {
 }
 
 fn unit_spec(unit: &Unit, options: &Options, shape: &PassShape) -> UnitSpec {
-    let tensor = shape.tensor;
-    let count = |is_counted: &dyn Fn(&Parameter) -> bool| {
-        unit.parameters().iter().filter(|parameter| is_counted(parameter)).map(|p| p.kept_elements(tensor)).sum()
+    let place = LayerPlace { tensor: shape.tensor, expert: shape.expert };
+    let count = |is_counted: &dyn Fn(&Parameter) -> bool| -> usize {
+        unit.parameters().iter().filter(|parameter| is_counted(parameter)).map(|p| p.kept_elements(place)).sum()
     };
-    let trainable = count(&|parameter| parameter.trainable);
+    let counts = |is_counted: &dyn Fn(&Parameter) -> bool| ElementCounts {
+        trainable: count(&|parameter| parameter.trainable && is_counted(parameter)),
+        frozen: count(&|parameter| !parameter.trainable && is_counted(parameter)),
+    };
+    let ElementCounts { trainable, frozen } = counts(&|_| true);
     UnitSpec {
-        frozen: count(&|parameter| !parameter.trainable),
-        replicated: Replicated {
-            trainable: count(&|parameter| parameter.trainable && parameter.is_replicated(tensor)),
-            frozen: count(&|parameter| !parameter.trainable && parameter.is_replicated(tensor)),
-        },
+        frozen,
+        replicated: counts(&|parameter| parameter.is_replicated(place.tensor)),
+        experts: counts(&|parameter| parameter.is_divided_by_expert(place)),
         tied: unit.tied().map(|tied| tied.unit),
         forward_computes_gradients: unit.forward_computes_gradients(),
         narrow_gradients: unit.gradients_are_dense() && sends_narrow_gradients(options),

@@ -9,7 +9,7 @@ use shardwise_comm::{Group, mpi, single};
 use shardwise_harness::ranks;
 use shardwise_model::{Batch, Gpt2Config, IGNORED, LlamaConfig, Model, ModelConfig, MoeConfig, cut};
 use shardwise_plan::program::Place;
-use shardwise_plan::{Axis, Mesh};
+use shardwise_plan::{Axis, LayerPlace, Mesh};
 use shardwise_torch::tch::{Device, Kind, Tensor, no_grad};
 use shardwise_train::{ActivationCheckpointing, Options, Ranks, Schedule, Trainer, init};
 use shardwise_zero::{AdamW, Optimizer, Precision, Sgd, Sharding};
@@ -130,7 +130,7 @@ fn assert_same(found: &Trained, expected: &Trained, place: Place, tolerance: f64
     }
     for (unit, (found, expected)) in found.model.units().iter().zip(found.parameters.iter().zip(&expected.parameters)) {
         for (parameter, (found, whole)) in unit.parameters().iter().zip(found.iter().zip(expected)) {
-            let expected = match parameter.kept_slice(place) {
+            let expected = match parameter.kept_slice(LayerPlace { tensor: place, ..LayerPlace::default() }) {
                 Some(slice) => cut(whole, &slice).unwrap(),
                 None => whole.shallow_clone(),
             };

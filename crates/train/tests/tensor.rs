@@ -10,6 +10,7 @@ use shardwise_harness::ranks;
 use shardwise_model::{
     Batch, Gpt2Config, IGNORED, LlamaConfig, Model, ModelConfig, MoeConfig, RouterConfig, ScoringFunc, cut,
 };
+use shardwise_plan::LayerPlace;
 use shardwise_plan::program::Place;
 use shardwise_torch::tch::{Device, Kind, Tensor, no_grad};
 use shardwise_train::{ActivationCheckpointing, Options, Ranks, Schedule, Trainer, init};
@@ -158,7 +159,7 @@ fn assert_same(model: &Model, place: Place, found: &Trained, expected: &Trained,
     }
     for (unit, (found, expected)) in model.units().iter().zip(found.parameters.iter().zip(&expected.parameters)) {
         for (parameter, (found, whole)) in unit.parameters().iter().zip(found.iter().zip(expected)) {
-            let expected = match parameter.kept_slice(place) {
+            let expected = match parameter.kept_slice(LayerPlace { tensor: place, ..LayerPlace::default() }) {
                 Some(slice) => cut(whole, &slice).unwrap(),
                 None => whole.shallow_clone(),
             };

@@ -162,7 +162,8 @@ mod tests {
         worst.label = "\"".repeat(256);
         let status = RankStatus { unit: "\\".repeat(256), calls: vec![worst], ..RankStatus::default() };
         let info = |rank: u32| RankInfo {
-            coordinates: ModelAxes { pipeline: 100, context: 1, tensor: 100 }.coordinates(rank as usize, 10_000),
+            coordinates: ModelAxes { pipeline: 100, tensor: 100, ..ModelAxes::default() }
+                .coordinates(rank as usize, 10_000),
             host: "\"".repeat(256),
             pid: rank,
             status: status.clone(),
@@ -209,7 +210,7 @@ mod tests {
             own.waiting_for = crate::Ranks::from_ranks(rank.checked_sub(2));
             own.in_state_ms = 1000 * rank as u64;
             RankInfo {
-                coordinates: ModelAxes { pipeline: 2, context: 1, tensor: 2 }.coordinates(rank, 4),
+                coordinates: ModelAxes { pipeline: 2, tensor: 2, ..ModelAxes::default() }.coordinates(rank, 4),
                 host: "a".to_string(),
                 pid: 1,
                 status: RankStatus { step: 7, phase: "forward".into(), calls: vec![own], ..RankStatus::default() },

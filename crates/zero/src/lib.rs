@@ -32,7 +32,7 @@
 //! let sgd = Optimizer::Sgd(Sgd { lr: 0.1, momentum: 0., weight_decay: 0. });
 //! let layout = Layout {
 //!     groups: Groups::sharded(Arc::new(single::group())),
-//!     tensor: None,
+//!     parts: None,
 //!     sharding: Sharding::stage(3)?,
 //!     precision: Precision::F32,
 //!     states: sgd.states(),

@@ -41,8 +41,8 @@ pub struct ParameterSpec {
 pub struct Layout {
     /// The ranks that shard and replicate the parameters.
     pub groups: Groups,
-    /// The ranks that hold the other parts of the parameters, if tensor parallelism splits them.
-    pub tensor: Option<Arc<Group>>,
+    /// The ranks that hold the other parts of the parameters, if tensor or expert parallelism divides them.
+    pub parts: Option<Arc<Group>>,
     /// What is sharded.
     pub sharding: Sharding,
     /// The dtypes of parameters and gradients.
@@ -634,8 +634,8 @@ impl ShardedBuffer {
         if self.layout.sharding.optimizer {
             totals = self.sum_over(&self.layout.groups.shard, totals)?;
         }
-        if let Some(tensor) = &self.layout.tensor {
-            totals = self.sum_over(tensor, totals)?;
+        if let Some(parts) = &self.layout.parts {
+            totals = self.sum_over(parts, totals)?;
         }
         Ok(totals)
     }

@@ -85,6 +85,9 @@ fn facts(run: &RunData) -> Vec<(&'static str, String)> {
                 if start.tensor > 1 {
                     text += &format!(", layers shared by {} ranks", start.tensor);
                 }
+                if start.expert > 1 {
+                    text += &format!(", experts divided among {} ranks", start.expert);
+                }
                 if start.context > 1 {
                     text += &format!(", sequences divided among {} ranks", start.context);
                 }

@@ -103,6 +103,7 @@ impl SimulatedRun {
             zero_stage: 3,
             replicate: 1,
             pipeline: 1,
+            expert: 1,
             context: 1,
             tensor: 1,
             param_dtype: "bf16".to_string(),

@@ -6,7 +6,7 @@
 use super::Program;
 use super::groups::{CollectiveKind, GroupKind};
 use super::instruction::{Codec, Instruction};
-use super::policy::{InnerCollective, Policy, Replicated, Sharding, UnevenBytes, UnitSpec};
+use super::policy::{InnerCollective, Policy, Sharding, UnevenBytes, UnitSpec};
 
 /// A collective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -79,10 +79,7 @@ pub fn collectives_of(instruction: &Instruction, units: &[UnitSpec], policy: &Po
     let sums_part = optimizer || gradients;
     let gather =
         |(group, elements), codec| of_unit(unit, group, CollectiveKind::AllGather, elements, Element::Parameter, codec);
-    // What tensor-parallel ranks split is sharded by each of them, and what they replicate by all of them together.
-    let Replicated { trainable: both, frozen: both_frozen } = spec.replicated;
-    let trainable = [(GroupKind::Shard, spec.trainable - both), (GroupKind::ShardTensor, both)];
-    let frozen = [(GroupKind::Shard, spec.frozen - both_frozen), (GroupKind::ShardTensor, both_frozen)];
+    let (trainable, frozen) = (spec.trainable_by_group(), spec.frozen_by_group());
     let reduce = |kind, codec| {
         let each = trainable.into_iter();
         each.filter_map(|(group, elements)| of_unit(unit, group, kind, elements, Element::Gradient, codec)).collect()

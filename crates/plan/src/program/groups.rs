@@ -13,7 +13,7 @@ pub enum GroupKind {
     Replicate,
     /// The ranks that hold the stages of one pipeline. Messages go from one of them to another.
     Pipeline,
-    /// The ranks that hold the experts of one layer.
+    /// The ranks that hold the experts of one layer, and exchange tokens.
     Expert,
     /// The ranks that hold parts of one sequence and send each other keys and values.
     Ring,
@@ -23,11 +23,13 @@ pub enum GroupKind {
     Tensor,
     /// The ranks of one replica: all shards of all parts. They share what tensor parallelism does not split.
     ShardTensor,
+    /// The ranks of one replica that hold the shards of the same experts.
+    ExpertShard,
 }
 
 impl GroupKind {
     /// All kinds, in the order of their indices.
-    pub const ALL: [GroupKind; 9] = [
+    pub const ALL: [GroupKind; 10] = [
         GroupKind::World,
         GroupKind::Shard,
         GroupKind::Replicate,
@@ -37,6 +39,7 @@ impl GroupKind {
         GroupKind::Ulysses,
         GroupKind::Tensor,
         GroupKind::ShardTensor,
+        GroupKind::ExpertShard,
     ];
 
     /// The name in texts, such as `world` or `shard`.
@@ -51,6 +54,7 @@ impl GroupKind {
             GroupKind::Ulysses => "ulysses",
             GroupKind::Tensor => "tensor",
             GroupKind::ShardTensor => "shard×tensor",
+            GroupKind::ExpertShard => "expert-shard",
         }
     }
 
@@ -58,14 +62,15 @@ impl GroupKind {
     pub fn axes(self) -> &'static [Axis] {
         match self {
             GroupKind::World => &Axis::ALL,
-            GroupKind::Shard => &[Axis::Shard, Axis::Ring, Axis::Ulysses],
+            GroupKind::Shard => &[Axis::Shard, Axis::Expert, Axis::Ring, Axis::Ulysses],
             GroupKind::Replicate => &[Axis::Replicate],
             GroupKind::Pipeline => &[Axis::Pipeline],
             GroupKind::Expert => &[Axis::Expert],
             GroupKind::Ring => &[Axis::Ring],
             GroupKind::Ulysses => &[Axis::Ulysses],
             GroupKind::Tensor => &[Axis::Tensor],
-            GroupKind::ShardTensor => &[Axis::Shard, Axis::Ring, Axis::Ulysses, Axis::Tensor],
+            GroupKind::ShardTensor => &[Axis::Shard, Axis::Expert, Axis::Ring, Axis::Ulysses, Axis::Tensor],
+            GroupKind::ExpertShard => &[Axis::Shard, Axis::Ring, Axis::Ulysses],
         }
     }
 

@@ -85,12 +85,15 @@ impl Policy {
 pub struct UnitSpec {
     /// The unit's name.
     pub name: String,
-    /// The number of trainable elements on one tensor-parallel rank, including those that all of these ranks have.
+    /// The number of trainable elements on one of the ranks that share its layers, including those that all of these ranks have.
     pub trainable: usize,
-    /// The number of frozen elements on one tensor-parallel rank, including those that all of these ranks have.
+    /// The number of frozen elements on one of the ranks that share its layers, including those that all of these ranks have.
     pub frozen: usize,
-    /// The elements that all tensor-parallel ranks have. They are sharded among all ranks of a replica.
-    pub replicated: Replicated,
+    /// Those of them that all tensor-parallel ranks have. They are sharded among all ranks of a replica.
+    pub replicated: ElementCounts,
+    /// Those of them that belong to this rank's experts, if ranks hold different ones. They are sharded among the ranks that hold the same
+    /// experts.
+    pub experts: ElementCounts,
     /// The unit whose parameter this unit also computes with, as a head does with a tied embedding.
     pub tied: Option<usize>,
     /// The number of elements of that parameter on one tensor-parallel rank. If its unit is on another stage of the pipeline, the
@@ -118,7 +121,8 @@ impl UnitSpec {
             name: name.to_string(),
             trainable,
             frozen: 0,
-            replicated: Replicated::default(),
+            replicated: ElementCounts::default(),
+            experts: ElementCounts::default(),
             tied: None,
             tied_elements: 0,
             backward_reads_parameters,
@@ -128,11 +132,29 @@ impl UnitSpec {
             inner: InnerCollectives::default(),
         }
     }
+
+    /// The trainable elements by the group that shards them: what tensor-parallel ranks split, what they all have, and experts.
+    pub fn trainable_by_group(&self) -> [(GroupKind, usize); 3] {
+        by_group(self.trainable, self.replicated.trainable, self.experts.trainable)
+    }
+
+    /// The frozen elements by the group that shards them.
+    pub fn frozen_by_group(&self) -> [(GroupKind, usize); 3] {
+        by_group(self.frozen, self.replicated.frozen, self.experts.frozen)
+    }
 }
 
-/// The elements of a unit that all tensor-parallel ranks have.
+fn by_group(all: usize, replicated: usize, experts: usize) -> [(GroupKind, usize); 3] {
+    [
+        (GroupKind::Shard, all - replicated - experts),
+        (GroupKind::ShardTensor, replicated),
+        (GroupKind::ExpertShard, experts),
+    ]
+}
+
+/// The number of some of a unit's elements.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Replicated {
+pub struct ElementCounts {
     /// The number of trainable ones.
     pub trainable: usize,
     /// The number of frozen ones.

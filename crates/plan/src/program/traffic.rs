@@ -11,7 +11,7 @@ use super::instruction::{Instruction, Message, Payload};
 use super::policy::{Policy, UnitSpec};
 use crate::Partition;
 use crate::context_parallel::ContextPlace;
-use crate::mesh::{Axis, Mesh, Place};
+use crate::mesh::{Axis, LayerPlace, Mesh, Place};
 
 /// Where a rank is among the others, and the size of the elements that they send.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,6 +46,11 @@ pub struct ModelParallel {
 }
 
 impl ModelParallel {
+    /// The place among those that hold the parts of a layer's parameters.
+    pub fn layer(&self) -> LayerPlace {
+        LayerPlace { tensor: self.tensor, expert: self.expert }
+    }
+
     /// A model that is not divided.
     pub const NONE: ModelParallel = ModelParallel {
         pipeline: Place::ALONE,
@@ -156,23 +161,20 @@ impl Layout {
 
     /// A unit's trainable elements that this rank keeps.
     pub fn kept_trainable(&self, unit: &UnitSpec, sharded: bool) -> usize {
-        self.kept(unit.trainable, unit.replicated.trainable, sharded)
+        self.kept(unit.trainable_by_group(), sharded)
     }
 
     /// A unit's frozen elements that this rank keeps.
     pub fn kept_frozen(&self, unit: &UnitSpec, sharded: bool) -> usize {
-        self.kept(unit.frozen, unit.replicated.frozen, sharded)
+        self.kept(unit.frozen_by_group(), sharded)
     }
 
-    fn kept(&self, elements: usize, replicated: usize, sharded: bool) -> usize {
-        let own = |elements: usize, group| {
+    fn kept(&self, elements: [(GroupKind, usize); 3], sharded: bool) -> usize {
+        let own = |(group, elements)| {
             let Place { size, index } = self.place(group);
-            Partition::new(elements, size).part_len(index)
+            if sharded { Partition::new(elements, size).part_len(index) } else { elements }
         };
-        match sharded {
-            true => own(elements - replicated, GroupKind::Shard) + own(replicated, GroupKind::ShardTensor),
-            false => elements,
-        }
+        elements.into_iter().map(own).sum()
     }
 
     /// The bytes that a rank with these indices in its groups sends.

@@ -198,7 +198,7 @@ pub(super) const REFUSED_IF_ENABLED: &[(&str, &str)] = &[
     ("amp", "Apex is not supported; use bf16 or fp16"),
     ("torch_autocast", "dtypes are chosen per run, not per operation; use bf16 or fp16"),
     ("hybrid_engine", "generation during training is not supported"),
-    ("expert_parallel", "expert parallelism is not supported"),
+    ("expert_parallel", "use parallel.expert in the recipe; leave the section out"),
     ("compile", "compilation is not supported"),
 ];
 

@@ -252,7 +252,7 @@ fn queued_calls_are_no_mismatch() {
 fn computing(count: usize, pipeline: usize, tensor: usize) -> (Vec<RankInfo>, Instant) {
     let (mut ranks, now) = situation(count);
     for (rank, info) in ranks.iter_mut().enumerate() {
-        info.coordinates = ModelAxes { pipeline, tensor, context: 1 }.coordinates(rank, count);
+        info.coordinates = ModelAxes { pipeline, tensor, ..ModelAxes::default() }.coordinates(rank, count);
         info.status.calls.clear();
         (info.status.phase, info.status.unit) = ("forward".to_string(), format!("block.{rank}"));
         info.status.in_phase_ms = 35_000;

@@ -53,7 +53,7 @@ impl Ranks {
     pub(crate) fn layout(&self, stage: u8, precision: Precision, optimizer: &Optimizer) -> Layout {
         Layout {
             groups: self.groups.clone(),
-            tensor: None,
+            parts: None,
             sharding: Sharding::stage(stage).unwrap(),
             precision,
             states: optimizer.states(),

@@ -89,6 +89,7 @@ fn check(arguments: &RecipeArguments, flags: &CheckFlags) -> Result<String, Stri
         "ranks": sizes,
         "axes": {
             "pipeline": recipe.parallel.pipeline,
+            "expert": recipe.parallel.expert,
             "context": recipe.parallel.context,
             "tensor": recipe.parallel.tensor,
         },

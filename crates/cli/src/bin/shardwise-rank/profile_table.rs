@@ -299,6 +299,7 @@ mod tests {
             costs: StepCosts {
                 micro_batch_tokens: 512,
                 tensor: 1,
+                expert: 1,
                 overhead_s: 0.,
                 cores_per_host: 2,
                 threads_per_rank: 1,

@@ -1,4 +1,4 @@
-//! Ranks that exchange keys, values or heads.
+//! Ranks that exchange parts of tensors: keys, values or heads (context parallelism), or tokens (expert parallelism).
 
 use std::ops::Range;
 
@@ -7,8 +7,8 @@ use shardwise_torch::tch::{Kind, TchError, Tensor};
 
 use crate::PendingTensor;
 
-/// Ranks that exchange keys, values or heads.
-pub trait ContextGroup: Send + Sync {
+/// Ranks that exchange parts of tensors.
+pub trait ExchangeGroup: Send + Sync {
     /// This rank's index.
     fn rank(&self) -> usize;
 
