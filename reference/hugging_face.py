@@ -20,6 +20,7 @@ from transformers import (  # noqa: E402
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    OlmoeConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -57,6 +58,7 @@ CONFIGS = {
     "qwen3-moe-normalized": Qwen3MoeConfig(
         **COMMON, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=28, norm_topk_prob=True
     ),
+    "olmoe": OlmoeConfig(**COMMON, num_key_value_heads=3, num_experts=6, num_experts_per_tok=2),
     "gpt2": GPT2Config(vocab_size=101, n_positions=32, n_embd=48, n_layer=2, n_head=6),
     "linear": scaled(64, rope_type="linear", factor=4.0),
     "dynamic": scaled(16, rope_type="dynamic", factor=3.0),

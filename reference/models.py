@@ -47,30 +47,50 @@ def with_gradient_only(loss):
     return loss - loss.detach()
 
 
+def kept_choices(c: dict, chosen: list, positions: int) -> set:
+    """The choices of tokens that their experts have capacity for, all first choices of a sequence before its second ones."""
+    capacity = math.inf
+    if c.get("capacity_factor"):
+        capacity = math.ceil(c["capacity_factor"] * c["num_experts_per_tok"] * positions / c["num_experts"])
+    kept, used = set(), {}
+    for choice in range(c["num_experts_per_tok"]):
+        for token, mine in enumerate(chosen):
+            place = (token // positions, mine[choice])
+            used[place] = used.get(place, 0) + 1
+            if used[place] <= capacity:
+                kept.add((token, choice))
+    return kept
+
+
 def mixture(c: dict, layer, x, targets):
-    """A mixture of experts, token by token, and the losses of its router: the sum over sequences, weighted by their targets."""
+    """A mixture of experts, token by token, the losses of its router (the sum over sequences, weighted by their targets), and the
+    number of tokens of each expert."""
     sequences, positions, hidden = x.shape
     experts, k = c["num_experts"], c["num_experts_per_tok"]
     logits = F.linear(x, layer("mlp.gate.weight")).to(wide_dtype(x.dtype)).flatten(0, 1)
     scores = logits.softmax(-1) if c["scoring_func"] == "softmax" else torch.sigmoid(logits)
+    bias = layer("mlp.gate.e_score_correction_bias")
+    preferences = scores if bias is None else scores + bias
     tokens, output, chosen = x.flatten(0, 1), [], []
     for token in range(len(tokens)):
         # Python's sort is stable, so that the first of equal experts comes first.
-        score = scores[token].tolist()
+        score = preferences[token].tolist()
         size = experts // c["n_group"]
         of_group = [sum(sorted(score[g * size : (g + 1) * size])[-2:]) for g in range(c["n_group"])]
         groups = sorted(range(c["n_group"]), key=lambda g: -of_group[g])[: c["topk_group"]]
-        mine = sorted((e for e in range(experts) if e // size in groups), key=lambda e: -score[e])[:k]
+        chosen.append(sorted((e for e in range(experts) if e // size in groups), key=lambda e: -score[e])[:k])
+    kept = kept_choices(c, chosen, positions)
+    for token, mine in enumerate(chosen):
         weights = scores[token][mine]
         if c["norm_topk_prob"]:
             weights = weights / weights.sum()
         weights = (weights * c["routed_scaling_factor"]).to(x.dtype)
         parts = [
             weight * gated_mlp(tokens[token], *(layer(f"mlp.experts.*.{name}_proj.weight")[e] for name in ("gate", "up", "down")))
-            for weight, e in zip(weights, mine)
+            for choice, (weight, e) in enumerate(zip(weights, mine))
+            if (token, choice) in kept
         ]
-        output.append(sum(parts))
-        chosen.append(mine)
+        output.append(sum(parts, torch.zeros_like(tokens[token])))
     output = torch.stack(output).view_as(x)
     if c["n_shared_experts"]:
         output = output + gated_mlp(x, *(layer(f"mlp.shared_experts.{name}_proj.weight") for name in ("gate", "up", "down")))
@@ -84,12 +104,14 @@ def mixture(c: dict, layer, x, targets):
         balance = experts / (k * positions) * (counts * shares[sequence].mean(0)).sum()
         z = logits.view(sequences, positions, experts)[sequence].logsumexp(-1).square().mean()
         loss = loss + (targets[sequence] != IGNORED).sum() * (c["router_aux_loss_coef"] * balance + c["router_z_loss_coef"] * z)
-    return output, loss
+    return output, loss, torch.tensor(chosen).flatten().bincount(minlength=experts)
 
 
 class Llama:
     def __init__(self, config: dict, parameters: dict):
         self.config, self.parameters = config, parameters
+        # By layer: the number of tokens of each expert.
+        self.expert_tokens = []
 
     def norm(self, x, weight):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.config["rms_norm_eps"]) * weight
@@ -134,8 +156,9 @@ class Llama:
             x = x + F.linear(seen.transpose(1, 2).flatten(2), layer("self_attn.o_proj.weight"))
             normed = self.norm(x, layer("post_attention_layernorm.weight"))
             if c.get("moe"):
-                routed, loss = mixture(c["moe"], layer, normed, targets)
+                routed, loss, expert_tokens = mixture(c["moe"], layer, normed, targets)
                 x, router_loss = x + routed, router_loss + loss
+                self.expert_tokens.append(expert_tokens)
             else:
                 x = x + gated_mlp(normed, *(layer(f"mlp.{name}_proj.weight") for name in ("gate", "up", "down")))
         x = self.norm(x, p["model.norm.weight"])

@@ -40,19 +40,29 @@ def clip(parameters: list[torch.Tensor], largest: float) -> torch.Tensor:
     return norm
 
 
+def make_biases(model: dict) -> dict:
+    """What is added to the scores of experts when tokens choose, by name, if the model has it."""
+    moe = model.get("moe") or {}
+    if not moe.get("router_bias_update_rate"):
+        return {}
+    layers = range(model["num_hidden_layers"])
+    return {f"model.layers.{i}.mlp.gate.e_score_correction_bias": torch.zeros(moe["num_experts"]) for i in layers}
+
+
 def train(folder: Path):
     config = json.loads((folder / "config.json").read_text())
     masters = load_file(folder / "in.safetensors")
     tokens, targets = masters.pop("tokens"), masters.pop("targets")
     parameters = [master.requires_grad_(True) for master in masters.values()]
     optimizer = make_optimizer(config["optimizer"], parameters)
+    biases = make_biases(config["model"])
     # Without settings it is disabled: the scale is 1, and no step is skipped.
     scaler = torch.amp.GradScaler("cpu", enabled=config["loss_scale"] is not None, **(config["loss_scale"] or {}))
     for step_tokens, step_targets in zip(tokens, targets):
         optimizer.zero_grad()
         # The model computes in `dtype`. Autograd casts the gradients back, so those of the masters are f32 (f64 for float64).
         computed = {name: master.to(getattr(torch, config["dtype"])) for name, master in masters.items()}
-        model = FAMILIES[config["model"]["family"]](config["model"], computed)
+        model = FAMILIES[config["model"]["family"]](config["model"], computed | biases)
         loss = model.loss(step_tokens, step_targets) / (step_targets != IGNORED).sum()
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
@@ -61,7 +71,11 @@ def train(folder: Path):
         scaler.step(optimizer)
         scaler.update()
         # The scale falls after a step that was skipped, and after no other.
-        print(loss.item(), norm.item(), scale, int(scaler.get_scale() < scale))
+        is_skipped = scaler.get_scale() < scale
+        if biases and not is_skipped:
+            for bias, counts in zip(biases.values(), model.expert_tokens):
+                bias += config["model"]["moe"]["router_bias_update_rate"] * (counts.double().mean() - counts).sign().float()
+        print(loss.item(), norm.item(), scale, int(is_skipped))
 
 
 torch.set_num_threads(1)

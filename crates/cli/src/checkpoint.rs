@@ -223,6 +223,12 @@ fn export(
     if !config.is_object() {
         bail!("{}: Hugging Face has no format for this model", checkpoint.name());
     }
+    if training["progress"]["expert_biases"].is_array() {
+        bail!(
+            "{}: a bias is added to scores when tokens choose experts (router_bias_update_rate), and Hugging Face has no format for it",
+            checkpoint.name()
+        );
+    }
     // The model that the run started from may no longer exist.
     let started_from = training["began_with"].as_str().and_then(|folder| Store::open(folder).ok());
     let like = like.map(Store::open).transpose()?.or(started_from);
@@ -264,6 +270,11 @@ fn tensors(checkpoint: &Checkpoint) -> Result<BTreeMap<String, (String, Vec<u64>
 fn diff(one: &Checkpoint, two: &Checkpoint) -> Result<ExitCode> {
     let (ones, twos) = (tensors(one)?, tensors(two)?);
     let mut differ = 0;
+    let biases = |checkpoint: &Checkpoint| checkpoint.manifest().training["progress"]["expert_biases"].clone();
+    if biases(one) != biases(two) {
+        println!("the biases of experts (expert_biases) are different");
+        differ += 1;
+    }
     let mut progress = Progress::new("compared".to_string(), one.bytes()?);
     let mut readers: Option<(String, String, UnitReader, UnitReader)> = None;
     let mut by_unit: Vec<_> = ones.iter().collect();

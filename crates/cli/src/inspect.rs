@@ -110,7 +110,14 @@ fn show_checkpoints(folder: &Path) -> Result<()> {
     println!("  {:20} {:.1} MB in {} units", "size", checkpoint.bytes()? as f64 / 1e6, manifest.units.len());
     if let Some(progress) = manifest.training["progress"].as_object() {
         for (key, value) in progress {
-            println!("  {key:20} {value}");
+            match value.as_array() {
+                Some(units) if key == "expert_biases" => {
+                    let blocks =
+                        units.iter().filter(|biases| biases.as_array().is_some_and(|biases| !biases.is_empty()));
+                    println!("  {key:20} of {} blocks", blocks.count());
+                }
+                _ => println!("  {key:20} {value}"),
+            }
         }
     }
     Ok(())

@@ -197,17 +197,26 @@ pub struct ExpertLoad {
     pub busiest: f64,
     /// The number of experts without tokens.
     pub unused: u64,
+    /// The tokens that experts had no capacity for.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub dropped: u64,
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "serde calls it")]
+fn is_zero(count: &u64) -> bool {
+    *count == 0
 }
 
 impl ExpertLoad {
-    /// The load of experts with these numbers of tokens.
-    pub fn new(tokens: &[u64]) -> Self {
+    /// The load of experts that these numbers of tokens have chosen, of which some were dropped.
+    pub fn new(tokens: &[u64], dropped: u64) -> Self {
         let all: u64 = tokens.iter().sum();
         let busiest = tokens.iter().max().map_or(0., |&most| most as f64 * tokens.len() as f64 / all.max(1) as f64);
         ExpertLoad {
             tokens: all,
             busiest: (busiest * 1e4).round() / 1e4,
             unused: tokens.iter().filter(|count| **count == 0).count() as u64,
+            dropped,
         }
     }
 }
@@ -482,9 +491,9 @@ mod tests {
 
     #[test]
     fn the_load_of_experts_is_kept() {
-        let load = ExpertLoad::new(&[0, 30, 10]);
-        assert_eq!(load, ExpertLoad { tokens: 40, busiest: 2.25, unused: 1 });
-        let step = Step { experts: vec![ExpertLoad::new(&[1, 1]), load], ..Step::default() };
+        let load = ExpertLoad::new(&[0, 30, 10], 5);
+        assert_eq!(load, ExpertLoad { tokens: 40, busiest: 2.25, unused: 1, dropped: 5 });
+        let step = Step { experts: vec![ExpertLoad::new(&[1, 1], 0), load], ..Step::default() };
         assert_eq!(step.busiest_expert(), Some(2.25));
         let text = serde_json::to_string(&step).unwrap();
         assert_eq!(serde_json::from_str::<Step>(&text).unwrap(), step);

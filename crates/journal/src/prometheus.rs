@@ -145,6 +145,8 @@ impl<'a> Latest<'a> {
                 "Experts of a block without tokens.",
                 of_block(|load| load.unused as f64),
             );
+            let help = "Tokens that the experts of a block had no capacity for in the step.";
+            page.family("expert_dropped", "gauge", help, of_block(|load| load.dropped as f64));
         }
         page.counter("skipped_steps_total", "Steps whose update was skipped.", step.skipped_so_far as f64);
     }

@@ -115,7 +115,11 @@ fn scalars(entry: &Entry) -> Option<(u64, Vec<(String, f64)>)> {
             ];
             let of_block = |(block, load): (usize, &ExpertLoad)| {
                 let name = |what: &str| format!("experts/{block}/{what}");
-                [(name("busiest"), load.busiest), (name("unused"), load.unused as f64)]
+                [
+                    (name("busiest"), load.busiest),
+                    (name("unused"), load.unused as f64),
+                    (name("dropped"), load.dropped as f64),
+                ]
             };
             let experts = step.experts.iter().enumerate().flat_map(of_block);
             Some((step.step, named(&scalars).into_iter().chain(experts).collect()))

@@ -16,54 +16,77 @@ use shardwise_torch::tch::{Kind, TchError, Tensor, no_grad};
 use crate::expert_parallel::{ExpertParallel, RowRoutes};
 use crate::{DeferredGradients, Error, PendingTensor, Result};
 
-/// Counts the tokens of each expert. Clones share the counts.
+/// Counts the tokens that choose each expert. Clones share the counts.
 #[derive(Clone, Default)]
-pub struct ExpertTokens(Arc<Mutex<Vec<u64>>>);
+pub struct ExpertTokens(Arc<Mutex<Counts>>);
+
+#[derive(Default)]
+struct Counts {
+    chosen: Vec<u64>,
+    dropped: u64,
+}
 
 impl ExpertTokens {
     /// The number of tokens by expert; empty if no layer with experts has counted.
     pub fn counts(&self) -> Vec<u64> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).chosen.clone()
     }
 
-    /// Adds the tokens of each expert.
-    pub(crate) fn add(&self, counts: &[i64]) {
+    /// How many of them the experts had no capacity for.
+    pub fn dropped(&self) -> u64 {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).dropped
+    }
+
+    /// Adds the tokens that have chosen each expert, and those that it has processed.
+    pub fn add(&self, chosen: &[i64], processed: &[i64]) {
         let mut sums = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        sums.resize(counts.len(), 0);
-        sums.iter_mut().zip(counts).for_each(|(sum, &count)| *sum += count as u64);
+        sums.chosen.resize(chosen.len(), 0);
+        sums.chosen.iter_mut().zip(chosen).for_each(|(sum, &count)| *sum += count as u64);
+        sums.dropped += (chosen.iter().sum::<i64>() - processed.iter().sum::<i64>()) as u64;
     }
 }
 
 type Tch<T> = std::result::Result<T, TchError>;
 
-/// Which row goes to which expert. A token has a row for each of its experts.
+/// Which row goes to which expert. A token has a row for each of its experts, unless it was dropped there.
 pub(crate) struct Dispatch {
     /// By sorted row: the row's index before sorting.
     order: Tensor,
     /// By sorted row: its token.
     tokens: Tensor,
-    /// By row: its index after sorting.
+    /// By row: its index after sorting. For a dropped one, the index after the last.
     inverse: Tensor,
+    /// Whether rows were dropped.
+    drops_rows: bool,
     /// Which ranks have the experts.
     routes: RowRoutes,
     experts_per_token: i64,
 }
 
 impl Dispatch {
-    /// Sorts rows by expert; `experts` has those of each token (tokens, experts per token).
+    /// Sorts rows by expert; `experts` has those of each token (tokens, experts per token), or `num_experts` where it was dropped.
     pub(crate) fn new(experts: &Tensor, num_experts: usize, parallel: &ExpertParallel) -> Result<Dispatch> {
         let experts_per_token = experts.size()[1];
         let flat = experts.f_reshape([-1])?;
-        let order = flat.f_sort_stable(true, 0, false)?.1;
+        let mut order = flat.f_sort_stable(true, 0, false)?.1;
         let mut inverse = order.f_empty_like()?;
         let _ =
             inverse.f_scatter_(0, &order, &Tensor::f_arange(flat.numel() as i64, (Kind::Int64, order.device()))?)?;
+        let num_experts = num_experts as i64;
+        let counts = flat.f_bincount(None::<&Tensor>, num_experts)?.f_narrow(0, 0, num_experts)?;
+        let routes = parallel.route_rows(&counts)?;
+        // Rows that were dropped come last.
+        let kept = routes.own().iter().sum::<i64>();
+        let drops_rows = kept < flat.numel() as i64;
+        if drops_rows {
+            order = order.f_narrow(0, 0, kept)?;
+            inverse = inverse.f_clamp_max(kept)?;
+        }
         let tokens = order.f_floor_divide_scalar(experts_per_token)?;
-        let routes = parallel.route_rows(&flat.f_bincount(None::<&Tensor>, num_experts as i64)?)?;
-        Ok(Dispatch { order, tokens, inverse, routes, experts_per_token })
+        Ok(Dispatch { order, tokens, inverse, drops_rows, routes, experts_per_token })
     }
 
-    /// By expert: the number of rows of this rank's tokens.
+    /// By expert: the number of rows of this rank's tokens, without those that were dropped.
     pub(crate) fn counts(&self) -> &[i64] {
         self.routes.own()
     }
@@ -78,10 +101,15 @@ impl Dispatch {
         rows.f_reshape([-1])?.f_index_select(0, &self.order)?.f_unsqueeze(1)
     }
 
-    /// Sorted rows by token (tokens, experts per token, features).
+    /// Sorted rows by token (tokens, experts per token, features). Those that were dropped are 0.
     fn by_token(&self, rows: &Tensor) -> Tch<Tensor> {
-        let tokens = self.inverse.numel() as i64 / self.experts_per_token;
-        rows.f_index_select(0, &self.inverse)?.f_view([tokens, self.experts_per_token, rows.size()[1]])
+        let (tokens, features) = (self.inverse.numel() as i64 / self.experts_per_token, rows.size()[1]);
+        let of_tokens = match self.drops_rows {
+            true => Tensor::f_cat(&[rows, &rows.f_new_zeros([1, features], (rows.kind(), rows.device()))?], 0)?
+                .f_index_select(0, &self.inverse)?,
+            false => rows.f_index_select(0, &self.inverse)?,
+        };
+        of_tokens.f_view([tokens, self.experts_per_token, features])
     }
 
     /// The experts of this rank that have rows, with the range of their rows.
@@ -134,6 +162,7 @@ impl Dispatch {
             order: self.order.shallow_clone(),
             tokens: self.tokens.shallow_clone(),
             inverse: self.inverse.shallow_clone(),
+            drops_rows: self.drops_rows,
             routes: self.routes.shallow_clone(),
             experts_per_token: self.experts_per_token,
         }
@@ -395,11 +424,12 @@ mod tests {
     fn slow(x: &Tensor, weights: &Tensor, experts: &[[i64; 2]], [gate, up, down]: [&Tensor; 3]) -> Tensor {
         let of_token = |token: usize| {
             let row = x.get(token as i64);
-            let outputs = experts[token].iter().enumerate().map(|(choice, &expert)| {
+            let chosen = experts[token].iter().enumerate().filter(|(_, expert)| **expert < 4);
+            let outputs = chosen.map(|(choice, &expert)| {
                 let gated = gate.get(expert).mv(&row).silu() * up.get(expert).mv(&row);
                 down.get(expert).mv(&gated) * weights.get(token as i64).get(choice as i64)
             });
-            outputs.reduce(|sum, output| sum + output).unwrap()
+            outputs.fold(row.zeros_like(), |sum, output| sum + output)
         };
         Tensor::stack(&(0..experts.len()).map(of_token).collect::<Vec<_>>(), 0)
     }
@@ -408,14 +438,21 @@ mod tests {
     fn experts_multiply_the_rows_of_their_tokens() {
         manual_seed(5);
         let random = |shape: &[i64]| Tensor::randn(shape, (Kind::Double, Device::Cpu)).set_requires_grad(true);
-        // One expert gets no tokens, and in the second case another one gets all.
-        for experts in [vec![[0, 3], [3, 1], [1, 0], [0, 1], [3, 0]], vec![[2, 1]; 5]] {
+        // One expert gets no tokens, in the second case another one gets all, and in the third tokens are dropped.
+        for experts in [
+            vec![[0, 3], [3, 1], [1, 0], [0, 1], [3, 0]],
+            vec![[2, 1]; 5],
+            vec![[0, 3], [4, 4], [1, 4], [0, 1], [4, 3]],
+        ] {
             let [x, weights] = [random(&[5, 6]), random(&[5, 2])];
             let [gate, up, down] = [random(&[4, 7, 6]), random(&[4, 7, 6]), random(&[4, 6, 7])];
             let expected = slow(&x, &weights, &experts, [&gate, &up, &down]);
             let routed = Tensor::from_slice(&experts.concat()).view([5, 2]);
             let dispatch = Dispatch::new(&routed, 4, &ExpertParallel::none()).unwrap();
-            assert_eq!(dispatch.counts().iter().sum::<i64>(), 10);
+            assert_eq!(
+                dispatch.counts().iter().sum::<i64>(),
+                experts.concat().iter().filter(|expert| **expert < 4).count() as i64
+            );
             let matrices = ExpertWeights { gate_proj: (&gate, None), up_proj: (&up, None), down_proj: (&down, None) };
             let (output, ()) = matrices.apply(&x, &weights, &dispatch, || Ok(())).unwrap();
             assert!((&output - &expected).abs().max().double_value(&[]) < 1e-13);
@@ -423,7 +460,8 @@ mod tests {
             let inputs = [&x, &weights, &gate, &up, &down];
             let grads = |of: &Tensor| autograd::grad(&[of], &[Some(&output_grad)], &inputs, Graph::Free).unwrap();
             for (ours, theirs) in grads(&output).into_iter().zip(grads(&expected)) {
-                assert!((ours.unwrap() - theirs.unwrap()).abs().max().double_value(&[]) < 1e-12);
+                let theirs = theirs.unwrap_or_else(|| ours.as_ref().unwrap().zeros_like());
+                assert!((ours.unwrap() - theirs).abs().max().double_value(&[]) < 1e-12);
             }
         }
     }

@@ -39,7 +39,7 @@ impl Model {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test may fail")]
-    use shardwise_plan::{Gpt2Config, LlamaConfig};
+    use shardwise_plan::{Gpt2Config, LlamaConfig, QkNorm};
 
     use super::*;
     use crate::{Init, Parameter};
@@ -52,7 +52,7 @@ mod tests {
             LlamaConfig { tie_word_embeddings, ..llama.clone() }.into(),
             LlamaConfig { num_key_value_heads, head_dim: 8, ..llama.clone() }.into(),
             LlamaConfig { num_key_value_heads, tie_word_embeddings, qkv_bias: true, ..llama.clone() }.into(),
-            LlamaConfig { num_key_value_heads, qk_norm: true, ..llama.clone() }.into(),
+            LlamaConfig { num_key_value_heads, qk_norm: Some(QkNorm::PerHead), ..llama.clone() }.into(),
             LlamaConfig { num_hidden_layers: 0, ..llama }.into(),
             Gpt2Config::new(101, 23, 36, 3, 6).into(),
         ]
@@ -82,7 +82,8 @@ mod tests {
             parameters.find(|parameter| parameter.name == name).map(|Parameter { init, decays, .. }| (*init, *decays))
         };
         let matrix = |std| Some((Init::Normal { std }, true));
-        let qwen = LlamaConfig { qkv_bias: true, qk_norm: true, ..LlamaConfig::new(101, 36, 2, 6, 53) };
+        let qwen =
+            LlamaConfig { qkv_bias: true, qk_norm: Some(QkNorm::PerHead), ..LlamaConfig::new(101, 36, 2, 6, 53) };
         for (name, expected) in [
             ("model.embed_tokens.weight", matrix(0.02)),
             ("model.layers.1.input_layernorm.weight", Some((Init::Ones, false))),

@@ -48,6 +48,7 @@ mod context_costs;
 mod context_parallel;
 mod documents;
 mod exchange_group;
+mod expert_bias;
 mod expert_costs;
 mod expert_parallel;
 mod experts;
@@ -80,6 +81,7 @@ pub use context_batch::ContextBatch;
 pub use context_parallel::ContextParallel;
 pub use documents::Documents;
 pub use exchange_group::ExchangeGroup;
+pub use expert_bias::ExpertBias;
 pub use expert_parallel::ExpertParallel;
 pub use experts::ExpertTokens;
 pub use linear::{DeferredGradients, Linear};
@@ -91,8 +93,8 @@ pub use unit::{Batch, Footprint, Layer, Model, Parameters, Tied, Unit};
 
 pub use shardwise_plan::package::Package;
 pub use shardwise_plan::{
-    ConfigError, Gpt2Config, Llama3Rope, LlamaConfig, ModelConfig, MoeConfig, MoeNames, RopeScaling, RouterConfig,
-    ScoringFunc, YarnRope,
+    ConfigError, Gpt2Config, Llama3Rope, LlamaConfig, ModelConfig, MoeConfig, MoeNames, QkNorm, RopeScaling,
+    RouterConfig, ScoringFunc, YarnRope,
 };
 use shardwise_torch::tch::TchError;
 

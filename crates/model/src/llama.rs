@@ -13,7 +13,7 @@ use crate::feed_forward_costs::FeedForwardMemory;
 use crate::head::{Head, LmHead, Sizes};
 use crate::pass::{AttentionShape, ExpertShape, Inside, Region, RegionWeights};
 use crate::rotary::{Positions, RotaryTables};
-use crate::router::{attach_loss, route};
+use crate::router::{attach_loss, count_tokens, drop_beyond_capacity, route};
 use crate::sequence_chunks::{ChunkedBlock, Results, check_not_shared, chunk_rows, compute_in_chunks};
 use crate::tensor_parallel::{as_rows, rows_of};
 use crate::unit::embed;
@@ -142,8 +142,13 @@ impl Layer for Block {
         self.config.moe.as_ref().map_or(0, |moe| moe.num_experts)
     }
 
+    fn router_bias_update_rate(&self) -> f64 {
+        self.config.moe.as_ref().map_or(0., |moe| moe.router.router_bias_update_rate)
+    }
+
     fn check_tensor_parallel(&self, ranks: usize) -> Result<()> {
-        check_not_shared(self.config.block_chunk_tokens, ranks)
+        check_not_shared(self.config.block_chunk_tokens, ranks)?;
+        Ok(self.config.check_norm_not_shared(ranks)?)
     }
 
     fn output_shape(&self, batch: &Batch, parallel: &TensorParallel) -> Option<Vec<i64>> {
@@ -361,10 +366,7 @@ impl Block {
             let normed = rms_norm(&config, &rows[0], parameters.get("input_layernorm.weight"))?;
             let [query, key, value] = projections(parameters);
             let normalize = |projected: Tensor, norm: &str| match parameters.find(norm) {
-                Some(weight) => {
-                    let heads = projected.f_view([projected.size()[0], -1, config.head_dim as i64])?;
-                    Ok::<_, Error>(rms_norm(&config, &heads, weight)?.f_view_as(&projected)?)
-                }
+                Some(weight) => normalize_heads(&config, &projected, weight),
                 None => Ok(projected),
             };
             Ok([
@@ -449,19 +451,35 @@ impl Block {
         batch: Option<&Batch>,
         pass: &Pass,
     ) -> Result<Tensor> {
-        if moe.router.has_loss() && batch.is_some_and(|batch| batch.context.is_some()) {
-            let problem = "the balance loss of a sequence cannot be computed where ranks divide sequences".to_string();
-            return Err(Error::Config { key: "router_aux_loss_coef", problem });
+        let is_divided = batch.is_some_and(|batch| batch.context.is_some());
+        let fail = |key, problem: &str| Err(Error::Config { key, problem: problem.to_string() });
+        if moe.router.has_loss() && is_divided {
+            let problem = "the balance loss of a sequence cannot be computed where ranks divide sequences";
+            return fail("router_aux_loss_coef", problem);
+        }
+        if moe.capacity_factor.is_some() && is_divided {
+            return fail(
+                "capacity_factor",
+                "an expert's tokens of a sequence cannot be counted where ranks divide sequences",
+            );
         }
         let ExpertParameters { router, gate_proj, up_proj, down_proj } = moe.names.parameters();
         let norm = parameters.get("post_attention_layernorm.weight");
         let entered = pass.parallel.enter(&rms_norm(&self.config, x, norm)?, rows)?;
         let tokens = as_rows(&entered)?;
-        let routing = route(moe, &tokens, parameters.get(router), batch)?;
-        let dispatch = Dispatch::new(&routing.experts, moe.num_experts, &pass.experts)?;
+        let routing = route(moe, &tokens, parameters.get(router), pass.expert_bias.as_ref(), batch)?;
+        let positions = batch.filter(|_| pass.drops_tokens).map(|batch| batch.inputs.size()[1]);
+        let capacity = positions.and_then(|positions| Some((positions, moe.capacity(positions as usize)?)));
+        let kept = capacity
+            .map(|(positions, capacity)| drop_beyond_capacity(moe.num_experts, &routing.experts, positions, capacity));
+        let kept = kept.transpose()?;
+        let dispatch = Dispatch::new(kept.as_ref().unwrap_or(&routing.experts), moe.num_experts, &pass.experts)?;
         // Ranks that share the layer have the same tokens.
         if let Some(tokens) = pass.expert_tokens.as_ref().filter(|_| pass.parallel.rank() == 0) {
-            tokens.add(dispatch.counts());
+            match kept {
+                Some(_) => tokens.add(&count_tokens(&routing.experts, moe.num_experts)?, dispatch.counts()),
+                None => tokens.add(dispatch.counts(), dispatch.counts()),
+            }
         }
         let weight = |name: &str| (parameters.get(name), parameters.deferral(name));
         let experts =
@@ -573,6 +591,14 @@ fn own_heads(config: &LlamaConfig, tensor: Place) -> [usize; 2] {
     [queries, keys]
 }
 
+/// Normalizes as many features together as `weight` has: those of a head, or of all of them.
+fn normalize_heads(config: &LlamaConfig, projected: &Tensor, weight: &Tensor) -> Result<Tensor> {
+    let mut shape = projected.size();
+    shape.pop();
+    shape.extend([-1, weight.size()[0]]);
+    Ok(rms_norm(config, &projected.f_view(&shape[..])?, weight)?.f_view_as(projected)?)
+}
+
 /// Attention between the input projections and the output projection (Megatron: core attention).
 struct Core {
     config: LlamaConfig,
@@ -638,12 +664,11 @@ impl Core {
         };
         let rope = self.rotary.get(config, at, kind, device)?;
         let heads = |projected: &Tensor, norm: &Option<Tensor>| -> Result<Tensor> {
-            let split = projected.f_view([sequences, positions, -1, config.head_dim as i64])?;
             let normed = match norm {
-                Some(weight) => rms_norm(config, &split, weight)?,
-                None => split,
+                Some(weight) => normalize_heads(config, projected, weight)?,
+                None => projected.shallow_clone(),
             };
-            Ok(normed.f_transpose(1, 2)?)
+            Ok(normed.f_view([sequences, positions, -1, config.head_dim as i64])?.f_transpose(1, 2)?)
         };
         let query = rope.rotate(&heads(&self.query, &self.query_norm)?)?;
         let key = rope.rotate(&heads(&self.key, &self.key_norm)?)?;

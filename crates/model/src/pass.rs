@@ -6,7 +6,9 @@ use shardwise_plan::program::{CollectiveKind, GroupKind, InnerCollective, InnerC
 use shardwise_plan::{ContextPlace, Partition};
 
 use crate::row_pieces::{multiplies_own_rows_first, row_pieces};
-use crate::{Activations, ContextParallel, DeferredGradients, ExpertParallel, ExpertTokens, TensorParallel};
+use crate::{
+    Activations, ContextParallel, DeferredGradients, ExpertBias, ExpertParallel, ExpertTokens, TensorParallel,
+};
 
 /// How a unit computes in a pass.
 #[derive(Clone)]
@@ -27,6 +29,10 @@ pub struct Pass {
     pub loss_weight: f64,
     /// Where layers with experts count tokens, if they are to be counted.
     pub expert_tokens: Option<ExpertTokens>,
+    /// What is added to the scores of a layer's experts when tokens choose.
+    pub expert_bias: Option<ExpertBias>,
+    /// Whether experts drop the tokens that they have no capacity for, as in training.
+    pub drops_tokens: bool,
 }
 
 impl Pass {
@@ -41,6 +47,8 @@ impl Pass {
             deferred: None,
             loss_weight: 1.,
             expert_tokens: None,
+            expert_bias: None,
+            drops_tokens: false,
         }
     }
 

@@ -2,11 +2,16 @@
 //!
 //! The balance loss is DeepSeek-V3's, per sequence. A sequence counts as much as its targets do in the loss of the step, so that the loss
 //! is the same however sequences are divided into micro-batches and among ranks.
+//!
+//! The other way to balance experts is a bias, also DeepSeek-V3's: it is added to the scores when a token chooses its experts, and not to the
+//! weights of their outputs. No gradient trains it. Each update raises it for experts with fewer tokens than the mean, and lowers it for
+//! those with more.
 
 use shardwise_plan::{MoeConfig, RouterConfig, ScoringFunc};
 use shardwise_torch::autograd::{self, Forward};
 use shardwise_torch::tch::{Kind, Tensor, no_grad};
 
+use crate::expert_bias::ExpertBias;
 use crate::loss::IGNORED;
 use crate::{Batch, Result};
 
@@ -22,7 +27,13 @@ pub(crate) struct Routing {
 
 /// Routes tokens (tokens, hidden size). The product with the router's matrix is computed in their dtype, and what follows at least in f32.
 /// `batch` is needed for losses only.
-pub(crate) fn route(moe: &MoeConfig, x: &Tensor, matrix: &Tensor, batch: Option<&Batch>) -> Result<Routing> {
+pub(crate) fn route(
+    moe: &MoeConfig,
+    x: &Tensor,
+    matrix: &Tensor,
+    bias: Option<&ExpertBias>,
+    batch: Option<&Batch>,
+) -> Result<Routing> {
     let router = &moe.router;
     let wide = if x.kind() == Kind::Double { Kind::Double } else { Kind::Float };
     let logits = x.f_linear(matrix, None::<&Tensor>)?.f_to_kind(wide)?;
@@ -30,7 +41,10 @@ pub(crate) fn route(moe: &MoeConfig, x: &Tensor, matrix: &Tensor, batch: Option<
         ScoringFunc::Softmax => logits.f_softmax(-1, wide)?,
         ScoringFunc::Sigmoid => logits.f_sigmoid()?,
     };
-    let experts = no_grad(|| choose_experts(moe, &scores.detach()))?;
+    let experts = no_grad(|| match bias {
+        Some(bias) => choose_experts(moe, &scores.f_add(bias.on_device())?),
+        None => choose_experts(moe, &scores.detach()),
+    })?;
     let mut weights = scores.f_gather(1, &experts, false)?;
     if router.norm_topk_prob {
         weights = weights.f_div(&sum_of_row(&weights)?)?;
@@ -43,6 +57,34 @@ pub(crate) fn route(moe: &MoeConfig, x: &Tensor, matrix: &Tensor, batch: Option<
         None => None,
     };
     Ok(Routing { experts, weights, loss })
+}
+
+/// By expert: the number of tokens that have chosen it.
+pub(crate) fn count_tokens(experts: &Tensor, num_experts: usize) -> Result<Vec<i64>> {
+    Ok(Vec::try_from(experts.f_reshape([-1])?.f_bincount(None::<&Tensor>, num_experts as i64)?)?)
+}
+
+/// The experts of tokens whose sequences have this many positions, where `num_experts` stands in place of an expert that already has `capacity`
+/// tokens of the sequence. All first choices of a sequence come before its second choices, as in GShard.
+pub(crate) fn drop_beyond_capacity(
+    num_experts: usize,
+    experts: &Tensor,
+    positions: i64,
+    capacity: usize,
+) -> Result<Tensor> {
+    let (tokens, choices) = experts.size2()?;
+    let (sequences, ints) = (tokens / positions, (Kind::Int64, experts.device()));
+    let by_choice = experts.f_view([sequences, positions, choices])?.f_transpose(1, 2)?.f_reshape([sequences, -1])?;
+    let (sorted, order) = by_choice.f_sort_stable(true, 1, false)?;
+    let mut counts = Tensor::f_zeros([sequences, num_experts as i64], ints)?;
+    let _ = counts.f_scatter_add_(1, &by_choice, &by_choice.f_ones_like()?)?;
+    let starts = counts.f_cumsum(1, Kind::Int64)?.f_sub(&counts)?;
+    let place = Tensor::f_arange(positions * choices, ints)?.f_sub(&starts.f_gather(1, &sorted, false)?)?;
+    let mut is_dropped = Tensor::f_zeros([sequences, positions * choices], (Kind::Bool, experts.device()))?;
+    let _ = is_dropped.f_scatter_(1, &order, &place.f_ge(capacity as i64)?)?;
+    let is_dropped =
+        is_dropped.f_view([sequences, choices, positions])?.f_transpose(1, 2)?.f_reshape([tokens, choices])?;
+    Ok(experts.f_masked_fill(&is_dropped, num_experts as i64)?)
 }
 
 /// Adds the gradient of the router's own loss to the backward pass of `output`. `weight` is the derivative of the step's loss with respect
@@ -131,14 +173,14 @@ mod tests {
         (0..tensor.size()[0]).map(|row| Vec::try_from(&tensor.get(row).contiguous()).unwrap()).collect()
     }
 
-    fn routed(moe: &MoeConfig, logits: &[[f64; 4]]) -> Routing {
+    fn routed(moe: &MoeConfig, logits: &[[f64; 4]], bias: Option<&ExpertBias>) -> Routing {
         let x = Tensor::from_slice(logits.concat().as_slice()).view([-1, 4]);
-        route(moe, &x, &Tensor::eye(4, (Kind::Double, x.device())), None).unwrap()
+        route(moe, &x, &Tensor::eye(4, (Kind::Double, x.device())), bias, None).unwrap()
     }
 
     #[test]
     fn the_highest_scores_are_chosen_and_ties_go_to_the_lowest_index() {
-        let routing = routed(&MoeConfig::new(4, 2, 1), &[[0., 2., 1., 3.], [1., 1., 1., 1.], [0., 5., 0., 0.]]);
+        let routing = routed(&MoeConfig::new(4, 2, 1), &[[0., 2., 1., 3.], [1., 1., 1., 1.], [0., 5., 0., 0.]], None);
         assert_eq!(rows::<i64>(&routing.experts), [[3, 1], [0, 1], [1, 0]]);
         for weights in rows::<f64>(&routing.weights) {
             assert!((weights.iter().sum::<f64>() - 1.).abs() < 1e-15, "{weights:?}");
@@ -152,8 +194,54 @@ mod tests {
         let moe = MoeConfig { router: grouped, ..MoeConfig::new(4, 2, 1) };
         // The highest score is in the group with the lower sum.
         let sigmoid = RouterConfig { scoring_func: ScoringFunc::Sigmoid, ..grouped };
-        let routing = routed(&MoeConfig { router: sigmoid, ..moe }, &[[1., 1.1, 1.2, -9.]]);
+        let routing = routed(&MoeConfig { router: sigmoid, ..moe }, &[[1., 1.1, 1.2, -9.]], None);
         assert_eq!(rows::<i64>(&routing.experts), [[1, 0]]);
+    }
+
+    #[test]
+    fn a_bias_changes_which_experts_are_chosen_and_not_their_weights() {
+        let router =
+            RouterConfig { scoring_func: ScoringFunc::Sigmoid, norm_topk_prob: false, ..RouterConfig::default() };
+        let moe = MoeConfig { router, ..MoeConfig::new(4, 2, 1) };
+        let bias = ExpertBias::new(vec![0., 0., 0.5, -1.], Device::Cpu).unwrap();
+        let routing = routed(&moe, &[[0., 2., 1., 3.]], Some(&bias));
+        assert_eq!(rows::<i64>(&routing.experts), [[2, 1]]);
+        let sigmoid = |logit: f64| 1. / (1. + (-logit).exp());
+        for (weight, logit) in rows::<f64>(&routing.weights)[0].iter().zip([1., 2.]) {
+            assert!((weight - sigmoid(logit)).abs() < 1e-15, "{weight}");
+        }
+    }
+
+    #[test]
+    fn a_bias_balances_experts_without_a_loss() {
+        manual_seed(3);
+        let router = RouterConfig { scoring_func: ScoringFunc::Sigmoid, ..RouterConfig::default() };
+        let moe = MoeConfig { router, ..MoeConfig::new(8, 2, 1) };
+        // What tokens have in common makes them prefer the first expert.
+        let x = Tensor::randn([256, 16], (Kind::Double, Device::Cpu)) + 1.;
+        let first = Tensor::from_slice(&[1f64, 0., 0., 0., 0., 0., 0., 0.]).view([8, 1]);
+        let matrix = Tensor::randn([8, 16], (Kind::Double, Device::Cpu)) * 0.2 + first * 0.3;
+        let mut bias = ExpertBias::new(vec![0.; 8], Device::Cpu).unwrap();
+        let mut busiest = Vec::new();
+        for _ in 0..300 {
+            let routing = route(&moe, &x, &matrix, Some(&bias), None).unwrap();
+            let counts = count_tokens(&routing.experts, 8).unwrap();
+            busiest.push(*counts.iter().max().unwrap() as f64 / 64.);
+            bias = bias.update(&counts.iter().map(|&count| count as u64).collect::<Vec<_>>(), 0.005).unwrap();
+        }
+        // At first, almost every token chooses the same expert.
+        let later = busiest[200..].iter().copied().fold(0., f64::max);
+        assert!(busiest[0] > 3. && later < 1.3, "{busiest:?}");
+    }
+
+    #[test]
+    fn first_choices_come_before_second_ones_when_an_expert_is_full() {
+        // Two sequences of three tokens. In the first, expert 0 is the first choice of two tokens and the second choice of the other.
+        let experts = Tensor::from_slice(&[1i64, 0, 0, 2, 0, 2, 0, 1, 1, 0, 1, 2]).view([6, 2]);
+        let dropped = |capacity| rows::<i64>(&drop_beyond_capacity(3, &experts, 3, capacity).unwrap());
+        assert_eq!(dropped(2), [[1, 3], [0, 2], [0, 2], [0, 3], [1, 0], [1, 2]]);
+        assert_eq!(dropped(1), [[1, 3], [0, 2], [3, 3], [0, 3], [1, 3], [3, 2]]);
+        assert_eq!(dropped(3), rows::<i64>(&experts));
     }
 
     #[test]
@@ -165,7 +253,7 @@ mod tests {
             let batch =
                 Batch::new(Tensor::from_slice(&[0i64; 4]).view([1, 4]), Tensor::from_slice(&[0i64; 4]).view([1, 4]));
             let matrix = Tensor::eye(4, (Kind::Double, x.device()));
-            route(&moe, &x, &matrix, Some(&batch)).unwrap().loss.unwrap().double_value(&[])
+            route(&moe, &x, &matrix, None, Some(&batch)).unwrap().loss.unwrap().double_value(&[])
         };
         let one_each = [[9., 0., 0., 0.], [0., 9., 0., 0.], [0., 0., 9., 0.], [0., 0., 0., 9.]];
         // Four targets, and a loss of 1 for each.
@@ -187,7 +275,7 @@ mod tests {
         let mut busiest = Vec::new();
         for _ in 0..100 {
             let leaf = matrix.detach().set_requires_grad(true);
-            let routing = route(&moe, &x, &leaf, Some(&batch)).unwrap();
+            let routing = route(&moe, &x, &leaf, None, Some(&batch)).unwrap();
             let most = routing.experts.view(-1).bincount(None::<&Tensor>, 8).max().int64_value(&[]);
             busiest.push(most as f64 / 64.);
             let grads = autograd::grad(&[&routing.loss.unwrap()], &[None], &[&leaf], Graph::Free).unwrap();

@@ -176,6 +176,12 @@ pub trait Layer: Send {
         0
     }
 
+    /// How much an update changes the bias that is added to scores when tokens choose experts; 0 if nothing changes it. The layer counts
+    /// tokens in [`Pass::expert_tokens`].
+    fn router_bias_update_rate(&self) -> f64 {
+        0.
+    }
+
     /// Checks that this many ranks can share the layer; that they can share its parameters is checked elsewhere.
     fn check_tensor_parallel(&self, _ranks: usize) -> Result<()> {
         Ok(())
@@ -420,6 +426,11 @@ impl Unit {
     /// See [`Layer::num_experts`].
     pub fn num_experts(&self) -> usize {
         self.layer.num_experts()
+    }
+
+    /// See [`Layer::router_bias_update_rate`].
+    pub fn router_bias_update_rate(&self) -> f64 {
+        self.layer.router_bias_update_rate()
     }
 
     /// See [`Layer::gradients_are_dense`].

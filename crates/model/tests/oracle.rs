@@ -10,7 +10,7 @@ use std::process::Command;
 
 use serde_json::{Value, json};
 use shardwise_model::{
-    Activations, Batch, Gpt2Config, IGNORED, Llama3Rope, LlamaConfig, Model, MoeConfig, Pass, RopeScaling,
+    Activations, Batch, Gpt2Config, IGNORED, Llama3Rope, LlamaConfig, Model, MoeConfig, Pass, QkNorm, RopeScaling,
     RouterConfig, ScoringFunc, head_loss,
 };
 use shardwise_torch::autograd::{self, Graph};
@@ -96,7 +96,7 @@ fn llama_config(name: &str, llama: &LlamaConfig) -> Value {
                 ScoringFunc::Softmax => "softmax",
                 ScoringFunc::Sigmoid => "sigmoid",
             },
-            "norm_topk_prob": moe.router.norm_topk_prob, "routed_scaling_factor": moe.router.routed_scaling_factor,
+            "capacity_factor": moe.capacity_factor, "norm_topk_prob": moe.router.norm_topk_prob, "routed_scaling_factor": moe.router.routed_scaling_factor,
             "n_group": moe.router.n_group, "topk_group": moe.router.topk_group,
             "router_aux_loss_coef": moe.router.router_aux_loss_coef, "router_z_loss_coef": moe.router.router_z_loss_coef,
         })),
@@ -156,7 +156,10 @@ fn qwen_2_agrees() {
 
 #[test]
 fn qwen_3_agrees() {
-    assert_llama_agrees("qwen-3", &LlamaConfig { num_key_value_heads: 2, head_dim: 8, qk_norm: true, ..small() });
+    assert_llama_agrees(
+        "qwen-3",
+        &LlamaConfig { num_key_value_heads: 2, head_dim: 8, qk_norm: Some(QkNorm::PerHead), ..small() },
+    );
 }
 
 #[test]

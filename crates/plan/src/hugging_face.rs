@@ -5,8 +5,8 @@
 use serde_json::{Value, json};
 
 use crate::{
-    ConfigError, Gpt2Config, Llama3Rope, LlamaConfig, ModelConfig, MoeConfig, MoeNames, RopeScaling, RouterConfig,
-    YarnRope,
+    ConfigError, Gpt2Config, Llama3Rope, LlamaConfig, ModelConfig, MoeConfig, MoeNames, QkNorm, RopeScaling,
+    RouterConfig, YarnRope,
 };
 
 type Result<T> = std::result::Result<T, ConfigError>;
@@ -18,12 +18,14 @@ impl ModelConfig {
         let family = config.text("model_type")?;
         match family {
             "gpt2" => gpt2(&config).map(ModelConfig::Gpt2),
-            "llama" | "mistral" | "mixtral" | "qwen2" | "qwen3" | "qwen3_moe" => {
+            "llama" | "mistral" | "mixtral" | "olmoe" | "qwen2" | "qwen3" | "qwen3_moe" => {
                 llama(&config, family).map(ModelConfig::Llama)
             }
             other => Err(config_error(
                 "model_type",
-                format!("is '{other}', and only llama, mistral, mixtral, qwen2, qwen3, qwen3_moe and gpt2 are known"),
+                format!(
+                    "is '{other}', and only llama, mistral, mixtral, olmoe, qwen2, qwen3, qwen3_moe and gpt2 are known"
+                ),
             )),
         }
     }
@@ -49,6 +51,8 @@ impl ModelConfig {
                 if let (Some(experts), Some(moe)) = (&mut described.moe, &llama.moe) {
                     let RouterConfig { router_aux_loss_coef, router_z_loss_coef, .. } = moe.router;
                     experts.router = RouterConfig { router_aux_loss_coef, router_z_loss_coef, ..experts.router };
+                    // Only training drops tokens.
+                    experts.capacity_factor = moe.capacity_factor;
                     // There is no MLP that would have this size.
                     described.intermediate_size = llama.intermediate_size;
                 }
@@ -86,8 +90,9 @@ fn llama_to_hugging_face(llama: &LlamaConfig, positions: usize) -> Value {
     let names = llama.moe.as_ref().map(|moe| moe.names);
     let (family, architecture) = match llama {
         _ if names == Some(MoeNames::Mixtral) => ("mixtral", "MixtralForCausalLM"),
+        LlamaConfig { qk_norm: Some(QkNorm::AllHeads), .. } => ("olmoe", "OlmoeForCausalLM"),
         _ if names == Some(MoeNames::Qwen) => ("qwen3_moe", "Qwen3MoeForCausalLM"),
-        LlamaConfig { qk_norm: true, .. } => ("qwen3", "Qwen3ForCausalLM"),
+        LlamaConfig { qk_norm: Some(QkNorm::PerHead), .. } => ("qwen3", "Qwen3ForCausalLM"),
         LlamaConfig { qkv_bias: true, .. } => ("qwen2", "Qwen2ForCausalLM"),
         LlamaConfig { sliding_window: Some(_), .. } => ("mistral", "MistralForCausalLM"),
         _ => ("llama", "LlamaForCausalLM"),
@@ -112,12 +117,12 @@ fn llama_to_hugging_face(llama: &LlamaConfig, positions: usize) -> Value {
         "use_cache": true,
     });
     match family {
-        "llama" | "qwen3" | "qwen3_moe" => config["attention_bias"] = json!(false),
+        "llama" | "olmoe" | "qwen3" | "qwen3_moe" => config["attention_bias"] = json!(false),
         "mistral" | "mixtral" => config["sliding_window"] = json!(llama.sliding_window),
         _ => (),
     }
     if let Some(moe) = &llama.moe {
-        write_moe(moe, llama.num_hidden_layers, &mut config);
+        write_moe(moe, family, llama.num_hidden_layers, &mut config);
     }
     if let Some(RopeScaling::Dynamic { max_position_embeddings, .. }) = llama.rope_scaling {
         config["max_position_embeddings"] = json!(max_position_embeddings);
@@ -160,6 +165,9 @@ fn llama(config: &Config<'_>, family: &str) -> Result<LlamaConfig> {
     config.off("mlp_bias")?;
     config.off("attention_bias")?;
     config.off("use_sliding_window")?;
+    if let Some(limit) = config.given("clip_qkv") {
+        return Err(config_error("clip_qkv", format!("is {limit}, and clipping is not supported")));
+    }
     let (hidden_size, heads) = (config.count("hidden_size")?, config.count("num_attention_heads")?);
     let plain = LlamaConfig::new(
         config.count("vocab_size")?,
@@ -169,7 +177,11 @@ fn llama(config: &Config<'_>, family: &str) -> Result<LlamaConfig> {
         config.count("intermediate_size")?,
     );
     // The defaults of each family in Hugging Face's code.
-    let (rope_theta, rms_norm_eps) = if family == "mixtral" { (1e6, 1e-5) } else { (plain.rope_theta, 1e-6) };
+    let (rope_theta, rms_norm_eps) = match family {
+        "mixtral" => (1e6, 1e-5),
+        "olmoe" => (plain.rope_theta, 1e-5),
+        _ => (plain.rope_theta, 1e-6),
+    };
     // Newer files have all settings of the rotary embedding in one object, or in one object per type of layer.
     let rope = Config(config.0.get("rope_parameters").filter(|rope| rope.is_object()).unwrap_or(config.0));
     if rope
@@ -205,9 +217,14 @@ fn llama(config: &Config<'_>, family: &str) -> Result<LlamaConfig> {
         rms_norm_eps: config.number("rms_norm_eps", rms_norm_eps)?,
         tie_word_embeddings: config.flag("tie_word_embeddings")?,
         qkv_bias: family == "qwen2",
-        qk_norm: matches!(family, "qwen3" | "qwen3_moe"),
+        qk_norm: match family {
+            "qwen3" | "qwen3_moe" => Some(QkNorm::PerHead),
+            "olmoe" => Some(QkNorm::AllHeads),
+            _ => None,
+        },
         moe: match family {
             "mixtral" => Some(mixtral(config)?),
+            "olmoe" => Some(olmoe(config)?),
             "qwen3_moe" => Some(qwen_moe(config)?),
             _ => None,
         },
@@ -235,6 +252,16 @@ fn mixtral(config: &Config<'_>) -> Result<MoeConfig> {
     Ok(MoeConfig { names: MoeNames::Mixtral, router, ..plain })
 }
 
+fn olmoe(config: &Config<'_>) -> Result<MoeConfig> {
+    let plain = MoeConfig::new(
+        // transformers 5 writes the second name.
+        config.maybe_count("num_experts")?.or(config.maybe_count("num_local_experts")?).unwrap_or(64),
+        config.maybe_count("num_experts_per_tok")?.unwrap_or(8),
+        config.count("intermediate_size")?,
+    );
+    Ok(MoeConfig { router: router_of_qwen(config, &plain)?, ..plain })
+}
+
 fn qwen_moe(config: &Config<'_>) -> Result<MoeConfig> {
     if config.maybe_count("decoder_sparse_step")?.is_some_and(|step| step != 1) {
         return Err(config_error(
@@ -254,12 +281,16 @@ fn qwen_moe(config: &Config<'_>) -> Result<MoeConfig> {
         config.maybe_count("num_experts_per_tok")?.unwrap_or(8),
         config.maybe_count("moe_intermediate_size")?.unwrap_or(768),
     );
-    let router = RouterConfig {
+    Ok(MoeConfig { router: router_of_qwen(config, &plain)?, ..plain })
+}
+
+/// The router of Qwen 3 and OLMoE.
+fn router_of_qwen(config: &Config<'_>, moe: &MoeConfig) -> Result<RouterConfig> {
+    Ok(RouterConfig {
         norm_topk_prob: config.flag("norm_topk_prob")?,
-        router_aux_loss_coef: aux_loss_coef(config, plain.num_experts_per_tok)?,
-        ..plain.router
-    };
-    Ok(MoeConfig { router, ..plain })
+        router_aux_loss_coef: aux_loss_coef(config, moe.num_experts_per_tok)?,
+        ..moe.router
+    })
 }
 
 /// The coefficient of the balance loss. As in transformers, a model has that loss only if it returns its router's logits. There it is the mean
@@ -274,18 +305,24 @@ fn aux_loss_coef(config: &Config<'_>, num_experts_per_tok: usize) -> Result<f64>
     }
 }
 
-fn write_moe(moe: &MoeConfig, layers: usize, config: &mut Value) {
+fn write_moe(moe: &MoeConfig, family: &str, layers: usize, config: &mut Value) {
     let router = &moe.router;
     config["num_experts_per_tok"] = json!(moe.num_experts_per_tok);
     config["output_router_logits"] = json!(router.router_aux_loss_coef > 0.);
     let coef = router.router_aux_loss_coef * layers as f64 / moe.num_experts_per_tok as f64;
     config["router_aux_loss_coef"] = json!(coef);
-    match moe.names {
-        MoeNames::Mixtral => {
+    match family {
+        "mixtral" => {
             config["num_local_experts"] = json!(moe.num_experts);
             config["intermediate_size"] = json!(moe.moe_intermediate_size);
         }
-        MoeNames::Qwen => {
+        "olmoe" => {
+            config["num_experts"] = json!(moe.num_experts);
+            config["intermediate_size"] = json!(moe.moe_intermediate_size);
+            config["norm_topk_prob"] = json!(router.norm_topk_prob);
+            config["clip_qkv"] = Value::Null;
+        }
+        _ => {
             config["num_experts"] = json!(moe.num_experts);
             config["moe_intermediate_size"] = json!(moe.moe_intermediate_size);
             config["norm_topk_prob"] = json!(router.norm_topk_prob);
@@ -474,10 +511,14 @@ mod tests {
             scaled(RopeScaling::Yarn(YarnRope { truncate: false, beta_fast: 16., ..YarnRope::new(4., 64) })),
             ModelConfig::Llama(LlamaConfig { sliding_window: Some(16), head_dim: 8, ..plain.clone() }),
             ModelConfig::Llama(LlamaConfig { qkv_bias: true, rope_theta: 1e6, ..plain.clone() }),
-            ModelConfig::Llama(LlamaConfig { qk_norm: true, ..plain.clone() }),
+            ModelConfig::Llama(LlamaConfig { qk_norm: Some(QkNorm::PerHead), ..plain.clone() }),
             ModelConfig::Llama(mixture(MoeNames::Mixtral, RouterConfig::default())),
             ModelConfig::Llama(LlamaConfig {
-                qk_norm: true,
+                qk_norm: Some(QkNorm::AllHeads),
+                ..mixture(MoeNames::Qwen, RouterConfig { norm_topk_prob: false, ..RouterConfig::default() })
+            }),
+            ModelConfig::Llama(LlamaConfig {
+                qk_norm: Some(QkNorm::PerHead),
                 ..mixture(
                     MoeNames::Qwen,
                     RouterConfig { norm_topk_prob: false, router_aux_loss_coef: 0.01, ..RouterConfig::default() },
@@ -487,7 +528,10 @@ mod tests {
         ] {
             assert_eq!(ModelConfig::from_hugging_face(&shape.to_hugging_face(128).unwrap()).unwrap(), shape);
         }
-        let both = LlamaConfig { qk_norm: true, qkv_bias: true, ..LlamaConfig::new(101, 36, 2, 6, 53) };
+        let all_heads = LlamaConfig { qk_norm: Some(QkNorm::AllHeads), ..LlamaConfig::new(101, 36, 2, 6, 53) };
+        assert_eq!(ModelConfig::Llama(all_heads).to_hugging_face(128), None);
+        let both =
+            LlamaConfig { qk_norm: Some(QkNorm::PerHead), qkv_bias: true, ..LlamaConfig::new(101, 36, 2, 6, 53) };
         assert_eq!(ModelConfig::Llama(both).to_hugging_face(128), None);
         // The size of an MLP that does not exist is not part of the file.
         let smaller = LlamaConfig { intermediate_size: 106, ..mixture(MoeNames::Mixtral, RouterConfig::default()) };
@@ -501,10 +545,14 @@ mod tests {
         };
         assert_eq!((minimal.rope_theta, minimal.rms_norm_eps, minimal.num_key_value_heads), (1e6, 1e-5, 8));
         // Mixtral has no norms of queries and keys, and divides scores by their sum.
-        let unlike = LlamaConfig { qk_norm: true, ..mixture(MoeNames::Mixtral, RouterConfig::default()) };
+        let unlike =
+            LlamaConfig { qk_norm: Some(QkNorm::PerHead), ..mixture(MoeNames::Mixtral, RouterConfig::default()) };
         assert_eq!(ModelConfig::Llama(unlike).to_hugging_face(128), None);
         let scaled = RouterConfig { routed_scaling_factor: 2.5, ..RouterConfig::default() };
-        assert_eq!(ModelConfig::Llama(mixture(MoeNames::Mixtral, scaled)).to_hugging_face(128), None);
+        let biased = RouterConfig { router_bias_update_rate: 0.001, ..RouterConfig::default() };
+        for router in [scaled, biased] {
+            assert_eq!(ModelConfig::Llama(mixture(MoeNames::Mixtral, router)).to_hugging_face(128), None);
+        }
     }
 
     #[test]

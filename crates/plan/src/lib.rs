@@ -47,7 +47,7 @@ pub use floats::FloatsMut;
 pub use loss_scale::DynamicScale;
 pub use mesh::{Axis, Coordinates, LayerPlace, Mesh, MeshError, RankSet};
 pub use mixture_of_experts::{ExpertParameters, MoeConfig, MoeNames, RouterConfig, ScoringFunc};
-pub use model_config::{Gpt2Config, LlamaConfig, ModelConfig, check_chunks_not_shared};
+pub use model_config::{Gpt2Config, LlamaConfig, ModelConfig, QkNorm, check_chunks_not_shared};
 pub use parameters::{ParameterShape, check_frozen_prefixes};
 pub use partition::Partition;
 pub use rope_scaling::{Llama3Rope, RopeScaling, YarnRope, rotary_frequencies};

@@ -13,6 +13,9 @@ pub struct MoeConfig {
     pub moe_intermediate_size: usize,
     /// The number of experts that process every token, as in DeepSeek. They are one MLP with as many times the hidden size.
     pub n_shared_experts: usize,
+    /// In training, how many tokens of a sequence an expert processes at most, relative to the mean of all experts. Without, as many as choose
+    /// it (dropless).
+    pub capacity_factor: Option<f64>,
     /// How tokens choose experts.
     pub router: RouterConfig,
     /// The names of the parameters in checkpoints.
@@ -36,6 +39,8 @@ pub struct RouterConfig {
     pub router_aux_loss_coef: f64,
     /// The coefficient of the loss that keeps logits small; 0 for none.
     pub router_z_loss_coef: f64,
+    /// How much an update changes the bias that is added to scores when tokens choose experts, as in DeepSeek-V3; 0 for not at all.
+    pub router_bias_update_rate: f64,
 }
 
 /// How the router's logits become scores.
@@ -101,6 +106,7 @@ impl Default for RouterConfig {
             topk_group: 1,
             router_aux_loss_coef: 0.,
             router_z_loss_coef: 0.,
+            router_bias_update_rate: 0.,
         }
     }
 }
@@ -120,6 +126,7 @@ impl MoeConfig {
             num_experts_per_tok,
             moe_intermediate_size,
             n_shared_experts: 0,
+            capacity_factor: None,
             router: RouterConfig::default(),
             names: MoeNames::Qwen,
         }
@@ -128,6 +135,12 @@ impl MoeConfig {
     /// The size of the shared experts' hidden layer; 0 without them.
     pub fn shared_intermediate_size(&self) -> usize {
         self.n_shared_experts * self.moe_intermediate_size
+    }
+
+    /// How many tokens of a sequence an expert processes at most in training, if that is limited.
+    pub fn capacity(&self, positions: usize) -> Option<usize> {
+        let mean = (self.num_experts_per_tok * positions) as f64 / self.num_experts as f64;
+        Some(((self.capacity_factor? * mean).ceil() as usize).max(1))
     }
 
     /// The share of all experts that process a token.
@@ -144,7 +157,10 @@ impl MoeConfig {
                 return fail(key, "is 0, but must be at least 1".to_string());
             }
         }
-        let &MoeConfig { num_experts, num_experts_per_tok, router, .. } = self;
+        let &MoeConfig { num_experts, num_experts_per_tok, capacity_factor, router, .. } = self;
+        if let Some(factor) = capacity_factor.filter(|factor| !factor.is_finite() || *factor <= 0.) {
+            return fail("moe.capacity_factor", format!("is {factor}, but must be a positive number"));
+        }
         let RouterConfig { n_group, topk_group, .. } = router;
         if !(1..=num_experts).contains(&num_experts_per_tok) {
             let problem =
@@ -165,6 +181,7 @@ impl MoeConfig {
             ("moe.routed_scaling_factor", router.routed_scaling_factor),
             ("moe.router_aux_loss_coef", router.router_aux_loss_coef),
             ("moe.router_z_loss_coef", router.router_z_loss_coef),
+            ("moe.router_bias_update_rate", router.router_bias_update_rate),
         ] {
             if !coefficient.is_finite() || coefficient < 0. {
                 return fail(key, format!("is {coefficient}, but must be a number that is not negative"));
@@ -189,6 +206,7 @@ mod tests {
             (MoeConfig { num_experts_per_tok: 9, ..plain.clone() }, "moe.num_experts_per_tok"),
             (MoeConfig { num_experts_per_tok: 0, ..plain.clone() }, "moe.num_experts_per_tok"),
             (MoeConfig { moe_intermediate_size: 0, ..plain.clone() }, "moe.moe_intermediate_size"),
+            (MoeConfig { capacity_factor: Some(0.), ..plain.clone() }, "moe.capacity_factor"),
             (grouped(3, 1), "moe.n_group"),
             (grouped(8, 1), "moe.topk_group"),
             (grouped(4, 5), "moe.topk_group"),

@@ -12,6 +12,7 @@ use crate::rope_scaling::RopeScaling;
 
 /// The configuration of a model: one of the supported families, or a compiled package.
 #[derive(Clone, Debug, PartialEq)]
+#[allow(clippy::large_enum_variant, reason = "a run has one")]
 pub enum ModelConfig {
     /// Llama 2 and 3, Mistral and Mixtral, Qwen 2 and 3.
     Llama(LlamaConfig),
@@ -51,8 +52,8 @@ pub struct LlamaConfig {
     pub tie_word_embeddings: bool,
     /// Whether the query, key and value projections have biases, as in Qwen 2.
     pub qkv_bias: bool,
-    /// Whether queries and keys are normalized per head, as in Qwen 3.
-    pub qk_norm: bool,
+    /// How queries and keys are normalized, if they are.
+    pub qk_norm: Option<QkNorm>,
     /// How many positions a position attends to, including itself, as in Mistral.
     pub sliding_window: Option<usize>,
     /// The standard deviation of initial weight matrices.
@@ -61,6 +62,15 @@ pub struct LlamaConfig {
     pub loss_chunk_tokens: usize,
     /// How many tokens a block processes at a time, except in attention, if not all.
     pub block_chunk_tokens: Option<usize>,
+}
+
+/// What is normalized together of a position's queries or keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum QkNorm {
+    /// A head, as in Qwen 3.
+    PerHead,
+    /// All heads, as in OLMoE.
+    AllHeads,
 }
 
 /// The configuration of a GPT-2. Fields are named as in Hugging Face's `config.json`.
@@ -152,6 +162,9 @@ impl ModelConfig {
             ModelConfig::Compiled(_) => return check_not_split(ranks),
         };
         check_chunks_not_shared(self.block_chunk_tokens(), ranks)?;
+        if let ModelConfig::Llama(llama) = self {
+            llama.check_norm_not_shared(ranks)?;
+        }
         let works = |ranks: &usize| heads.is_multiple_of(*ranks) && *ranks <= inner;
         if works(&ranks) {
             return Ok(());
@@ -197,6 +210,16 @@ impl From<Gpt2Config> for ModelConfig {
 }
 
 impl LlamaConfig {
+    /// Checks that ranks do not share heads that are normalized together.
+    pub fn check_norm_not_shared(&self, ranks: usize) -> Result<(), ConfigError> {
+        let problem =
+            "all heads of a position are normalized together, so ranks cannot share them; use ZeRO or a pipeline";
+        match self.qk_norm {
+            Some(QkNorm::AllHeads) if ranks > 1 => Err(ConfigError { key: "qk_norm", problem: problem.to_string() }),
+            _ => Ok(()),
+        }
+    }
+
     /// Creates a configuration like Llama 2's: no biases, untied embeddings, one key head per query head.
     pub fn new(
         vocab_size: usize,
@@ -219,7 +242,7 @@ impl LlamaConfig {
             rms_norm_eps: 1e-5,
             tie_word_embeddings: false,
             qkv_bias: false,
-            qk_norm: false,
+            qk_norm: None,
             sliding_window: None,
             initializer_range: 0.02,
             loss_chunk_tokens: 256,

@@ -3,7 +3,7 @@
 //! They are those of Hugging Face checkpoints. The model that is trained declares its parameters from this list.
 
 use crate::package::{Package, PackageParameter, PackageUnit};
-use crate::{ConfigError, ExpertParameters, Gpt2Config, LlamaConfig, ModelConfig, Split, TensorPlacement};
+use crate::{ConfigError, ExpertParameters, Gpt2Config, LlamaConfig, ModelConfig, QkNorm, Split, TensorPlacement};
 
 /// The name and shape of a parameter.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -111,9 +111,14 @@ impl LlamaConfig {
                 add("self_attn.k_proj.bias", &[key], key_heads);
                 add("self_attn.v_proj.bias", &[key], key_heads);
             }
-            if self.qk_norm {
-                add("self_attn.q_norm.weight", &[self.head_dim], TensorPlacement::ReplicatedInside);
-                add("self_attn.k_norm.weight", &[self.head_dim], TensorPlacement::ReplicatedInside);
+            let normalized = match self.qk_norm {
+                Some(QkNorm::PerHead) => Some([self.head_dim; 2]),
+                Some(QkNorm::AllHeads) => Some([query, key]),
+                None => None,
+            };
+            if let Some([query, key]) = normalized {
+                add("self_attn.q_norm.weight", &[query], TensorPlacement::ReplicatedInside);
+                add("self_attn.k_norm.weight", &[key], TensorPlacement::ReplicatedInside);
             }
             add("post_attention_layernorm.weight", &[hidden], whole);
             let mut add_mlp = |name: &str, intermediate: usize| {
@@ -212,7 +217,7 @@ mod tests {
         let qwen_3 = LlamaConfig {
             num_key_value_heads: 8,
             head_dim: 128,
-            qk_norm: true,
+            qk_norm: Some(QkNorm::PerHead),
             tie_word_embeddings: true,
             ..LlamaConfig::new(151_936, 1024, 28, 16, 3072)
         };
@@ -224,7 +229,7 @@ mod tests {
         let qwen_3_30b = LlamaConfig {
             num_key_value_heads: 4,
             head_dim: 128,
-            qk_norm: true,
+            qk_norm: Some(QkNorm::PerHead),
             moe: Some(MoeConfig::new(128, 8, 768)),
             ..LlamaConfig::new(151_936, 2048, 48, 32, 6144)
         };

@@ -517,6 +517,11 @@ impl Recipe {
                            router_aux_loss_coef and router_z_loss_coef to 0 (in a config.json: output_router_logits to false)";
             return at("parallel.context", problem.to_string());
         }
+        if config.moe().is_some_and(|moe| moe.capacity_factor.is_some()) {
+            let problem =
+                "the capacity of experts is for whole sequences; set parallel.context to 1, or remove capacity_factor";
+            return at("parallel.context", problem.to_string());
+        }
         if self.run.device != DeviceRecipe::Cpu {
             return at(
                 "parallel.context",

@@ -176,6 +176,9 @@ pub struct MoeRecipe {
     /// The number of experts that process every token, as in DeepSeek.
     #[serde(default)]
     pub n_shared_experts: usize,
+    /// In training, how many tokens of a sequence an expert processes at most, relative to the mean of all experts (GShard, Switch Transformer).
+    /// An expert drops tokens beyond that; evaluation and generation drop none. Without this key, nothing does (dropless).
+    pub capacity_factor: Option<f64>,
     /// How the router's logits become scores.
     #[serde(default)]
     pub scoring_func: ScoringFuncRecipe,
@@ -189,11 +192,15 @@ pub struct MoeRecipe {
     /// The number of groups that a token chooses.
     pub topk_group: Option<usize>,
     /// The coefficient of the loss that balances the experts, per sequence as in DeepSeek-V3. It is not part of the reported loss. Defaults
-    /// to 0.01; 0 turns it off.
+    /// to 0.01, or to 0 if router_bias_update_rate is set; 0 turns it off.
     pub router_aux_loss_coef: Option<f64>,
     /// The coefficient of the loss that keeps the router's logits small (ST-MoE: z-loss). Defaults to 0.
     #[serde(default)]
     pub router_z_loss_coef: f64,
+    /// How much an update changes the bias that is added to scores when tokens choose experts. It balances experts without a loss
+    /// (DeepSeek-V3: bias update speed, 0.001 there). 0 for no bias.
+    #[serde(default)]
+    pub router_bias_update_rate: f64,
 }
 
 /// `scoring_func`

@@ -11,7 +11,7 @@ use serde_json::Value;
 use shardwise_plan::package::Package;
 use shardwise_plan::schedule::{Kind, Schedule};
 use shardwise_plan::{
-    DynamicScale, Gpt2Config, LlamaConfig, ModelConfig, MoeConfig, MoeNames, RouterConfig, ScoringFunc,
+    DynamicScale, Gpt2Config, LlamaConfig, ModelConfig, MoeConfig, MoeNames, QkNorm, RouterConfig, ScoringFunc,
 };
 
 use super::source::Invalid;
@@ -180,7 +180,7 @@ impl Recipe {
                     block_chunk_tokens,
                     tie_word_embeddings: llama.tie_word_embeddings,
                     qkv_bias: llama.qkv_bias,
-                    qk_norm: llama.qk_norm,
+                    qk_norm: llama.qk_norm.then_some(QkNorm::PerHead),
                     moe: llama.moe.as_ref().map(|moe| moe_config(moe, llama)),
                     ..plain
                 }))
@@ -395,8 +395,10 @@ fn moe_config(moe: &MoeRecipe, llama: &LlamaRecipe) -> MoeConfig {
     let intermediate_size = moe.moe_intermediate_size.unwrap_or(llama.intermediate_size);
     let plain = MoeConfig::new(moe.num_experts, moe.num_experts_per_tok, intermediate_size);
     let n_group = moe.n_group.unwrap_or(plain.router.n_group);
+    let balance_by_loss = if moe.router_bias_update_rate > 0. { 0. } else { AUX_LOSS_COEF };
     MoeConfig {
         n_shared_experts: moe.n_shared_experts,
+        capacity_factor: moe.capacity_factor,
         router: RouterConfig {
             scoring_func: match moe.scoring_func {
                 ScoringFuncRecipe::Softmax => ScoringFunc::Softmax,
@@ -407,8 +409,9 @@ fn moe_config(moe: &MoeRecipe, llama: &LlamaRecipe) -> MoeConfig {
             routed_scaling_factor: moe.routed_scaling_factor.unwrap_or(plain.router.routed_scaling_factor),
             n_group,
             topk_group: moe.topk_group.unwrap_or(n_group),
-            router_aux_loss_coef: moe.router_aux_loss_coef.unwrap_or(AUX_LOSS_COEF),
+            router_aux_loss_coef: moe.router_aux_loss_coef.unwrap_or(balance_by_loss),
             router_z_loss_coef: moe.router_z_loss_coef,
+            router_bias_update_rate: moe.router_bias_update_rate,
         },
         // Hugging Face's models with norms of queries and keys are Qwen's.
         names: if llama.qk_norm { MoeNames::Qwen } else { MoeNames::Mixtral },

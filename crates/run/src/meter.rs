@@ -256,8 +256,9 @@ impl<'a> Meter<'a> {
             experts: report
                 .expert_tokens
                 .iter()
-                .filter(|tokens| !tokens.is_empty())
-                .map(|tokens| ExpertLoad::new(tokens))
+                .zip(&report.dropped_tokens)
+                .filter(|(tokens, _)| !tokens.is_empty())
+                .map(|(tokens, &dropped)| ExpertLoad::new(tokens, dropped))
                 .collect(),
         }
     }

@@ -19,7 +19,7 @@ use shardwise_torch::tch::Tensor;
 use shardwise_train::{Options, Ranks, Schedule, Trainer, init};
 use shardwise_zero::{AdamW, Optimizer, Sharding};
 
-const FAMILIES: [&str; 13] = [
+const FAMILIES: [&str; 14] = [
     "llama2",
     "llama3",
     "mistral",
@@ -28,6 +28,7 @@ const FAMILIES: [&str; 13] = [
     "mixtral",
     "qwen3-moe",
     "qwen3-moe-normalized",
+    "olmoe",
     "gpt2",
     "linear",
     "dynamic",

@@ -12,7 +12,7 @@ use shardwise_checkpoint::hugging_face::{self, ExportOptions};
 use shardwise_checkpoint::{Checkpoint, Store, elements};
 use shardwise_comm::{Group, mpi};
 use shardwise_harness::{Launch, ranks};
-use shardwise_model::{Batch, Gpt2Config, LlamaConfig, Model, ModelConfig, MoeConfig};
+use shardwise_model::{Batch, Gpt2Config, LlamaConfig, Model, ModelConfig, MoeConfig, RouterConfig};
 use shardwise_plan::{Axis, Dtype, Mesh};
 use shardwise_run::save;
 use shardwise_torch::tch::{Device, Kind, Tensor};
@@ -57,7 +57,8 @@ fn models() -> [(&'static str, Model); 3] {
         ..LlamaConfig::new(VOCAB_SIZE as usize, 20, 2, 12, 53)
     };
     let gpt2 = Gpt2Config::new(VOCAB_SIZE as usize, 8, 36, 2, 12);
-    let moe = Some(MoeConfig { n_shared_experts: 1, ..MoeConfig::new(4, 2, 9) });
+    let router = RouterConfig { router_bias_update_rate: 0.01, ..RouterConfig::default() };
+    let moe = Some(MoeConfig { n_shared_experts: 1, router, ..MoeConfig::new(4, 2, 9) });
     let experts = LlamaConfig { moe, ..LlamaConfig::new(VOCAB_SIZE as usize, 24, 2, 4, 53) };
     [
         ("llama", ModelConfig::from(llama), &["model.layers.0.mlp.up_proj", "model.layers.1.input_layernorm"][..]),
@@ -169,6 +170,9 @@ fn load_all() {
                 if world.rank() == 0 {
                     let loaded = Checkpoint::open(&again, STEPS as u64).unwrap();
                     assert!(contents(&loaded) == contents(&checkpoint), "{what}: other numbers");
+                    let [found, expected] = [&loaded, &checkpoint].map(|saved| &saved.manifest().training["progress"]);
+                    assert_eq!(found, expected, "{what}");
+                    assert_eq!(found["expert_biases"].is_array(), name == "experts", "{what}: {found}");
                     let [one, other] = ["-exported", "-exported-again"]
                         .map(|ending| store(name, layout, &format!("{ending}-{saved_by:?}")));
                     let files = exported(&loaded, &one);

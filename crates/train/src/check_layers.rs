@@ -63,7 +63,9 @@ impl Trainer {
         let failed = |error| Error::of_model(unit.name(), error);
         let expected = whole.compute(unit, &Pass::new(Activations::All), None).map_err(failed)?;
 
-        let shared = Pass { experts: ExpertParallel::none(), ..self.pass(index, Activations::All) };
+        // As in `expected`, without what a trainer adds to a layer with experts.
+        let (experts, expert_bias, drops_tokens) = (ExpertParallel::none(), None, false);
+        let shared = Pass { experts, expert_bias, drops_tokens, ..self.pass(index, Activations::All) };
         let own = self.own_inputs(unit, whole, &shared.parallel).map_err(failed)?;
         let output_grad = match self.is_last(index) {
             true => None,

@@ -47,7 +47,8 @@ impl Trainer {
         for batch in micro_batches {
             let batch = batch.to_device(self.options.device);
             let compute = |trainer: &Trainer, index, input: Option<&Tensor>| {
-                trainer.compute(index, input, &batch, &trainer.pass(index, Activations::All))
+                let pass = Pass { drops_tokens: false, ..trainer.pass(index, Activations::All) };
+                trainer.compute(index, input, &batch, &pass)
             };
             // Only the last stage of a pipeline computes the loss.
             loss_sum += self.forward_no_grad(&batch, &parallel, compute)?.map_or(0., |loss| loss.double_value(&[]));
@@ -116,7 +117,7 @@ impl Trainer {
     /// A pass in which all ranks that share a layer have the whole sequence, as logits and generation need it.
     pub(crate) fn inference_pass(&self, index: usize) -> Pass {
         let pass = self.pass(index, Activations::All);
-        Pass { parallel: pass.parallel.with_whole_sequence(), ..pass }
+        Pass { parallel: pass.parallel.with_whole_sequence(), drops_tokens: false, ..pass }
     }
 
     fn head_logits(&self, input: &Tensor) -> Result<Tensor> {

@@ -38,6 +38,7 @@ mod count_tokens;
 mod error;
 mod evaluate;
 mod exchange;
+mod expert_biases;
 mod expert_groups;
 mod generate;
 pub mod init;

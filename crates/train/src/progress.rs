@@ -23,6 +23,9 @@ pub struct Progress {
     /// The batches to skip after a rollback, including those already skipped.
     #[serde(default, rename = "passed_over", skip_serializing_if = "Vec::is_empty")]
     pub skipped_batches: Vec<SkippedBatch>,
+    /// By unit: what is added to the score of each expert when tokens choose; empty for a unit without such a bias.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub expert_biases: Vec<Vec<f32>>,
 }
 
 /// A batch that is skipped because its step spiked.

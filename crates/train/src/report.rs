@@ -18,8 +18,10 @@ pub struct Report {
     pub lr: f64,
     /// The number of targets that are not ignored; for a language model, tokens.
     pub tokens: u64,
-    /// The tokens that each expert has processed, by unit; empty for a unit without experts.
+    /// The tokens that have chosen each expert, by unit; empty for a unit without experts.
     pub expert_tokens: Vec<Vec<u64>>,
+    /// How many of them experts had no capacity for, by unit.
+    pub dropped_tokens: Vec<u64>,
     /// The loss scale of the backward pass.
     pub loss_scale: f64,
     /// Why the update was skipped, if it was.
@@ -34,7 +36,16 @@ impl Report {
     /// The report of a step, before its update.
     pub(crate) fn of(gradients: Gradients) -> Self {
         let Gradients {
-            step, loss, grad_norm, unit_norms, tokens, expert_tokens, loss_scale, without_gradient, ..
+            step,
+            loss,
+            grad_norm,
+            unit_norms,
+            tokens,
+            expert_tokens,
+            dropped_tokens,
+            loss_scale,
+            without_gradient,
+            ..
         } = gradients;
         let (lr, skipped, skipped_so_far) = (0., None, 0);
         Report {
@@ -45,6 +56,7 @@ impl Report {
             lr,
             tokens,
             expert_tokens,
+            dropped_tokens,
             loss_scale,
             skipped,
             skipped_so_far,
@@ -68,8 +80,10 @@ pub struct Gradients {
     pub unit_norms: Vec<f64>,
     /// The number of targets that are not ignored; for a language model, tokens.
     pub tokens: u64,
-    /// The tokens that each expert has processed, by unit; empty for a unit without experts.
+    /// The tokens that have chosen each expert, by unit; empty for a unit without experts.
     pub expert_tokens: Vec<Vec<u64>>,
+    /// How many of them experts had no capacity for, by unit.
+    pub dropped_tokens: Vec<u64>,
     /// The loss scale of the backward pass.
     pub loss_scale: f64,
     /// Trainable parameters that no rank's backward pass reached. Only a trainer's first step looks for them.

@@ -128,6 +128,7 @@ impl Trainer {
             good_steps: self.loss_scaler.good_steps(),
             hysteresis_left: self.loss_scaler.hysteresis_left(),
             skipped_batches: self.skipped_batches.clone(),
+            expert_biases: self.expert_biases.stored(),
         }
     }
 
@@ -206,9 +207,11 @@ impl Trainer {
             unit.parameters().iter().map(of).collect::<Vec<_>>()
         };
         let unit_of: HashMap<String, String> = model.units().iter().flat_map(owned).collect();
-        Trainer::new(model, ranks, options, &mut |parameter, range, elements| {
+        let mut trainer = Trainer::new(model, ranks, options, &mut |parameter, range, elements| {
             readers.read(&unit_of[&parameter.name], parameter, &parameter.name, range, elements)
-        })
+        })?;
+        trainer.expert_biases.load(&trainer.model, trainer.options.device, checkpoint)?;
+        Ok(trainer)
     }
 
     /// Resumes training from a checkpoint, which may come from any number of ranks and any stage.

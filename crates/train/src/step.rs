@@ -16,6 +16,7 @@ use shardwise_torch::{Stream, kind_of};
 use shardwise_zero::{Bytes, Pool, ShardedUnit};
 
 use crate::error::{Error, Result};
+use crate::expert_biases::ExpertBiases;
 use crate::init::ParameterInit;
 use crate::loss_scale::LossScaler;
 use crate::options::{Options, Ranks};
@@ -54,6 +55,8 @@ pub struct Trainer {
     /// The first unit with trainable parameters, where the backward pass ends.
     pub(crate) first_trainable: usize,
     pub(crate) loss_scaler: LossScaler,
+    /// What is added to the scores of experts when tokens choose.
+    pub(crate) expert_biases: ExpertBiases,
     pub(crate) steps: u64,
     /// The number of steps whose update was not skipped.
     pub(crate) updates: u32,
@@ -110,6 +113,7 @@ impl Trainer {
         let tensor_ranks = Arc::new(TensorRanks(ranks.tensor.clone()));
         let parallel = TensorParallel::new(tensor_ranks, options.splits_sequence(place.tensor))
             .with_async(options.async_tensor_parallel);
+        let expert_biases = ExpertBiases::new(&model, device)?;
         let leases = model.units().iter().map(|_| Arc::default()).collect();
         Ok(Trainer {
             model,
@@ -128,6 +132,7 @@ impl Trainer {
             },
             first_trainable,
             loss_scaler,
+            expert_biases,
             steps: 0,
             updates: 0,
             skipped: 0,
@@ -331,8 +336,7 @@ impl Trainer {
             values.update = Some((optimizer, clip / gradients.loss_scale, before));
             let program = self.program(gradients.micro_batches)?;
             self.execute(program.update(), &mut values)?;
-            self.loss_scaler.record_finite_step();
-            self.updates += 1;
+            self.record_update(&gradients)?;
         } else {
             skipped = Some(self.skip_update(&gradients)?);
         }
@@ -510,12 +514,21 @@ impl Trainer {
         Ok(output)
     }
 
+    /// Changes what an update changes besides parameters and optimizer state.
+    fn record_update(&mut self, gradients: &Gradients) -> Result<()> {
+        self.expert_biases.update(&self.model, &gradients.expert_tokens)?;
+        self.loss_scaler.record_finite_step();
+        self.updates += 1;
+        Ok(())
+    }
+
     /// A unit's forward pass that keeps these activations.
     pub(crate) fn pass(&self, index: usize, activations: Activations) -> Pass {
         let parallel = self.parallel.with_label(self.model.units()[index].name());
         let context = self.ranks.context.verbs().with_label(self.model.units()[index].name());
         let experts = self.ranks.experts.verbs().with_label(self.model.units()[index].name());
-        Pass { parallel, context, experts, ..Pass::new(activations) }
+        let expert_bias = self.expert_biases.of_unit(index);
+        Pass { parallel, context, experts, expert_bias, drops_tokens: true, ..Pass::new(activations) }
     }
 
     /// How a unit computes in the forward pass of a step. Tokens are counted there, and not again where it is recomputed.
@@ -633,6 +646,7 @@ impl Trainer {
             // Other stages count those of their units.
             let mut counts = tokens.counts();
             counts.resize(experts, 0);
+            counts.extend((experts > 0).then(|| tokens.dropped()));
             counts.into_iter().map(|count| count as f64)
         });
         let own: Vec<f64> =
@@ -640,6 +654,11 @@ impl Trainer {
         let all = self.ranks.world.all_reduce("loss and norm", ReduceOp::Sum, own).wait()?;
         let (loss_sum, missing, (squares, routed)) = (all[0], all[1], all[2..].split_at(experts.len()));
         let mut routed = routed.iter().map(|&count| count as u64);
+        let mut next = |&experts: &usize| -> (Vec<u64>, u64) {
+            let counts = routed.by_ref().take(experts).collect();
+            (counts, if experts > 0 { routed.next().unwrap_or(0) } else { 0 })
+        };
+        let (expert_tokens, dropped_tokens) = experts.iter().map(&mut next).unzip();
         // Every replica contributed the same gradients.
         let (replicas, loss_scale) = (self.ranks.groups.replicate.size() as f64, step.loss_scale);
         let norm = |squares: f64| (squares / replicas).sqrt() / loss_scale;
@@ -653,7 +672,8 @@ impl Trainer {
             grad_norm: norm(squares.iter().sum()),
             unit_norms: squares.iter().map(|&squares| norm(squares)).collect(),
             tokens: step.tokens,
-            expert_tokens: experts.iter().map(|&experts| routed.by_ref().take(experts).collect()).collect(),
+            expert_tokens,
+            dropped_tokens,
             loss_scale,
             without_gradient: if missing > 0. { self.without_gradient()? } else { Vec::new() },
             largest_signal: step.largest_signal,

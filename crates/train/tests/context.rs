@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use shardwise_comm::{Group, mpi, single};
 use shardwise_harness::ranks;
-use shardwise_model::{Batch, Gpt2Config, IGNORED, LlamaConfig, Model, ModelConfig, MoeConfig, cut};
+use shardwise_model::{Batch, Gpt2Config, IGNORED, LlamaConfig, Model, ModelConfig, MoeConfig, QkNorm, cut};
 use shardwise_plan::program::Place;
 use shardwise_plan::{Axis, LayerPlace, Mesh};
 use shardwise_torch::tch::{Device, Kind, Tensor, no_grad};
@@ -39,7 +39,10 @@ fn models() -> Vec<(&'static str, ModelConfig)> {
         ),
         ("Mistral, 4 key heads", LlamaConfig { num_key_value_heads: 4, sliding_window: Some(5), ..llama() }.into()),
         ("Mistral, 12 heads", LlamaConfig { sliding_window: Some(37), ..llama() }.into()),
-        ("Qwen 3, 1 key head", LlamaConfig { num_key_value_heads: 1, qk_norm: true, ..llama() }.into()),
+        (
+            "Qwen 3, 1 key head",
+            LlamaConfig { num_key_value_heads: 1, qk_norm: Some(QkNorm::PerHead), ..llama() }.into(),
+        ),
         ("Mixtral", LlamaConfig { moe: Some(MoeConfig::new(5, 2, 13)), ..llama() }.into()),
         (
             "GPT-2",
@@ -335,8 +338,9 @@ fn chunks_of_shared_layers(world: Arc<Group>, config: ModelConfig) -> String {
 /// In 16 bits, the gradients of chunks are summed in f32; frozen parameters before, after and around attention get none.
 #[test]
 fn chunks_are_summed_in_f32_and_leave_frozen_parameters_alone() {
-    let [whole, chunked] = [None, Some(1)]
-        .map(|block_chunk_tokens| ModelConfig::from(LlamaConfig { qk_norm: true, block_chunk_tokens, ..llama() }));
+    let [whole, chunked] = [None, Some(1)].map(|block_chunk_tokens| {
+        ModelConfig::from(LlamaConfig { qk_norm: Some(QkNorm::PerHead), block_chunk_tokens, ..llama() })
+    });
     // After a step of this size, parameters are their gradients, and differ as gradients do.
     let lr = 1e6;
     let gradients = |config: &ModelConfig, frozen: &[&str], precision: Precision| -> Vec<Tensor> {

@@ -34,7 +34,10 @@ const CHECKPOINTING: [ActivationCheckpointing; 3] =
     [ActivationCheckpointing::None, ActivationCheckpointing::Selective, ActivationCheckpointing::Full];
 
 fn model(router: RouterConfig, shared: usize) -> Model {
-    let moe = MoeConfig { router, n_shared_experts: shared, ..MoeConfig::new(EXPERTS, EXPERTS_PER_TOKEN, 10) };
+    // Without shared experts, tokens are dropped.
+    let capacity_factor = (shared == 0).then_some(1.25);
+    let moe = MoeConfig::new(EXPERTS, EXPERTS_PER_TOKEN, 10);
+    let moe = MoeConfig { router, n_shared_experts: shared, capacity_factor, ..moe };
     let llama = LlamaConfig { num_key_value_heads: 2, loss_chunk_tokens: 10, ..LlamaConfig::new(101, 24, 2, 4, 40) };
     Model::from_config(LlamaConfig { moe: Some(moe), ..llama }).unwrap()
 }
@@ -45,7 +48,14 @@ fn softmax() -> RouterConfig {
 
 fn sigmoid() -> RouterConfig {
     let (scoring_func, routed_scaling_factor) = (ScoringFunc::Sigmoid, 2.5);
-    RouterConfig { scoring_func, routed_scaling_factor, n_group: 4, topk_group: 2, ..softmax() }
+    RouterConfig {
+        scoring_func,
+        routed_scaling_factor,
+        n_group: 4,
+        topk_group: 2,
+        router_bias_update_rate: 0.01,
+        ..softmax()
+    }
 }
 
 /// A micro-batch of a step by its global index, the same on any rank. Some targets are ignored, and some sequences are packed.
@@ -93,25 +103,30 @@ fn ranks_of(sizes: &[(Axis, usize)]) -> Ranks {
     Ranks::on_mesh(world, mesh).unwrap()
 }
 
-/// Losses, gradient norms, those of units, and the tokens of each expert; and the parameters in the end.
+/// Losses, gradient norms, those of units, and the tokens of each expert; and the biases and parameters in the end.
 struct Trained {
     numbers: Vec<f64>,
     expert_tokens: Vec<Vec<Vec<u64>>>,
+    dropped_tokens: Vec<Vec<u64>>,
+    expert_biases: Vec<Vec<f32>>,
     parameters: Vec<Vec<Tensor>>,
 }
 
 fn train(model: Model, ranks: &Ranks, options: Options, steps: i64) -> Trained {
     let mut trainer = Trainer::new(model, ranks.clone(), options, &mut init::from_seed(5)).unwrap();
     let (rank, size) = (ranks.data_rank() as i64, ranks.data_size() as i64);
-    let (mut numbers, mut expert_tokens) = (Vec::new(), Vec::new());
+    let (mut numbers, mut expert_tokens, mut dropped_tokens) = (Vec::new(), Vec::new(), Vec::new());
     for step in 0..steps {
         let own: Vec<Batch> = (0..MICRO_BATCHES / size).map(|index| batch(step, index * size + rank)).collect();
-        let Report { loss, grad_norm, unit_norms, expert_tokens: tokens, .. } = trainer.step(&own).unwrap();
+        let Report { loss, grad_norm, unit_norms, expert_tokens: tokens, dropped_tokens: dropped, .. } =
+            trainer.step(&own).unwrap();
         numbers.extend([loss, grad_norm].into_iter().chain(unit_norms));
         expert_tokens.push(tokens);
+        dropped_tokens.push(dropped);
     }
     numbers.push(trainer.evaluate(&[batch(99, rank)]).unwrap().loss_sum);
-    Trained { numbers, expert_tokens, parameters: parameters(&mut trainer) }
+    let expert_biases = trainer.progress().expert_biases;
+    Trained { numbers, expert_tokens, dropped_tokens, expert_biases, parameters: parameters(&mut trainer) }
 }
 
 fn parameters(trainer: &mut Trainer) -> Vec<Vec<Tensor>> {
@@ -128,6 +143,8 @@ fn parameters(trainer: &mut Trainer) -> Vec<Vec<Tensor>> {
 /// Compares what a rank has with its part of what one rank alone has.
 fn assert_close(model: &Model, ranks: &Ranks, found: &Trained, expected: &Trained, what: &str) {
     assert_eq!(found.expert_tokens, expected.expert_tokens, "{what}");
+    assert_eq!(found.dropped_tokens, expected.dropped_tokens, "{what}");
+    assert_eq!(found.expert_biases, expected.expert_biases, "{what}");
     // The evaluation has as many sequences as ranks that read data.
     let compared = expected.numbers.len() - usize::from(ranks.data_size() > 1);
     for (index, (found, expected)) in found.numbers.iter().zip(&expected.numbers[..compared]).enumerate() {
@@ -151,6 +168,8 @@ fn assert_close(model: &Model, ranks: &Ranks, found: &Trained, expected: &Traine
 fn assert_same_bits(found: &Trained, expected: &Trained, what: &str) {
     assert_eq!(found.numbers, expected.numbers, "{what}");
     assert_eq!(found.expert_tokens, expected.expert_tokens, "{what}");
+    assert_eq!(found.dropped_tokens, expected.dropped_tokens, "{what}");
+    assert_eq!(found.expert_biases, expected.expert_biases, "{what}");
     let pairs = found.parameters.iter().flatten().zip(expected.parameters.iter().flatten());
     pairs.for_each(|(found, expected)| assert!(found.equal(expected), "{what}: other parameters"));
 }
@@ -219,6 +238,7 @@ fn stages_of_a_pipeline_divide_their_experts() {
             let options = Options { pipeline_schedule, ..options(stage, checkpointing, adamw()) };
             let found = train(model(sigmoid(), 1), &ranks, options, 5);
             assert_eq!(found.expert_tokens, expected.expert_tokens);
+            assert_eq!(found.expert_biases, expected.expert_biases);
             let last = expected.numbers.len() - 1;
             for (found, expected) in found.numbers.iter().zip(&expected.numbers[..last]) {
                 assert!((found - expected).abs() / expected.abs() < TOLERANCE, "{found} instead of {expected}");
@@ -303,7 +323,7 @@ fn undecided(ranks: &Ranks, options: Options) -> Trainer {
             }
             false => from_seed(parameter, range, elements),
         };
-    Trainer::new(model(RouterConfig::default(), 0), ranks.clone(), options, &mut init).unwrap()
+    Trainer::new(model(RouterConfig::default(), 1), ranks.clone(), options, &mut init).unwrap()
 }
 
 #[test]
@@ -333,7 +353,7 @@ fn ranks_send_the_rows_that_other_ranks_have_experts_for() {
         let step = |ranks: &Ranks, micro: usize| {
             let options = options(1, ActivationCheckpointing::None, adamw());
             let mut trainer =
-                Trainer::new(model(softmax(), 0), ranks.clone(), options, &mut init::from_seed(5)).unwrap();
+                Trainer::new(model(softmax(), 1), ranks.clone(), options, &mut init::from_seed(5)).unwrap();
             trainer.step(&[batch(1, micro as i64)]).unwrap().expert_tokens
         };
         // The rows of the two ranks, by the rank that has their experts.

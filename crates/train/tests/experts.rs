@@ -9,7 +9,9 @@ use shardwise_comm::{mpi, single};
 use shardwise_harness::{Launch, ranks};
 use shardwise_model::{Batch, IGNORED, LlamaConfig, Model, MoeConfig, Parameter, RouterConfig, ScoringFunc};
 use shardwise_torch::tch::{Device, Kind, Tensor, set_num_threads};
-use shardwise_train::{ActivationCheckpointing, LossScale, Options, Ranks, Schedule, Trainer, init};
+use shardwise_train::{
+    ActivationCheckpointing, DynamicScale, LossScale, OnNonFinite, Options, Ranks, Schedule, Trainer, init,
+};
 use shardwise_zero::{AdamW, FloatsMut, Optimizer, Precision, Sharding};
 
 const VOCAB_SIZE: i64 = 101;
@@ -20,6 +22,8 @@ const EXPERTS_PER_TOKEN: usize = 2;
 /// All micro-batches of a step, which the ranks divide.
 const MICRO_BATCHES: i64 = 4;
 const STEPS: i64 = 20;
+/// Enough for bits to differ, if they do.
+const FEW_STEPS: i64 = 4;
 
 const CHECKPOINTING: [ActivationCheckpointing; 3] =
     [ActivationCheckpointing::None, ActivationCheckpointing::Selective, ActivationCheckpointing::Full];
@@ -86,23 +90,22 @@ fn compare(size: usize) {
     let ranks = Ranks::sharded(world);
     for scoring_func in [ScoringFunc::Softmax, ScoringFunc::Sigmoid] {
         let router = balanced(scoring_func);
-        let run = |ranks: &Ranks, stage, checkpointing, precision| {
-            train(model(router), ranks, options(stage, checkpointing, precision), STEPS)
+        let run = |ranks: &Ranks, stage, checkpointing, precision, steps| {
+            train(model(router), ranks, options(stage, checkpointing, precision), steps)
         };
-        let expected = run(&alone(), 0, ActivationCheckpointing::None, Precision::F64);
         for precision in [Precision::F64, Precision::F32] {
-            let first = run(&ranks, 0, ActivationCheckpointing::None, precision);
+            let first = run(&ranks, 0, ActivationCheckpointing::None, precision, FEW_STEPS);
             for (stage, checkpointing) in (0..4).flat_map(|stage| CHECKPOINTING.map(|how| (stage, how))) {
-                let found = run(&ranks, stage, checkpointing, precision);
+                let found = run(&ranks, stage, checkpointing, precision, FEW_STEPS);
                 assert_eq!(found, first, "{scoring_func:?}, {precision:?}, stage {stage}, {checkpointing:?}");
             }
-            if precision == Precision::F64 {
-                assert_eq!(first.expert_tokens, expected.expert_tokens);
-                for (found, expected) in first.numbers.iter().flatten().zip(expected.numbers.iter().flatten()) {
-                    let error = (found - expected).abs() / expected;
-                    assert!(error < 1e-12, "{scoring_func:?}: {found} instead of {expected} ({error:.1e})");
-                }
-            }
+        }
+        let plain = |ranks| run(ranks, 0, ActivationCheckpointing::None, Precision::F64, STEPS);
+        let (found, expected) = (plain(&ranks), plain(&alone()));
+        assert_eq!(found.expert_tokens, expected.expert_tokens);
+        for (found, expected) in found.numbers.iter().flatten().zip(expected.numbers.iter().flatten()) {
+            let error = (found - expected).abs() / expected;
+            assert!(error < 1e-12, "{scoring_func:?}: {found} instead of {expected} ({error:.1e})");
         }
     }
 }
@@ -132,6 +135,45 @@ fn every_token_is_counted_once_by_each_of_its_experts() {
             }
         }
     }
+}
+
+/// A model whose experts are balanced by a bias.
+fn biased() -> Model {
+    model(RouterConfig { router_bias_update_rate: 0.01, ..RouterConfig::default() })
+}
+
+#[test]
+fn biases_change_with_each_update_of_their_block_and_not_otherwise() {
+    set_num_threads(1);
+    let biases = |model: Model, options: Options| {
+        let mut trainer = Trainer::new(model, alone(), options, &mut init::from_seed(5)).unwrap();
+        let report = trainer.step(&[batch(0, 0)]).unwrap();
+        let all = trainer.progress().expert_biases;
+        assert_eq!(all.iter().map(Vec::len).collect::<Vec<_>>(), [0, EXPERTS, EXPERTS, 0]);
+        (report, all)
+    };
+    let plain = options(0, ActivationCheckpointing::None, Precision::F32);
+    let (report, trained) = biases(biased(), plain.clone());
+    let mean = (SEQUENCES * POSITIONS) as u64 * EXPERTS_PER_TOKEN as u64 / EXPERTS as u64;
+    for (tokens, biases) in report.expert_tokens.iter().zip(&trained) {
+        for (&tokens, &bias) in tokens.iter().zip(biases) {
+            let expected = 0.01 * (mean as f32 - tokens as f32).signum() * f32::from(u8::from(tokens != mean));
+            assert_eq!(bias, expected, "{tokens} tokens, with a mean of {mean}");
+        }
+    }
+    assert!(trained.iter().flatten().any(|bias| *bias != 0.));
+
+    let mut frozen = biased();
+    frozen.freeze(&["model.layers.0.".to_string()]).unwrap();
+    let (_, partly) = biases(frozen, plain.clone());
+    assert_eq!(partly[1], [0.; EXPERTS]);
+    assert_eq!(partly[2], trained[2]);
+
+    let overflowing = DynamicScale { initial: f64::from(f32::MAX), ..DynamicScale::DEFAULT };
+    let skipping = Options { loss_scale: LossScale::Dynamic(overflowing), on_nonfinite: OnNonFinite::Skip, ..plain };
+    let (report, skipped) = biases(biased(), skipping);
+    assert!(report.skipped.is_some());
+    assert!(skipped.iter().flatten().all(|bias| *bias == 0.), "{skipped:?}");
 }
 
 #[test]

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use shardwise_comm::{mpi, single};
 use shardwise_harness::{Launch, ranks};
-use shardwise_model::{Batch, Gpt2Config, IGNORED, LlamaConfig, Model, ModelConfig, MoeConfig};
+use shardwise_model::{Batch, Gpt2Config, IGNORED, LlamaConfig, Model, ModelConfig, MoeConfig, QkNorm};
 use shardwise_torch::tch::{Device, Kind, Tensor};
 use shardwise_train::{Options, Ranks, Sampling, Schedule, Trainer, generate, init};
 use shardwise_zero::{AdamW, Optimizer, Precision, Sharding};
@@ -28,7 +28,10 @@ fn models() -> Vec<(&'static str, Model)> {
     let configs: [(&str, ModelConfig); 5] = [
         ("Llama", LlamaConfig { num_key_value_heads: 2, tie_word_embeddings: true, ..small.clone() }.into()),
         ("Mistral", LlamaConfig { num_key_value_heads: 3, sliding_window: Some(7), ..small.clone() }.into()),
-        ("Qwen 3", LlamaConfig { num_key_value_heads: 3, head_dim: 8, qk_norm: true, ..small.clone() }.into()),
+        (
+            "Qwen 3",
+            LlamaConfig { num_key_value_heads: 3, head_dim: 8, qk_norm: Some(QkNorm::PerHead), ..small.clone() }.into(),
+        ),
         ("Mixtral", LlamaConfig { moe: Some(MoeConfig::new(5, 2, 20)), ..small }.into()),
         ("GPT-2", gpt2.into()),
     ];

@@ -13,7 +13,8 @@ use serde_json::{Value, json};
 use shardwise_comm::{Group, mpi};
 use shardwise_harness::{Launch, ranks, scale_timeout};
 use shardwise_model::{
-    Batch, Gpt2Config, IGNORED, Init, Layer, LlamaConfig, Model, Parameter, Parameters, Pass, Result, Unit,
+    Batch, Gpt2Config, IGNORED, Init, Layer, LlamaConfig, Model, MoeConfig, Parameter, Parameters, Pass, Result,
+    RouterConfig, ScoringFunc, Unit,
 };
 use shardwise_plan::{Axis, Mesh};
 use shardwise_torch::tch::{Device, Kind, Tensor};
@@ -248,6 +249,78 @@ fn llama_trains_like_the_oracle() {
         let ulysses = Run { mesh: &[(Axis::Ulysses, 4)], ..run("llama, Ulysses 4") };
         let both = Run { mesh: &[(Axis::Ring, 2), (Axis::Ulysses, 2)], ..run("llama, ring 2 × Ulysses 2") };
         compare_with_oracle(&[run("llama"), run("llama").in_f64("llama, f64"), shared, ring, ulysses, both]);
+    });
+}
+
+/// Few tokens, because the oracle processes one at a time.
+fn short_batch(step: i64) -> Batch {
+    let Batch { inputs, targets, .. } = token_batch(step);
+    Batch::new(inputs.narrow(1, 0, 3).contiguous(), targets.narrow(1, 0, 3).contiguous())
+}
+
+/// The same hidden layer for each expert as [`llama`] has, with a router.
+fn mixture(router: RouterConfig, n_shared_experts: usize) -> LlamaConfig {
+    let moe = MoeConfig { router, n_shared_experts, ..MoeConfig::new(8, 2, 20) };
+    LlamaConfig { moe: Some(moe), ..llama() }
+}
+
+fn softmax() -> LlamaConfig {
+    mixture(RouterConfig { router_aux_loss_coef: 0.1, router_z_loss_coef: 0.01, ..RouterConfig::default() }, 0)
+}
+
+/// As in DeepSeek-V3, with experts that a bias balances.
+fn deepseek() -> LlamaConfig {
+    let router = RouterConfig {
+        scoring_func: ScoringFunc::Sigmoid,
+        routed_scaling_factor: 2.5,
+        n_group: 4,
+        topk_group: 2,
+        router_aux_loss_coef: 0.01,
+        router_bias_update_rate: 0.01,
+        ..RouterConfig::default()
+    };
+    mixture(router, 1)
+}
+
+/// Experts that drop tokens beyond the mean.
+fn dropping() -> LlamaConfig {
+    let softmax = softmax();
+    LlamaConfig { moe: softmax.moe.map(|moe| MoeConfig { capacity_factor: Some(1.), ..moe }), ..softmax }
+}
+
+fn mixture_family(llama: &LlamaConfig) -> Value {
+    let MoeConfig { num_experts, num_experts_per_tok, n_shared_experts, capacity_factor, router, .. } =
+        llama.moe.clone().unwrap();
+    let mut family = llama_family();
+    family["moe"] = json!({
+        "num_experts": num_experts, "num_experts_per_tok": num_experts_per_tok, "n_shared_experts": n_shared_experts,
+        "scoring_func": if router.scoring_func == ScoringFunc::Softmax { "softmax" } else { "sigmoid" },
+        "norm_topk_prob": router.norm_topk_prob, "routed_scaling_factor": router.routed_scaling_factor,
+        "n_group": router.n_group, "topk_group": router.topk_group,
+        "router_aux_loss_coef": router.router_aux_loss_coef, "router_z_loss_coef": router.router_z_loss_coef,
+        "router_bias_update_rate": router.router_bias_update_rate, "capacity_factor": capacity_factor,
+    });
+    family
+}
+
+#[test]
+fn experts_train_like_the_oracle() {
+    ranks!(Launch::ranks(4), || {
+        let run = |name, config: LlamaConfig, model| {
+            let run = Run::new(name, 3, Optimizer::AdamW(ADAMW), 3e-3);
+            Run { family: mixture_family(&config), model, batch: short_batch, ..run }
+        };
+        let softmax = |name| run(name, softmax(), || Model::from_config(softmax()).unwrap());
+        let deepseek = |name| run(name, deepseek(), || Model::from_config(deepseek()).unwrap());
+        let dropping = |name| run(name, dropping(), || Model::from_config(dropping()).unwrap());
+        // Experts on different ranks.
+        let divided = Run { mesh: &[(Axis::Expert, 4)], ..deepseek("deepseek, expert 4") };
+        compare_with_oracle(&[
+            softmax("softmax"),
+            dropping("dropping").in_f64("dropping, f64"),
+            divided,
+            deepseek("deepseek").in_f64("deepseek, f64"),
+        ]);
     });
 }
 

@@ -8,7 +8,7 @@ use std::time::Duration;
 use shardwise_comm::{Group, mpi, single};
 use shardwise_harness::ranks;
 use shardwise_model::{
-    Batch, Gpt2Config, IGNORED, LlamaConfig, Model, ModelConfig, MoeConfig, RouterConfig, ScoringFunc, cut,
+    Batch, Gpt2Config, IGNORED, LlamaConfig, Model, ModelConfig, MoeConfig, QkNorm, RouterConfig, ScoringFunc, cut,
 };
 use shardwise_plan::LayerPlace;
 use shardwise_plan::program::Place;
@@ -48,9 +48,15 @@ fn models() -> Vec<(&'static str, ModelConfig)> {
         ),
         ("Mistral, 4 key heads", LlamaConfig { num_key_value_heads: 4, sliding_window: Some(3), ..llama() }.into()),
         ("Qwen 2, 6 key heads", LlamaConfig { num_key_value_heads: 6, qkv_bias: true, ..llama() }.into()),
-        ("Qwen 3, 1 key head", LlamaConfig { num_key_value_heads: 1, qk_norm: true, ..llama() }.into()),
+        (
+            "Qwen 3, 1 key head",
+            LlamaConfig { num_key_value_heads: 1, qk_norm: Some(QkNorm::PerHead), ..llama() }.into(),
+        ),
         ("Mixtral", LlamaConfig { moe: Some(MoeConfig::new(5, 2, 13)), ..llama() }.into()),
-        ("Experts as in DeepSeek-V3", LlamaConfig { qk_norm: true, moe: Some(deepseek_experts()), ..llama() }.into()),
+        (
+            "Experts as in DeepSeek-V3",
+            LlamaConfig { qk_norm: Some(QkNorm::PerHead), moe: Some(deepseek_experts()), ..llama() }.into(),
+        ),
         ("GPT-2", Gpt2Config { loss_chunk_tokens: 10, ..Gpt2Config::new(VOCAB_SIZE as usize, 8, 36, 2, 12) }.into()),
     ]
 }
