@@ -73,13 +73,17 @@ impl Tensor {
     }
 }
 
-/// The owners of a buffer's shards: `count` of them, every `stride`-th from `first` on.
+/// The owners of a buffer's shards: blocks of the same size at the same distance, and in each of them every `stride`-th owner.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Owners {
     /// The first.
     pub first: usize,
-    /// The difference between one and the next.
+    /// The difference between one and the next in a block.
     pub stride: usize,
+    /// How many there are in a block.
+    pub per_block: usize,
+    /// The difference between the first of a block and the first of the next.
+    pub block_stride: usize,
     /// How many there are.
     pub count: usize,
 }
@@ -87,17 +91,26 @@ pub struct Owners {
 impl Owners {
     /// All owners of a unit.
     pub fn all(count: usize) -> Self {
-        Owners { first: 0, stride: 1, count }
+        Owners::every(1, 0, count)
+    }
+
+    /// `count` owners, every `stride`-th from `first` on.
+    pub fn every(stride: usize, first: usize, count: usize) -> Self {
+        Owners { first, stride, per_block: count, block_stride: stride * count, count }
     }
 
     /// The shards that owners in this range have.
     fn shards(&self, owners: &Range<usize>) -> Range<usize> {
-        let before = |owner: usize| owner.saturating_sub(self.first).div_ceil(self.stride).min(self.count);
+        let before = |owner: usize| {
+            let distance = owner.saturating_sub(self.first);
+            let in_block = (distance % self.block_stride).div_ceil(self.stride).min(self.per_block);
+            (distance / self.block_stride * self.per_block + in_block).min(self.count)
+        };
         before(owners.start)..before(owners.end)
     }
 
     fn owner(&self, shard: usize) -> usize {
-        self.first + shard * self.stride
+        self.first + shard / self.per_block * self.block_stride + shard % self.per_block * self.stride
     }
 }
 
@@ -354,6 +367,20 @@ mod tests {
                 prop_assert_eq!(begins, offsets);
                 let in_tensors: u64 = found.values().map(|found| found.bytes.end - found.bytes.start).sum();
                 prop_assert_eq!(plan.header.len() as u64 + in_tensors, plan.bytes());
+            }
+        }
+    }
+
+    #[test]
+    fn owners_are_found_by_range() {
+        let blocks = Owners { first: 3, stride: 2, per_block: 3, block_stride: 12, count: 9 };
+        for owners in [Owners::all(5), Owners::every(4, 2, 3), blocks] {
+            let all: Vec<usize> = (0..owners.count).map(|shard| owners.owner(shard)).collect();
+            assert!(all.is_sorted(), "{all:?}");
+            for range in (0..40).flat_map(|start| (start..40).map(move |end| start..end)) {
+                let expected: Vec<usize> = (0..all.len()).filter(|shard| range.contains(&all[*shard])).collect();
+                let found: Vec<usize> = owners.shards(&range).collect();
+                assert_eq!(found, expected, "{owners:?}, {range:?}");
             }
         }
     }

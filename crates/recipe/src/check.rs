@@ -513,8 +513,9 @@ impl Recipe {
         }
         let at = |key: &str, problem: String| Err(Invalid::at(key, format!("{key}: {problem}")));
         if config.moe().is_some_and(|moe| moe.router.has_loss()) {
-            let problem = "the balance losses of experts currently need whole sequences; set parallel.context to 1, or \
-                           router_aux_loss_coef and router_z_loss_coef to 0 (in a config.json: output_router_logits to false)";
+            let problem = "the balance losses of experts need whole sequences; set parallel.context to 1, or balance experts by \
+                           router_bias_update_rate and set router_aux_loss_coef and router_z_loss_coef to 0 (in a config.json: \
+                           output_router_logits to false)";
             return at("parallel.context", problem.to_string());
         }
         if config.moe().is_some_and(|moe| moe.capacity_factor.is_some()) {
@@ -553,7 +554,7 @@ impl Recipe {
     }
 
     fn check_expert_parallel(&self, config: &ModelConfig) -> Checked {
-        let ParallelRecipe { context, expert, .. } = self.parallel;
+        let expert = self.parallel.expert;
         if expert == 1 {
             return Ok(());
         }
@@ -567,11 +568,6 @@ impl Recipe {
         }
         if self.run.device != DeviceRecipe::Cpu {
             return at_expert("expert parallelism runs only on CPUs so far; set parallel.expert to 1".to_string());
-        }
-        if context > 1 {
-            let keys = [("parallel.expert", expert.to_string()), ("parallel.context", context.to_string())];
-            let problem = "ranks that divide sequences cannot hold different experts yet; set parallel.expert or parallel.context to 1";
-            return Err(Invalid::between(&keys, problem.to_string()));
         }
         Ok(())
     }

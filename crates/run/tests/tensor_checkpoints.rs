@@ -23,24 +23,32 @@ const VOCAB_SIZE: i64 = 101;
 const STEPS: i64 = 2;
 const FOLDER: &str = "SHARDWISE_TEST_FOLDER";
 
-/// The number of stages, replicas, shards, ranks that hold different experts, and ranks that share each layer.
-type Layout = [usize; 5];
+/// The number of stages, replicas, shards, ranks that hold different experts, ranks that divide each sequence, and ranks that share each layer.
+type Layout = [usize; 6];
 
 /// The layouts of four ranks, and two of six.
 const LAYOUTS: [Layout; 8] = [
-    [1, 1, 4, 1, 1],
-    [1, 1, 2, 1, 2],
-    [1, 1, 1, 1, 4],
-    [1, 2, 1, 1, 2],
-    [1, 1, 3, 1, 2],
-    [2, 1, 2, 1, 1],
-    [2, 1, 1, 1, 2],
-    [3, 2, 1, 1, 1],
+    [1, 1, 4, 1, 1, 1],
+    [1, 1, 2, 1, 1, 2],
+    [1, 1, 1, 1, 1, 4],
+    [1, 2, 1, 1, 1, 2],
+    [1, 1, 3, 1, 1, 2],
+    [2, 1, 2, 1, 1, 1],
+    [2, 1, 1, 1, 1, 2],
+    [3, 2, 1, 1, 1, 1],
 ];
 
 /// The layouts of a model with experts.
-const LAYOUTS_OF_EXPERTS: [Layout; 5] =
-    [[1, 1, 4, 1, 1], [1, 1, 2, 2, 1], [1, 1, 1, 4, 1], [1, 1, 1, 2, 2], [2, 1, 1, 2, 1]];
+const LAYOUTS_OF_EXPERTS: [Layout; 8] = [
+    [1, 1, 4, 1, 1, 1],
+    [1, 1, 2, 2, 1, 1],
+    [1, 1, 1, 4, 1, 1],
+    [1, 1, 1, 2, 1, 2],
+    [2, 1, 1, 2, 1, 1],
+    [1, 1, 1, 2, 2, 1],
+    [1, 1, 1, 1, 2, 2],
+    [1, 1, 1, 2, 3, 1],
+];
 
 /// The layouts of a model.
 fn layouts_of(model: &str) -> &'static [Layout] {
@@ -98,9 +106,14 @@ fn store(model: &str, layout: Layout, what: &str) -> Arc<Store> {
     Arc::new(Store::create(folder.to_str().unwrap()).unwrap())
 }
 
-fn place_ranks(world: &Arc<Group>, [stages, replicas, _, experts, tensor]: Layout) -> Ranks {
-    let sizes =
-        [(Axis::Pipeline, stages), (Axis::Replicate, replicas), (Axis::Expert, experts), (Axis::Tensor, tensor)];
+fn place_ranks(world: &Arc<Group>, [stages, replicas, _, experts, context, tensor]: Layout) -> Ranks {
+    let sizes = [
+        (Axis::Pipeline, stages),
+        (Axis::Replicate, replicas),
+        (Axis::Expert, experts),
+        (Axis::Ring, context),
+        (Axis::Tensor, tensor),
+    ];
     Ranks::on_mesh(world.clone(), Mesh::divide(world.size(), &sizes).unwrap()).unwrap()
 }
 
@@ -118,7 +131,10 @@ fn save_all() {
             let (model, ranks) = (model(name), place_ranks(&world, layout));
             let reader = ranks.data_rank() as i64;
             let mut trainer = Trainer::new(model, ranks, options(), &mut init::from_seed(5)).unwrap();
-            (0..STEPS).for_each(|step| drop(trainer.step(&[batch(step, reader)]).unwrap()));
+            for step in 0..STEPS {
+                let own = trainer.ranks().context.split(batch(step, reader)).unwrap();
+                trainer.step(&[own]).unwrap();
+            }
             save(&mut trainer, &store(name, layout, ""), json!({})).unwrap();
         }
     }

@@ -195,10 +195,6 @@ impl Ranks {
 
     /// The ranks of a mesh. All ranks call this together.
     pub fn on_mesh(world: Arc<Group>, mesh: Mesh) -> Result<Self> {
-        if mesh.size(Axis::Expert) > 1 && mesh.context_size() > 1 {
-            let problem = "ranks that divide sequences cannot divide experts yet; use one of the two".to_string();
-            return Err(Error::Options(problem));
-        }
         let along = |axes: &[Axis]| -> Result<Arc<Group>> { Ok(Arc::new(world.split_along(&mesh, axes)?)) };
         let groups = Groups { shard: along(GroupKind::Shard.axes())?, replicate: along(&[Axis::Replicate])? };
         let (tensor, replicated) = match mesh.size(Axis::Tensor) {

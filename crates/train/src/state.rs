@@ -68,7 +68,7 @@ fn buffers(parameters: &[Parameter], options: &Options, mesh: &Mesh) -> Vec<(Fla
         buffers.extend(added.into_iter().map(|buffer| (buffer, holders)));
     };
     for index in (0..tensor).filter(|_| !split.is_empty() || parameters.is_empty()) {
-        let owners = Owners { first: index, stride: tensor, count: shard * experts };
+        let owners = Owners::every(tensor, index, shard * experts);
         add(&split, place(index, 0), owners, Holders { tensor: Some(index), expert: None });
     }
     if !replicated.is_empty() {
@@ -77,7 +77,10 @@ fn buffers(parameters: &[Parameter], options: &Options, mesh: &Mesh) -> Vec<(Fla
     }
     let parts = (0..experts).flat_map(|expert| (0..tensor).map(move |tensor| (expert, tensor)));
     for (expert, index) in parts.filter(|_| !divided.is_empty()) {
-        let owners = Owners { first: expert * tensor + index, stride: experts * tensor, count: shard };
+        // The ranks that divide a sequence hold the same experts, and are consecutive.
+        let (per_block, block_stride) = (mesh.context_size(), experts * mesh.context_size() * tensor);
+        let first = expert * mesh.context_size() * tensor + index;
+        let owners = Owners { first, stride: tensor, per_block, block_stride, count: shard };
         add(&divided, place(index, expert), owners, Holders { tensor: Some(index), expert: Some(expert) });
     }
     buffers

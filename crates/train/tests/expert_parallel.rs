@@ -117,14 +117,15 @@ fn train(model: Model, ranks: &Ranks, options: Options, steps: i64) -> Trained {
     let (rank, size) = (ranks.data_rank() as i64, ranks.data_size() as i64);
     let (mut numbers, mut expert_tokens, mut dropped_tokens) = (Vec::new(), Vec::new(), Vec::new());
     for step in 0..steps {
-        let own: Vec<Batch> = (0..MICRO_BATCHES / size).map(|index| batch(step, index * size + rank)).collect();
+        let own = (0..MICRO_BATCHES / size).map(|index| batch(step, index * size + rank));
+        let own: Vec<Batch> = own.map(|whole| ranks.context.split(whole).unwrap()).collect();
         let Report { loss, grad_norm, unit_norms, expert_tokens: tokens, dropped_tokens: dropped, .. } =
             trainer.step(&own).unwrap();
         numbers.extend([loss, grad_norm].into_iter().chain(unit_norms));
         expert_tokens.push(tokens);
         dropped_tokens.push(dropped);
     }
-    numbers.push(trainer.evaluate(&[batch(99, rank)]).unwrap().loss_sum);
+    numbers.push(trainer.evaluate(&[ranks.context.split(batch(99, rank)).unwrap()]).unwrap().loss_sum);
     let expert_biases = trainer.progress().expert_biases;
     Trained { numbers, expert_tokens, dropped_tokens, expert_biases, parameters: parameters(&mut trainer) }
 }
@@ -222,6 +223,34 @@ fn replicas_of_divided_experts_train_as_one_rank() {
 fn experts_that_are_divided_twice_train_as_on_one_rank() {
     let sizes = [(Axis::Expert, 2), (Axis::Tensor, 2)];
     ranks!(Launch::ranks(4).timeout(Duration::from_secs(300)), move || compare(&sizes));
+}
+
+#[test]
+fn experts_of_divided_sequences_train_as_on_one_rank() {
+    for axis in [Axis::Ring, Axis::Ulysses] {
+        let sizes = [(Axis::Expert, 2), (axis, 2)];
+        ranks!(Launch::ranks(4).timeout(Duration::from_secs(300)), move || {
+            let ranks = ranks_of(&sizes);
+            // The loss that balances experts needs whole sequences; a bias does not.
+            let router = RouterConfig { router_bias_update_rate: 0.01, ..RouterConfig::default() };
+            let run = |ranks: &Ranks, stage, checkpointing, steps| {
+                train(model(router, 1), ranks, options(stage, checkpointing, adamw()), steps)
+            };
+            let plain = |ranks: &Ranks, steps| run(ranks, 0, ActivationCheckpointing::None, steps);
+            assert_close(
+                &model(router, 1),
+                &ranks,
+                &plain(&ranks, STEPS),
+                &plain(&alone(), STEPS),
+                &ranks.mesh().to_string(),
+            );
+            let first = plain(&ranks, FEW_STEPS);
+            for (stage, checkpointing) in [(1, CHECKPOINTING[2]), (2, CHECKPOINTING[0]), (3, CHECKPOINTING[1])] {
+                let found = run(&ranks, stage, checkpointing, FEW_STEPS);
+                assert_same_bits(&found, &first, &format!("{}, stage {stage}", ranks.mesh()));
+            }
+        });
+    }
 }
 
 #[test]
