@@ -63,7 +63,7 @@ def kept_choices(c: dict, chosen: list, positions: int) -> set:
 
 
 def mixture(c: dict, layer, x, targets):
-    """A mixture of experts, token by token, the losses of its router (the sum over sequences, weighted by their targets), and the
+    """A mixture of experts, the losses of its router (the sum over sequences, weighted by their targets), and the
     number of tokens of each expert."""
     sequences, positions, hidden = x.shape
     experts, k = c["num_experts"], c["num_experts_per_tok"]
@@ -71,27 +71,26 @@ def mixture(c: dict, layer, x, targets):
     scores = logits.softmax(-1) if c["scoring_func"] == "softmax" else torch.sigmoid(logits)
     bias = layer("mlp.gate.e_score_correction_bias")
     preferences = scores if bias is None else scores + bias
-    tokens, output, chosen = x.flatten(0, 1), [], []
-    for token in range(len(tokens)):
+    tokens, chosen = x.flatten(0, 1), []
+    for score in preferences.tolist():
         # Python's sort is stable, so that the first of equal experts comes first.
-        score = preferences[token].tolist()
         size = experts // c["n_group"]
         of_group = [sum(sorted(score[g * size : (g + 1) * size])[-2:]) for g in range(c["n_group"])]
         groups = sorted(range(c["n_group"]), key=lambda g: -of_group[g])[: c["topk_group"]]
         chosen.append(sorted((e for e in range(experts) if e // size in groups), key=lambda e: -score[e])[:k])
-    kept = kept_choices(c, chosen, positions)
-    for token, mine in enumerate(chosen):
-        weights = scores[token][mine]
-        if c["norm_topk_prob"]:
-            weights = weights / weights.sum()
-        weights = (weights * c["routed_scaling_factor"]).to(x.dtype)
-        parts = [
-            weight * gated_mlp(tokens[token], *(layer(f"mlp.experts.*.{name}_proj.weight")[e] for name in ("gate", "up", "down")))
-            for choice, (weight, e) in enumerate(zip(weights, mine))
-            if (token, choice) in kept
-        ]
-        output.append(sum(parts, torch.zeros_like(tokens[token])))
-    output = torch.stack(output).view_as(x)
+    weights = scores.gather(1, torch.tensor(chosen))
+    if c["norm_topk_prob"]:
+        weights = weights / weights.sum(-1, keepdim=True)
+    weights = (weights * c["routed_scaling_factor"]).to(x.dtype)
+    output, kept = torch.zeros_like(tokens), kept_choices(c, chosen, positions)
+    for e in range(experts):
+        places = [(token, choice) for token, choice in sorted(kept) if chosen[token][choice] == e]
+        if places:
+            of_token, of_choice = torch.tensor(places).T
+            matrices = (layer(f"mlp.experts.*.{name}_proj.weight")[e] for name in ("gate", "up", "down"))
+            processed = weights[of_token, of_choice, None] * gated_mlp(tokens[of_token], *matrices)
+            output = output.index_add(0, of_token, processed)
+    output = output.view_as(x)
     if c["n_shared_experts"]:
         output = output + gated_mlp(x, *(layer(f"mlp.shared_experts.{name}_proj.weight") for name in ("gate", "up", "down")))
     loss = torch.zeros((), dtype=scores.dtype)
