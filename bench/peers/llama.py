@@ -40,17 +40,53 @@ class Mlp(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class Expert(nn.Module):
+    def __init__(self, hidden_size, intermediate_size):
+        super().__init__()
+        self.w1 = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.w2 = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.w3 = nn.Linear(hidden_size, intermediate_size, bias=False)
+
+    def forward(self, x):
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Mixture(nn.Module):
+    """Mixtral's: each expert multiplies the rows of the tokens that chose it."""
+
+    def __init__(self, hidden_size, moe):
+        super().__init__()
+        self.per_token = moe["num_experts_per_tok"]
+        self.gate = nn.Linear(hidden_size, moe["num_experts"], bias=False)
+        self.experts = nn.ModuleList(Expert(hidden_size, moe["moe_intermediate_size"]) for _ in range(moe["num_experts"]))
+
+    def forward(self, x):
+        tokens = x.flatten(0, 1)
+        weights, chosen = self.gate(tokens).float().softmax(-1).topk(self.per_token, dim=-1)
+        weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
+        output = torch.zeros_like(tokens)
+        for index, expert in enumerate(self.experts):
+            rows, choices = torch.where(chosen == index)
+            output.index_add_(0, rows, expert(tokens[rows]) * weights[rows, choices, None])
+        return output.view_as(x)
+
+
 class Block(nn.Module):
-    def __init__(self, hidden_size, heads, intermediate_size):
+    def __init__(self, hidden_size, heads, intermediate_size, moe=None):
         super().__init__()
         self.input_layernorm = nn.RMSNorm(hidden_size, eps=1e-5)
         self.self_attn = Attention(hidden_size, heads)
         self.post_attention_layernorm = nn.RMSNorm(hidden_size, eps=1e-5)
-        self.mlp = Mlp(hidden_size, intermediate_size)
+        # With Mixtral's names.
+        if moe:
+            self.block_sparse_moe = Mixture(hidden_size, moe)
+        else:
+            self.mlp = Mlp(hidden_size, intermediate_size)
 
     def forward(self, x, cosines, sines):
         x = x + self.self_attn(self.input_layernorm(x), cosines, sines)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        mlp = self.mlp if hasattr(self, "mlp") else self.block_sparse_moe
+        return x + mlp(self.post_attention_layernorm(x))
 
 
 def rotary_angles(seq_len, head_dim, dtype):
@@ -66,7 +102,7 @@ class Inner(nn.Module):
         super().__init__()
         self.head_dim = shape["hidden_size"] // shape["num_attention_heads"]
         self.embed_tokens = nn.Embedding(shape["vocab_size"], shape["hidden_size"])
-        sizes = shape["hidden_size"], shape["num_attention_heads"], shape["intermediate_size"]
+        sizes = shape["hidden_size"], shape["num_attention_heads"], shape["intermediate_size"], shape.get("moe")
         self.layers = nn.ModuleList(Block(*sizes) for _ in range(shape["num_hidden_layers"]))
         self.norm = nn.RMSNorm(shape["hidden_size"], eps=1e-5)
 

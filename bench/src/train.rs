@@ -220,7 +220,17 @@ fn write_weights(recipe: &Recipe) -> Result<()> {
         let mut tensor = Tensor::zeros(&parameter.shape[..], (Kind::Float, Device::Cpu));
         let elements = FloatsMut::F32(exclusive(&mut tensor)?);
         init(parameter, 0..parameter.elements(), elements).map_err(anyhow::Error::from_boxed)?;
-        tensors.push((&parameter.name, tensor));
+        // The matrices of all experts are one parameter; files have one for each expert.
+        match parameter.name.contains('*') {
+            true => tensors.extend(
+                tensor
+                    .unbind(0)
+                    .into_iter()
+                    .enumerate()
+                    .map(|(e, one)| (parameter.name.replace('*', &e.to_string()), one)),
+            ),
+            false => tensors.push((parameter.name.clone(), tensor)),
+        }
     }
     let path = recipe.init.weights.as_ref().context("the recipe names no weights")?;
     Tensor::write_safetensors(&tensors, path)?;

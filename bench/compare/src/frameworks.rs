@@ -35,6 +35,19 @@ pub struct Workload {
     pub prefetch: usize,
     /// Whether the head's weight is the embedding.
     pub tie_word_embeddings: bool,
+    /// The experts in place of every MLP.
+    pub experts: Option<Experts>,
+}
+
+/// The experts of a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Experts {
+    /// How many there are.
+    pub number: usize,
+    /// The number of experts that process a token.
+    pub per_token: usize,
+    /// The size of an expert's hidden layer.
+    pub intermediate_size: usize,
 }
 
 /// The size of the model.
@@ -88,6 +101,7 @@ impl Workload {
             steps: WARM_UP + 3,
             prefetch: 1,
             tie_word_embeddings: true,
+            experts: None,
         }
     }
 
@@ -107,10 +121,16 @@ impl Workload {
         let Workload {
             precision, micro_batch_size, micro_batches, seq_len, steps, prefetch, tie_word_embeddings, ..
         } = self;
+        let experts = self.experts.map_or(String::new(), |Experts { number, per_token, intermediate_size }| {
+            format!(
+                "[model.llama.moe]\nnum_experts = {number}\nnum_experts_per_tok = {per_token}\n\
+                 moe_intermediate_size = {intermediate_size}\nrouter_aux_loss_coef = 0\n"
+            )
+        });
         format!(
             "[model.llama]\nvocab_size = {vocab_size}\nhidden_size = {hidden_size}\nnum_hidden_layers = {num_hidden_layers}\n\
              num_attention_heads = {num_attention_heads}\nintermediate_size = {intermediate_size}\n\
-             tie_word_embeddings = {tie_word_embeddings}\n\
+             tie_word_embeddings = {tie_word_embeddings}\n{experts}\
              [init]\nweights = \"start.safetensors\"\n[data]\nseed = 7\n\
              [batch]\nmicro_batch_size = {micro_batch_size}\ngradient_accumulation_steps = {micro_batches}\n\
              seq_len = {seq_len}\n[zero]\nprefetch = {prefetch}\n\
