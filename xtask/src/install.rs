@@ -137,7 +137,9 @@ fn auditwheel() -> Result<Verdict> {
     };
     let (own, bundled) = (files(&wheel)?, files(&repaired)?);
     own.iter().for_each(|file| println!("{file}"));
-    let added: Vec<&String> = bundled.iter().filter(|file| !own.contains(file)).collect();
+    // It lists folders as well.
+    let is_new = |file: &&String| !file.ends_with('/') && !own.contains(file);
+    let added: Vec<&String> = bundled.iter().filter(is_new).collect();
     let mb = std::fs::metadata(&wheel)?.len() as f64 / 1e6;
     Ok(Verdict {
         figure: format!("{mb:.1} MB in {} files; bundled: {added:?}", own.len()),
