@@ -6,7 +6,8 @@ use anyhow::{Context, Result};
 
 /// Every crate, with the crates of the workspace that it may use, from the bottom up. A crate that is not listed is reported.
 const LAYERS: &[(&str, &[&str])] = &[
-    ("plan", &[]),
+    ("machine", &[]),
+    ("plan", &["machine"]),
     ("journal", &[]),
     ("watch", &["journal"]),
     ("supervisor", &["journal", "watch"]),

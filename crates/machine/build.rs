@@ -1,7 +1,4 @@
 //! Says what is missing before other build scripts fail, and lets `cargo run` find the libraries of a Python environment.
-//!
-//! It has no dependencies, so it usually runs before the build scripts of libtorch's and MPI's crates, whose messages are harder to
-//! understand.
 
 use std::env;
 use std::path::{Path, PathBuf};
