@@ -69,6 +69,7 @@ fn measure(world: &Arc<shardwise_comm::Group>, stage: u8, gradients: Dtype) -> R
     };
     let model = Model::from_config(llama())?;
     let elements = model.elements();
+    let embedding: usize = model.units()[0].parameters().iter().map(|parameter| parameter.elements()).sum();
     let tokens = Tensor::randint(8191, [1, 32], (Kind::Int64, Device::Cpu));
     let targets = tokens.roll(-1, 1);
     let batch = [Batch::new(tokens, targets)];
@@ -89,6 +90,7 @@ fn measure(world: &Arc<shardwise_comm::Group>, stage: u8, gradients: Dtype) -> R
     let (held, pool) = trainer.bytes();
     Ok(json!({
         "ranks": world.size(), "stage": stage, "gradients": gradients.to_string(), "elements": elements,
+        "embedding_elements": embedding,
         "live_bytes": live, "pool_bytes": pool,
         "parameter_bytes": held.parameters, "optimizer_bytes": held.optimizer,
         "sent_elements": gathered.elements + reduced.elements + both.elements,

@@ -67,6 +67,7 @@ struct Measurement {
     stage: usize,
     gradients: String,
     elements: f64,
+    embedding_elements: f64,
     live_bytes: f64,
     pool_bytes: f64,
     sent_elements: f64,
@@ -96,9 +97,12 @@ impl Measurement {
     }
 
     /// The bytes of the sent elements: all-gathers carry parameters in bf16, other collectives gradients. At stage 0, an
-    /// all-reduce carries gradients in both of its halves.
+    /// all-reduce carries gradients in both of its halves. At stages 2 and 3, gradients travel in the bf16 in which they were computed,
+    /// except those of the embedding, to which the head's are added.
     fn payload_bytes(&self) -> f64 {
-        2. * self.gathered_elements + self.gradient_bytes() * (self.sent_elements - self.gathered_elements)
+        let widened = if self.stage >= 2 { self.embedding_elements / self.elements } else { 1. };
+        let per_gradient = widened * self.gradient_bytes() + (1. - widened) * 2.;
+        2. * self.gathered_elements + per_gradient * (self.sent_elements - self.gathered_elements)
     }
 }
 
