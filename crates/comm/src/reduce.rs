@@ -82,7 +82,7 @@ pub(crate) unsafe fn reduce_into(
 unsafe fn reduce_wide<T: Reducible>(how: ReduceOp, inputs: &[*const u8], output: *mut u8, len: usize) {
     for start in (0..len).step_by(TILE) {
         let count = TILE.min(len - start);
-        // SAFETY: inside the output, which is no input.
+        // SAFETY: within the output, which does not overlap the inputs.
         let sums = unsafe { std::slice::from_raw_parts_mut(output.cast::<T::Wide>().add(start), count) };
         // SAFETY: inside the inputs.
         unsafe { sum_tile::<T>(how, inputs, start, sums) };

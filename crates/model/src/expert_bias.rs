@@ -59,7 +59,7 @@ mod tests {
         let bias = ExpertBias::new(vec![0., 1., 2., 3.], Device::Cpu).unwrap();
         let updated = bias.update(&[4, 5, 3, 4], 0.5).unwrap();
         assert_eq!(updated.biases(), [0., 0.5, 2.5, 3.]);
-        // 1/3 is not a mean that rounding may move.
+        // The mean is 1/3, which must not be rounded.
         let equal = ExpertBias::new(vec![0.; 3], Device::Cpu).unwrap().update(&[1, 0, 0], 1.).unwrap();
         assert_eq!(equal.biases(), [-1., 1., 1.]);
     }

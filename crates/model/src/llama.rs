@@ -469,10 +469,8 @@ impl Block {
         let tokens = as_rows(&entered)?;
         let routing = route(moe, &tokens, parameters.get(router), pass.expert_bias.as_ref(), batch)?;
         let positions = batch.filter(|_| pass.drops_tokens).map(|batch| batch.inputs.size()[1]);
-        let capacity = positions.and_then(|positions| Some((positions, moe.capacity(positions as usize)?)));
-        let kept = capacity
-            .map(|(positions, capacity)| drop_beyond_capacity(moe.num_experts, &routing.experts, positions, capacity));
-        let kept = kept.transpose()?;
+        let kept =
+            positions.map(|positions| drop_beyond_capacity(moe, &routing.experts, positions)).transpose()?.flatten();
         let dispatch = Dispatch::new(kept.as_ref().unwrap_or(&routing.experts), moe.num_experts, &pass.experts)?;
         // Ranks that share the layer have the same tokens.
         if let Some(tokens) = pass.expert_tokens.as_ref().filter(|_| pass.parallel.rank() == 0) {

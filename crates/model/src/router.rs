@@ -64,19 +64,15 @@ pub(crate) fn count_tokens(experts: &Tensor, num_experts: usize) -> Result<Vec<i
     Ok(Vec::try_from(experts.f_reshape([-1])?.f_bincount(None::<&Tensor>, num_experts as i64)?)?)
 }
 
-/// The experts of tokens whose sequences have this many positions, where `num_experts` stands in place of an expert that already has `capacity`
-/// tokens of the sequence. All first choices of a sequence come before its second choices, as in GShard.
-pub(crate) fn drop_beyond_capacity(
-    num_experts: usize,
-    experts: &Tensor,
-    positions: i64,
-    capacity: usize,
-) -> Result<Tensor> {
-    let (tokens, choices) = experts.size2()?;
+/// The experts of tokens whose sequences have this many positions, where `num_experts` stands in place of an expert that has no capacity left;
+/// `None` if capacity is not limited. All first choices of a sequence come before its second choices, as in GShard.
+pub(crate) fn drop_beyond_capacity(moe: &MoeConfig, experts: &Tensor, positions: i64) -> Result<Option<Tensor>> {
+    let Some(capacity) = moe.capacity(positions as usize) else { return Ok(None) };
+    let (num_experts, (tokens, choices)) = (moe.num_experts as i64, experts.size2()?);
     let (sequences, ints) = (tokens / positions, (Kind::Int64, experts.device()));
     let by_choice = experts.f_view([sequences, positions, choices])?.f_transpose(1, 2)?.f_reshape([sequences, -1])?;
     let (sorted, order) = by_choice.f_sort_stable(true, 1, false)?;
-    let mut counts = Tensor::f_zeros([sequences, num_experts as i64], ints)?;
+    let mut counts = Tensor::f_zeros([sequences, num_experts], ints)?;
     let _ = counts.f_scatter_add_(1, &by_choice, &by_choice.f_ones_like()?)?;
     let starts = counts.f_cumsum(1, Kind::Int64)?.f_sub(&counts)?;
     let place = Tensor::f_arange(positions * choices, ints)?.f_sub(&starts.f_gather(1, &sorted, false)?)?;
@@ -84,7 +80,7 @@ pub(crate) fn drop_beyond_capacity(
     let _ = is_dropped.f_scatter_(1, &order, &place.f_ge(capacity as i64)?)?;
     let is_dropped =
         is_dropped.f_view([sequences, choices, positions])?.f_transpose(1, 2)?.f_reshape([tokens, choices])?;
-    Ok(experts.f_masked_fill(&is_dropped, num_experts as i64)?)
+    Ok(Some(experts.f_masked_fill(&is_dropped, num_experts)?))
 }
 
 /// Adds the gradient of the router's own loss to the backward pass of `output`. `weight` is the derivative of the step's loss with respect
@@ -238,10 +234,14 @@ mod tests {
     fn first_choices_come_before_second_ones_when_an_expert_is_full() {
         // Two sequences of three tokens. In the first, expert 0 is the first choice of two tokens and the second choice of the other.
         let experts = Tensor::from_slice(&[1i64, 0, 0, 2, 0, 2, 0, 1, 1, 0, 1, 2]).view([6, 2]);
-        let dropped = |capacity| rows::<i64>(&drop_beyond_capacity(3, &experts, 3, capacity).unwrap());
-        assert_eq!(dropped(2), [[1, 3], [0, 2], [0, 2], [0, 3], [1, 0], [1, 2]]);
-        assert_eq!(dropped(1), [[1, 3], [0, 2], [3, 3], [0, 3], [1, 3], [3, 2]]);
-        assert_eq!(dropped(3), rows::<i64>(&experts));
+        let dropped = |capacity: f64| {
+            // A factor of 1 stands for two tokens.
+            let moe = MoeConfig { capacity_factor: Some(capacity / 2.), ..MoeConfig::new(3, 2, 1) };
+            rows::<i64>(&drop_beyond_capacity(&moe, &experts, 3).unwrap().unwrap())
+        };
+        assert_eq!(dropped(2.), [[1, 3], [0, 2], [0, 2], [0, 3], [1, 0], [1, 2]]);
+        assert_eq!(dropped(1.), [[1, 3], [0, 2], [3, 3], [0, 3], [1, 3], [3, 2]]);
+        assert_eq!(dropped(3.), rows::<i64>(&experts));
     }
 
     #[test]

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use shardwise_plan::ContextPlace;
 use shardwise_plan::package::Package;
 use shardwise_plan::program::{InnerCollectives, Place};
-use shardwise_plan::{LayerPlace, ModelConfig, Partition, check_frozen_prefixes};
+use shardwise_plan::{LayerPlace, ModelConfig, Partition, check_frozen_prefixes, most_equal_parts};
 use shardwise_torch::pin;
 use shardwise_torch::tch::{Device, Kind, Tensor, no_grad};
 
@@ -606,7 +606,7 @@ impl Model {
         for parameter in parameters() {
             let experts = parameter.sizes()[0];
             if !experts.is_multiple_of(ranks) {
-                let works = (1..ranks).rev().find(|ranks| experts.is_multiple_of(*ranks)).unwrap_or(1);
+                let works = most_equal_parts(experts, ranks);
                 return refuse(format!(
                     "{ranks} ranks cannot hold equally many of the {experts} experts of {}; {works} would work",
                     parameter.name

@@ -49,6 +49,6 @@ pub use mesh::{Axis, Coordinates, LayerPlace, Mesh, MeshError, RankSet};
 pub use mixture_of_experts::{ExpertParameters, MoeConfig, MoeNames, RouterConfig, ScoringFunc};
 pub use model_config::{Gpt2Config, LlamaConfig, ModelConfig, QkNorm, check_chunks_not_shared};
 pub use parameters::{ParameterShape, check_frozen_prefixes};
-pub use partition::Partition;
+pub use partition::{Partition, most_equal_parts};
 pub use rope_scaling::{Llama3Rope, RopeScaling, YarnRope, rotary_frequencies};
 pub use tensor_parallel::{Slice, SliceRun, Split, TensorPlacement};

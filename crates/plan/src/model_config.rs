@@ -14,7 +14,7 @@ use crate::rope_scaling::RopeScaling;
 #[derive(Clone, Debug, PartialEq)]
 #[allow(clippy::large_enum_variant, reason = "a run has one")]
 pub enum ModelConfig {
-    /// Llama 2 and 3, Mistral and Mixtral, Qwen 2 and 3.
+    /// Llama 2 and 3, Mistral and Mixtral, Qwen 2 and 3, OLMoE.
     Llama(LlamaConfig),
     /// GPT-2.
     Gpt2(Gpt2Config),

@@ -77,6 +77,11 @@ impl Partition {
     }
 }
 
+/// The largest number of equal parts, at most `most`, into which `count` things can be divided.
+pub fn most_equal_parts(count: usize, most: usize) -> usize {
+    (1..=most).rev().find(|parts| count.is_multiple_of(*parts)).unwrap_or(1)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -4,7 +4,9 @@ use std::ops::Range;
 use std::result::Result as Either;
 
 use shardwise_plan::pipeline::{Actions, ActionsError, PipelineSchedule, ScheduleError};
-use shardwise_plan::{Axis, ContextAttention, Mesh, MeshError, ModelConfig, check_chunks_not_shared, choose_ulysses};
+use shardwise_plan::{
+    Axis, ContextAttention, Mesh, MeshError, ModelConfig, check_chunks_not_shared, choose_ulysses, most_equal_parts,
+};
 
 use super::resolve::{
     GRADIENT_ACCUMULATION_STEPS_MAX, MICRO_BATCH_SIZE_MAX, NO_MICRO_BATCH_SIZE, TOKENS_MAX, number, word,
@@ -564,7 +566,10 @@ impl Recipe {
             return at_expert(format!("the model has no experts to divide among ranks; set it to 1{remedy}"));
         };
         if !moe.num_experts.is_multiple_of(expert) {
-            return at_expert(format!("{expert} ranks cannot hold equally many of {} experts", moe.num_experts));
+            let works = most_equal_parts(moe.num_experts, expert);
+            let problem =
+                format!("{expert} ranks cannot hold equally many of {} experts; {works} would work", moe.num_experts);
+            return at_expert(problem);
         }
         if self.run.device != DeviceRecipe::Cpu {
             return at_expert("expert parallelism runs only on CPUs so far; set parallel.expert to 1".to_string());

@@ -4,7 +4,7 @@
 //! gradient that is counted once for every rank. It would show up in the loss much later, if at all. So before the first step of a
 //! custom model, the ranks compare each unit with the same unit on one rank.
 
-use shardwise_model::{Activations, Batch, ExpertParallel, Parameter, Pass, TensorParallel, Unit, cut, init};
+use shardwise_model::{Activations, Batch, Parameter, Pass, TensorParallel, Unit, cut, init};
 use shardwise_plan::{FloatsMut, LayerPlace};
 use shardwise_torch::autograd::{self, Graph};
 use shardwise_torch::tch::{Kind, Tensor, no_grad};
@@ -64,8 +64,7 @@ impl Trainer {
         let expected = whole.compute(unit, &Pass::new(Activations::All), None).map_err(failed)?;
 
         // As in `expected`, without what a trainer adds to a layer with experts.
-        let (experts, expert_bias, drops_tokens) = (ExpertParallel::none(), None, false);
-        let shared = Pass { experts, expert_bias, drops_tokens, ..self.pass(index, Activations::All) };
+        let shared = Pass { expert_bias: None, drops_tokens: false, ..self.pass(index, Activations::All) };
         let own = self.own_inputs(unit, whole, &shared.parallel).map_err(failed)?;
         let output_grad = match self.is_last(index) {
             true => None,
@@ -88,11 +87,6 @@ impl Trainer {
         }
     }
 
-    /// This rank's part of a layer with all of its experts.
-    fn tensor_place(&self) -> LayerPlace {
-        LayerPlace { tensor: self.layer_place().tensor, ..LayerPlace::default() }
-    }
-
     /// This rank's part of what a unit computes from.
     fn own_inputs<'a>(
         &self,
@@ -100,7 +94,7 @@ impl Trainer {
         whole: &Inputs<'a>,
         parallel: &TensorParallel,
     ) -> shardwise_model::Result<Inputs<'a>> {
-        let place = self.tensor_place();
+        let place = self.layer_place();
         let own = |(tensor, parameter): (&Tensor, &Parameter)| own_part(tensor, parameter, place);
         let tied_parameter = unit.tied().map(|tied| &self.model.units()[tied.unit].parameters()[tied.parameter]);
         Ok(Inputs {
@@ -125,7 +119,7 @@ impl Trainer {
         expected: &Computed,
         parallel: &TensorParallel,
     ) -> shardwise_model::Result<Vec<Pair>> {
-        let place = self.tensor_place();
+        let place = self.layer_place();
         let own_output = match self.is_last(index) {
             true => expected.output.shallow_clone(),
             false => own_rows(&expected.output, parallel)?,

@@ -39,6 +39,7 @@ mod error;
 mod evaluate;
 mod exchange;
 mod expert_biases;
+mod expert_counts;
 mod expert_groups;
 mod generate;
 pub mod init;

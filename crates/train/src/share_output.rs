@@ -55,15 +55,15 @@ impl Trainer {
         if self.ranks.pipeline.size() == 1 && self.ranks.experts.size() == 1 {
             return sampled.expect("the only stage has all units");
         }
-        // All pipelines compute the same. But experts multiply the rows of several ranks at once, and nobody promises that a product of
-        // matrices treats all of its rows alike.
+        // All pipelines compute the same. But experts multiply the rows of several ranks at once, and a matrix product may round its rows
+        // differently.
         let own = match &sampled {
             Some(Ok(token)) => *token,
             _ => NO_TOKEN,
         };
         let first_of_last = self.last_stage() * self.ranks.stage.size();
         let token = self.ranks.world.broadcast("token", first_of_last, vec![own]).wait()?[0];
-        // The other ranks do not mind what they could not sample themselves, so that all go on together.
+        // Whether the other ranks could sample a token does not matter, so that all continue together.
         match (sampled, token) {
             (Some(Err(error)), NO_TOKEN) => Err(error),
             (_, NO_TOKEN) => {

@@ -17,6 +17,7 @@ use shardwise_zero::{Bytes, Pool, ShardedUnit};
 
 use crate::error::{Error, Result};
 use crate::expert_biases::ExpertBiases;
+use crate::expert_counts;
 use crate::init::ParameterInit;
 use crate::loss_scale::LossScaler;
 use crate::options::{Options, Ranks};
@@ -642,23 +643,11 @@ impl Trainer {
         // The ranks that share the head have the same loss, and those of other stages have none.
         let loss = if self.ranks.tensor.rank() == 0 { step.loss } else { 0. };
         let experts: Vec<usize> = self.model.units().iter().map(Unit::num_experts).collect();
-        let routed = step.expert_tokens.iter().zip(&experts).flat_map(|(tokens, &experts)| {
-            // Other stages count those of their units.
-            let mut counts = tokens.counts();
-            counts.resize(experts, 0);
-            counts.extend((experts > 0).then(|| tokens.dropped()));
-            counts.into_iter().map(|count| count as f64)
-        });
-        let own: Vec<f64> =
-            [loss, missing as f64].into_iter().chain(step.squares.iter().copied()).chain(routed).collect();
+        let own =
+            [&[loss, missing as f64], &step.squares[..], &expert_counts::pack(&step.expert_tokens, &experts)].concat();
         let all = self.ranks.world.all_reduce("loss and norm", ReduceOp::Sum, own).wait()?;
         let (loss_sum, missing, (squares, routed)) = (all[0], all[1], all[2..].split_at(experts.len()));
-        let mut routed = routed.iter().map(|&count| count as u64);
-        let mut next = |&experts: &usize| -> (Vec<u64>, u64) {
-            let counts = routed.by_ref().take(experts).collect();
-            (counts, if experts > 0 { routed.next().unwrap_or(0) } else { 0 })
-        };
-        let (expert_tokens, dropped_tokens) = experts.iter().map(&mut next).unzip();
+        let (expert_tokens, dropped_tokens) = expert_counts::unpack(routed, &experts);
         // Every replica contributed the same gradients.
         let (replicas, loss_scale) = (self.ranks.groups.replicate.size() as f64, step.loss_scale);
         let norm = |squares: f64| (squares / replicas).sqrt() / loss_scale;
