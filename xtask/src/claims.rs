@@ -16,6 +16,7 @@ fn all() -> impl Iterator<Item = &'static Claim> {
         crate::tensor::CLAIMS,
         crate::context::CLAIMS,
         crate::experts::CLAIMS,
+        crate::offload::CLAIMS,
         crate::pipeline::CLAIMS,
         crate::compiled::CLAIMS,
         crate::device::CLAIMS,

@@ -19,6 +19,7 @@ mod install;
 mod licenses;
 mod mutants;
 mod observability;
+mod offload;
 mod paired_jobs;
 mod peers;
 mod pipeline;

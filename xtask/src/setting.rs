@@ -42,6 +42,8 @@ pub(crate) struct Setting {
     pub(crate) sequences: usize,
     pub(crate) micro_batches: usize,
     pub(crate) reduce_each_micro_batch: bool,
+    /// What is offloaded: keys of `[offload]`. The folder is that of the recipe.
+    pub(crate) offload: &'static [&'static str],
     /// Whether the model's layers are compiled.
     pub(crate) compiled: bool,
 }
@@ -118,6 +120,7 @@ pub(crate) const BASE: Setting = Setting {
     sequences: 4,
     micro_batches: 1,
     reduce_each_micro_batch: false,
+    offload: &[],
     compiled: false,
 };
 
@@ -134,6 +137,7 @@ impl Setting {
                  {intermediate_size}\nn_shared_experts = {shared}\n"
             )
         });
+        let offload: String = self.offload.iter().map(|key| format!("{key} = \".\"\n")).collect();
         format!(
             "activation_checkpointing = \"{checkpointing}\"\n[model]\ncompiled = {compiled}\n{chunk}[model.llama]\nvocab_size = {vocab_size}\nhidden_size = \
              {hidden_size}\nnum_hidden_layers = {blocks}\nnum_attention_heads = {heads}\nintermediate_size = \
@@ -141,7 +145,7 @@ impl Setting {
              {positions}\ngradient_accumulation_steps = {micro_batches}\n[zero]\nstage = {stage}\nprefetch = {prefetch}\n\
              reduce_each_micro_batch = {each}\n[parallel]\nreplicate = {replicate}\ntensor = {tensor}\nsequence = {sequence}\n\
              async_tensor = {async_tensor}\ncontext = {context}\nulysses = {ulysses}\nexpert = {expert}\npipeline = {pipeline}\npipeline_schedule = \"{schedule}\"\n\
-             [precision]\nparam_dtype = \"{dtype}\"\n\
+             [precision]\nparam_dtype = \"{dtype}\"\n[offload]\n{offload}\
              [optimizer]\nlr = 1e-4\n[run]\nsteps = 12\n"
         )
     }
@@ -174,13 +178,17 @@ impl Setting {
             format!(", {per_token} of {experts} experts{shared}{divided}")
         });
         let chunks = self.chunk.map_or(String::new(), |chunk| format!(", chunks of {chunk}"));
+        let offloaded = match self.offload {
+            [] => String::new(),
+            keys => format!(", {} offloaded", keys.join(" and ")),
+        };
         let staged = match self.pipeline {
             1 => String::new(),
             stages => format!(", pipeline {stages} {}", self.schedule),
         };
         format!(
             "{}{experts}, {ranks} ranks{divided}, {replicate} replicas, stage {stage}, prefetch {prefetch}, {checkpointing}, {dtype}, \
-             {micro_batches} × {} tokens{each}{chunks}{shared}{staged}{compiled}",
+             {micro_batches} × {} tokens{each}{chunks}{shared}{staged}{offloaded}{compiled}",
             size.name,
             sequences * self.positions
         )

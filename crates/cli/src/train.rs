@@ -57,7 +57,7 @@ pub(crate) struct Options {
     ///
     /// For example 'kill rank=2 step=40 phase=forward unit=block.3'. The kinds of fault are kill, stop, slow, delay, cut-off, exhaust (use up
     /// the memory), fail-copy (no memory for a checkpoint's copy), flip-bit, skip and shorten (both of a collective call). A step of
-    /// +1 counts from the first step of the attempt. The phases are data, gather, forward, backward, reduce, optimizer, save,
+    /// +1 counts from the first step of the attempt. The phases are data, gather, forward, backward, reduce, fetch, optimizer, store, save,
     /// save-before, save-inside and save-after. 'random seed=7 kills=200' stands for 200 kills, which depend only on the seed.
     #[arg(long, value_name = "FAULT")]
     fault: Vec<String>,

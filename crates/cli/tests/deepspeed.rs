@@ -181,6 +181,12 @@ fn every_honoured_key_has_its_effect() {
         (r#"{"zero_optimization": {"stage": 2}}"#.into(), "zero.stage", "2", "zero_optimization.stage"),
         (r#"{"zero_optimization": {"overlap_comm": true}}"#.into(), "zero.stage", "0", "zero_optimization, by default"),
         (r#"{"zero_optimization": {"stage": 1, "offload_param": {"device": "none"}}}"#.into(), "zero.stage", "1", ""),
+        (
+            r#"{"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/fast"}}}"#.into(),
+            "offload.optimizer",
+            "\"/fast\"",
+            "",
+        ),
         (r#"{"steps_per_print": 25}"#.into(), "run.log_every", "25", "steps_per_print"),
     ];
     for (json, key, expected, source) in cases {
@@ -269,8 +275,20 @@ fn keys_without_meaning_are_noted_and_others_refused() {
         ),
         (r#"{"zero_optimization": {"load_from_fp32_weights": false}}"#, "zero_optimization.load_from_fp32_weights"),
         (
-            r#"{"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}}"#,
-            "offloading is not supported yet",
+            r#"{"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}"#,
+            "optimizer state can be offloaded only to \"nvme\" so far",
+        ),
+        (
+            r#"{"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}"#,
+            "offload_optimizer.nvme_path: it is missing",
+        ),
+        (
+            r#"{"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/x", "ratio": 0.5}}}"#,
+            "offload_optimizer.ratio: it is 0.5",
+        ),
+        (
+            r#"{"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": "/x"}}}"#,
+            "offloading parameters is not supported yet",
         ),
         (r#"{"train_batch_size": 2.5}"#, "train_batch_size: it is 2.5, but must be a whole number"),
         (r#"{"train_batch_size": 33}"#, "must be a multiple of batch.micro_batch_size × ranks = 4 × 4 = 16"),

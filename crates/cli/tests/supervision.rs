@@ -145,6 +145,28 @@ fn kills_of_stages_leave_no_trace() {
 }
 
 #[test]
+fn kills_of_ranks_that_offload_leave_no_trace_and_no_file() {
+    let recipe = RECIPE.replace("every_steps = 2", "every_steps = 1") + "max_restarts = 20\n";
+    let (whole, expected) = run_undisturbed(&recipe, "2");
+    let folder = Folder::new(&(recipe + "[offload]\noptimizer = \"fast\"\ngradients = \"fast\"\n"));
+    std::fs::create_dir(folder.path("fast")).unwrap();
+    let faults = [
+        "kill rank=1 step=3 phase=fetch unit=embedding",
+        "kill rank=0 step=6 phase=store unit=head",
+        "kill rank=1 step=9 phase=optimizer",
+        "kill rank=0 step=12 phase=store unit=embedding",
+    ];
+    let arguments: Vec<&str> =
+        ["-n", "2"].into_iter().chain(faults.iter().flat_map(|fault| ["--fault", fault])).collect();
+    let text = good(&folder.train(&arguments));
+    // Those of a run that has everything in memory.
+    assert_same_losses(&text, &expected, 0.);
+    folder.assert_same_checkpoint(&whole, 24);
+    assert_eq!(text.matches(" died (signal 9").count(), faults.len(), "{text}");
+    assert_eq!(std::fs::read_dir(folder.path("fast")).unwrap().count(), 0);
+}
+
+#[test]
 fn a_pipeline_resumes_with_other_numbers_of_stages_and_ranks() {
     let whole = Folder::new(RECIPE);
     let batch = "batch.global_batch_size=16";

@@ -60,6 +60,9 @@ pub struct UnitTime {
     pub backward_s: f64,
     /// The update.
     pub optimizer_s: f64,
+    /// Waiting for its optimizer state to be fetched from a disk, or stored there.
+    #[serde(default)]
+    pub offload_s: f64,
     /// Copying parameters and gradients into and out of communication.
     pub copy_s: f64,
     /// Waiting for its parameters.
@@ -75,6 +78,7 @@ impl UnitTime {
             + self.recompute_s
             + self.backward_s
             + self.optimizer_s
+            + self.offload_s
             + self.copy_s
             + self.wait_gather_s
             + self.wait_reduce_s
@@ -87,6 +91,7 @@ impl UnitTime {
             (Kind::Recompute, _) => &mut self.recompute_s,
             (Kind::Backward, _) => &mut self.backward_s,
             (Kind::Optimizer, _) => &mut self.optimizer_s,
+            (Kind::Fetch | Kind::Store, _) => &mut self.offload_s,
             (Kind::Wait, Some(Kind::Reduce)) => &mut self.wait_reduce_s,
             (Kind::Wait, _) => &mut self.wait_gather_s,
             _ => &mut self.copy_s,

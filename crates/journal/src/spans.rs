@@ -43,8 +43,12 @@ pub enum Kind {
     Backward,
     /// Reduces gradients to the ranks that own them.
     Reduce,
+    /// Fetches optimizer state from a disk.
+    Fetch,
     /// Updates parameters.
     Optimizer,
+    /// Stores optimizer state on a disk.
+    Store,
     /// Reduces numbers that all ranks need: token counts, losses, norms.
     Agree,
     /// Waits for a call to complete.
@@ -59,14 +63,16 @@ pub enum Kind {
 
 impl Kind {
     /// All kinds with their names.
-    pub const ALL: [(Kind, &str); 12] = [
+    pub const ALL: [(Kind, &str); 14] = [
         (Kind::Data, "data"),
         (Kind::Gather, "gather"),
         (Kind::Forward, "forward"),
         (Kind::Recompute, "recompute"),
         (Kind::Backward, "backward"),
         (Kind::Reduce, "reduce"),
+        (Kind::Fetch, "fetch"),
         (Kind::Optimizer, "optimizer"),
+        (Kind::Store, "store"),
         (Kind::Agree, "agree"),
         (Kind::Wait, "wait"),
         (Kind::Evaluation, "evaluation"),

@@ -24,6 +24,7 @@ fn colour(kind: Kind) -> &'static str {
         Kind::Gather => "#009e73",
         Kind::Reduce => "#e69f00",
         Kind::Optimizer => "#cc79a7",
+        Kind::Fetch | Kind::Store => "#d55e00",
         Kind::Agree => "#999999",
         Kind::Data => "#f0e442",
         Kind::Wait => "#eeeeee",

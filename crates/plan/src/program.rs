@@ -25,6 +25,7 @@ mod policy;
 mod programs;
 mod simulate;
 mod text;
+mod tier;
 mod topology;
 mod traffic;
 
@@ -32,7 +33,7 @@ pub use check::{Rule, Violation, check};
 pub use collectives::{Call, CallOp, Collective, Element, calls, collectives_of};
 pub use costs::{Costs, LinkCost, UnitCost};
 pub use groups::{CollectiveKind, GroupKind};
-pub use instruction::{Buffer, Codec, Instruction, Keep, Message, Offload, Payload, Tier};
+pub use instruction::{Buffer, Codec, Instruction, Keep, Message, Offload, Payload};
 pub use policy::{
     ActivationCheckpointing, ElementCounts, InnerCollective, InnerCollectives, Policy, Sharding, StageError,
     UnevenBytes, UnitSpec,
@@ -43,6 +44,7 @@ pub use simulate::{
     simulate, simulate_rank,
 };
 pub use text::ParseError;
+pub use tier::Tier;
 pub use topology::{SharedLink, Topology};
 pub use traffic::{Layout, ModelParallel, Sent, Traffic, traffic};
 
@@ -82,7 +84,7 @@ impl Program {
     }
 
     fn first_update(&self) -> usize {
-        let is_update = |instruction: &Instruction| matches!(instruction, Instruction::Update(_));
-        self.instructions.iter().position(is_update).unwrap_or(self.instructions.len())
+        let is_before = |instruction: &Instruction| matches!(instruction, Instruction::ReduceTotals);
+        self.instructions.iter().position(is_before).map_or(self.instructions.len(), |before| before + 1)
     }
 }

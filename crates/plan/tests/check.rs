@@ -8,8 +8,8 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use shardwise_plan::program::{
-    ActivationCheckpointing, Codec, Instruction, Keep, Policy, Program, Programs, Rule, Sharding, UnitSpec, build,
-    check,
+    ActivationCheckpointing, Codec, Instruction, Keep, Policy, Program, Programs, Rule, Sharding, Tier, UnitSpec,
+    build, check,
 };
 use shardwise_plan::{Axis, Mesh};
 use support::{
@@ -50,6 +50,9 @@ fn random_policy(random: &mut Random) -> Policy {
         // As in training, which refuses it if gradients are not sharded.
         reduce_each_micro_batch: sharding.gradients && random.percent(40),
         micro_batches: 1 + random.below(4),
+        optimizer_tier: random.percent(30).then_some(Tier::Disk),
+        gradient_tier: random.percent(30).then_some(Tier::Disk),
+        activation_tier: random.percent(30).then_some(Tier::Disk),
     }
 }
 
@@ -169,6 +172,10 @@ fn sequences(program: &Program, units: usize) -> Vec<[Vec<Instruction>; 2]> {
         let Some(unit) = instruction.unit() else { continue };
         match instruction {
             Instruction::Recompute { .. } | Instruction::WaitReduceScatter(_) => (),
+            Instruction::StartFetch(_)
+            | Instruction::WaitFetch(_)
+            | Instruction::StartStore(_)
+            | Instruction::WaitStore(_) => (),
             Instruction::Forward { micro_batch, .. } => {
                 sequences[unit][0].push(Instruction::Forward { unit, micro_batch, keep: Keep::Nothing });
             }

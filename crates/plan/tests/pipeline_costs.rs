@@ -210,7 +210,8 @@ fn a_pass_computes_while_its_collectives_are_under_way() {
 
 #[test]
 fn offloaded_buffers_are_fetched_before_they_are_used() {
-    let (units, policy, mesh) = (blocks(1), Policy::stage(0, 1), Mesh::new(&[(Axis::Shard, 2)]).unwrap());
+    let policy = Policy { optimizer_tier: Some(Tier::Host), activation_tier: Some(Tier::Disk), ..Policy::stage(0, 1) };
+    let (units, mesh) = (blocks(1), Mesh::new(&[(Axis::Shard, 2)]).unwrap());
     let text = "units block.0
 count-tokens
 start-fetch block.0 buffer=optimizer tier=host

@@ -7,7 +7,7 @@ mod support;
 use shardwise_plan::pipeline::{Action, Actions, Pipeline, PipelineSchedule, ScheduleError};
 use shardwise_plan::program::{
     ActivationCheckpointing, Costs, Instruction, Lane, MemoryKind, Policy, Program, Programs, Rule, StepSimulation,
-    UnitCost, UnitSpec, build, check, simulate,
+    Tier, UnitCost, UnitSpec, build, check, simulate,
 };
 use shardwise_plan::{Axis, Mesh};
 use support::Random;
@@ -40,6 +40,9 @@ fn every_schedule_works_for_any_number_of_stages_and_micro_batches() {
                 let policy = Policy {
                     activation_checkpointing: checkpointing[random.below(3)],
                     prefetch: random.below(4),
+                    optimizer_tier: random.percent(20).then_some(Tier::Disk),
+                    gradient_tier: random.percent(20).then_some(Tier::Disk),
+                    activation_tier: random.percent(20).then_some(Tier::Disk),
                     ..Policy::stage(random.below(4) as u8, micro_batches)
                 };
                 let pipeline = Pipeline::even(units.len(), stages, schedule.clone()).unwrap();

@@ -1,6 +1,7 @@
 //! Checks of a recipe that need no ranks: numbers out of range, keys without effect, keys that contradict each other.
 
 use std::ops::Range;
+use std::path::Path;
 use std::result::Result as Either;
 
 use shardwise_plan::pipeline::{Actions, ActionsError, PipelineSchedule, ScheduleError};
@@ -13,7 +14,7 @@ use super::resolve::{
 };
 use super::source::Invalid;
 use super::{
-    ActivationCheckpointingRecipe, DeviceRecipe, FloatRecipe, OptimizerKind, ParallelRecipe, Recipe, Result,
+    ActivationCheckpointingRecipe, DeviceRecipe, FloatRecipe, HOST, OptimizerKind, ParallelRecipe, Recipe, Result,
     ScheduleKind, SpikeRecipe,
 };
 
@@ -31,6 +32,7 @@ impl Recipe {
         self.check_optimizer()?;
         self.check_schedule()?;
         self.check_zero()?;
+        self.check_offload()?;
         self.check_precision()?;
         self.check_checkpoints()?;
         self.check_supervision()?;
@@ -43,6 +45,30 @@ impl Recipe {
         let schedule = self.read_pipeline_schedule()?;
         self.check_chunks(&schedule)?;
         self.check_model()
+    }
+
+    /// Checks where optimizer state, gradients and activations can be kept.
+    fn check_offload(&self) -> Checked {
+        let folders = [
+            ("offload.optimizer", "optimizer state", &self.offload.optimizer),
+            ("offload.gradients", "gradients", &self.offload.gradients),
+            ("offload.activations", "activations", &self.offload.activations),
+        ];
+        for (key, what, folder) in folders {
+            let Some(folder) = folder else { continue };
+            let at = |problem: &str| Err(Invalid::at(key, format!("{key}: {problem}")));
+            if self.run.device != DeviceRecipe::Cpu {
+                return at("offloading runs only on CPUs so far; leave it out");
+            }
+            if folder == Path::new(HOST) {
+                return at(&format!("a rank on a CPU already has its {what} in host memory; give a folder on a disk"));
+            }
+        }
+        if self.offload.activations.is_some() && self.activation_checkpointing != ActivationCheckpointingRecipe::Full {
+            let problem = "only the activations that full checkpointing keeps can be offloaded; set activation_checkpointing = \"full\"";
+            return Err(Invalid::at("offload.activations", format!("offload.activations: {problem}")));
+        }
+        Ok(())
     }
 
     /// Checks what blocks that are computed in chunks can be combined with.

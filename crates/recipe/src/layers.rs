@@ -17,7 +17,7 @@ use super::change::{Change, apply};
 use super::faults::{faults, unknown};
 use super::schema::{Node, Shape};
 use super::source::Invalid;
-use super::{Error, Recipe, Result, Source, Sources, deepspeed, schema};
+use super::{Error, HOST, OffloadRecipe, Recipe, Result, Source, Sources, deepspeed, schema};
 
 /// The maximum size of a recipe or a DeepSpeed configuration.
 const FILE_BYTES_MAX: u64 = 1 << 20;
@@ -102,6 +102,11 @@ impl Recipe {
         let held_out = self.evaluation.as_mut().map(|evaluation| &mut evaluation.corpus);
         let files = [data.corpus.as_mut(), data.chat.as_mut(), data.tokenizer.as_mut()];
         let written = [self.schedule.plot.as_mut(), self.run.folder.as_mut(), self.model.package.as_mut()];
+        // It is refused later, as the name of no folder.
+        let OffloadRecipe { optimizer, gradients, activations } = &mut self.offload;
+        let offload = [optimizer, gradients, activations];
+        let offload = offload.map(|folder| folder.as_mut().filter(|folder| *folder != Path::new(HOST)));
+        let written = written.into_iter().chain(offload);
         for file in files.into_iter().chain(written).flatten().chain(parts).chain(held_out) {
             *file = folder.join(&*file);
         }

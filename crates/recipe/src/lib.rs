@@ -56,6 +56,9 @@ pub struct Recipe {
     /// What ZeRO shards, and how far ahead it prefetches.
     #[serde(default)]
     pub zero: ZeroRecipe,
+    /// What is kept on a disk, because it does not fit in memory.
+    #[serde(default, skip_serializing_if = "OffloadRecipe::is_empty")]
+    pub offload: OffloadRecipe,
     /// How ranks are arranged in a mesh.
     #[serde(default)]
     pub parallel: ParallelRecipe,
@@ -314,6 +317,29 @@ pub struct ZeroRecipe {
 impl Default for ZeroRecipe {
     fn default() -> Self {
         ZeroRecipe { stage: 3, prefetch: 1, reduce_each_micro_batch: false }
+    }
+}
+
+/// What a folder of `[offload]` must not be called, because other programs mean the memory of the host by it.
+const HOST: &str = "host";
+
+/// `[offload]`: what is kept on a disk, because it does not fit in memory. Changes no result.
+#[derive(Clone, Debug, Default, Deserialize, JsonSchema, Serialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct OffloadRecipe {
+    /// A folder on a fast disk for the optimizer state and, in mixed precision, the f32 master parameters. Those of a unit are in memory
+    /// only while it is updated. Each rank has a file without a name there, which the system deletes when the rank ends. Defaults to memory.
+    pub optimizer: Option<PathBuf>,
+    /// A folder on a fast disk for gradients, from their reduction to the update, with a file in the same way. Defaults to memory.
+    pub gradients: Option<PathBuf>,
+    /// A folder on a fast disk for the activations that `activation_checkpointing = "full"` keeps: the input of each block, from its
+    /// forward pass until it is recomputed. Defaults to memory.
+    pub activations: Option<PathBuf>,
+}
+
+impl OffloadRecipe {
+    fn is_empty(&self) -> bool {
+        self.optimizer.is_none() && self.gradients.is_none() && self.activations.is_none()
     }
 }
 

@@ -17,7 +17,8 @@ use shardwise_recipe::{
 use shardwise_torch::device::accelerators;
 use shardwise_torch::tch::Device;
 use shardwise_train::{
-    ActivationCheckpointing, LossScale, OnNonFinite, Options, PipelineSchedule, StepShape, checked_programs, unit_specs,
+    ActivationCheckpointing, LossScale, OffloadFolders, OnNonFinite, Options, PipelineSchedule, StepShape,
+    checked_programs, unit_specs,
 };
 use shardwise_zero::{AdamW, Lamb, Optimizer, Precision, Sgd, Sharding};
 
@@ -137,6 +138,11 @@ pub fn options(recipe: &Recipe, device: Device) -> Result<Options> {
         on_nonfinite: match recipe.resolve_on_nonfinite() {
             NonFiniteRecipe::Stop => OnNonFinite::Stop,
             NonFiniteRecipe::Skip => OnNonFinite::Skip,
+        },
+        offload: OffloadFolders {
+            optimizer: recipe.offload.optimizer.clone(),
+            gradients: recipe.offload.gradients.clone(),
+            activations: recipe.offload.activations.clone(),
         },
         device,
     };

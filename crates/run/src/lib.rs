@@ -65,7 +65,7 @@ pub use out_of_memory_report::{MemoryInUse, OutOfMemoryReport};
 pub use phase::{Phase, Position};
 pub use plan_pipeline::{PlanRequest, plan_pipeline};
 pub use position::PositionTracker;
-pub use profile::{ProfileOptions, ProfileReport, profile};
+pub use profile::{OffloadedBytes, ProfileOptions, ProfileReport, profile};
 pub use requests::{PlannedTrace, Requests, StepRange};
 pub use run::{RunOutcome, StepLine, run};
 pub use run_probe::RunProbe;

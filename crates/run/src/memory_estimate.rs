@@ -4,13 +4,14 @@
 //! prints the estimate next to the memory that runs actually use.
 
 use std::fmt;
+use std::path::PathBuf;
 
 use shardwise_checkpoint::SaveId;
 use shardwise_journal::format::format_memory_fixed;
 use shardwise_model::Model;
 use shardwise_plan::program::{Layout, Memory, MemoryKind, MemoryUse, ModelParallel, Program, memory_use};
 use shardwise_plan::{Axis, Mesh};
-use shardwise_recipe::{ActivationCheckpointingRecipe, FloatRecipe, Recipe};
+use shardwise_recipe::{ActivationCheckpointingRecipe, DeviceRecipe, FloatRecipe, Recipe};
 use shardwise_train::{Options, checked_programs, checkpoint_layouts, memory_costs, stages_of_units, unit_specs};
 
 use crate::build::{self, step_shape};
@@ -152,7 +153,7 @@ pub fn find_settings_that_fit(
     type Change<'a> = (&'static str, &'a dyn Fn(&mut Recipe) -> bool);
     let micro_batches = recipe.batch(ranks).ok()?.gradient_accumulation_steps;
     // Ordered from the smallest to the largest cost in speed. Each returns whether it changes anything.
-    let changes: [Change<'_>; 7] = [
+    let changes: [Change<'_>; 8] = [
         ("zero.stage = 3", &|recipe: &mut Recipe| std::mem::replace(&mut recipe.zero.stage, 3) != 3),
         ("activation_checkpointing = \"selective\"", &|recipe: &mut Recipe| {
             let none = recipe.activation_checkpointing == ActivationCheckpointingRecipe::None;
@@ -172,9 +173,15 @@ pub fn find_settings_that_fit(
         ("precision.param_dtype = \"bf16\"", &|recipe: &mut Recipe| {
             std::mem::replace(&mut recipe.precision.param_dtype, FloatRecipe::Bf16) == FloatRecipe::F32
         }),
+        ("offload.optimizer = \"a folder on a fast disk\"", &|recipe: &mut Recipe| {
+            // The estimate does not look into it.
+            recipe.run.device == DeviceRecipe::Cpu && recipe.offload.optimizer.replace(PathBuf::new()).is_none()
+        }),
     ];
     let mut subsets: Vec<u32> = (1..1 << changes.len()).collect();
-    subsets.sort_by_key(|subset| (subset.count_ones(), *subset));
+    // A disk is the last resort.
+    let offloads = |subset: u32| subset >> (changes.len() - 1) == 1;
+    subsets.sort_by_key(|&subset| (offloads(subset), subset.count_ones(), subset));
     subsets.into_iter().find_map(|subset| {
         let mut changed = recipe.clone();
         let mut keys = Vec::new();

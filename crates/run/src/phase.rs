@@ -23,8 +23,12 @@ pub enum Phase {
     Backward,
     /// Reducing a unit's gradients.
     Reduce,
+    /// Fetching a unit's optimizer state from a disk.
+    Fetch,
     /// Updating a unit's parameters.
     Optimizer,
+    /// Storing a unit's optimizer state on a disk.
+    Store,
     /// The training loop between steps.
     Between,
     /// Evaluation on held-out text.
@@ -42,7 +46,7 @@ pub enum Phase {
 }
 
 /// The name of every phase.
-pub(crate) const PHASE_NAMES: [(Phase, &str); 15] = [
+pub(crate) const PHASE_NAMES: [(Phase, &str); 17] = [
     (Phase::Start, "start"),
     (Phase::Data, "data"),
     (Phase::Gather, "gather"),
@@ -50,7 +54,9 @@ pub(crate) const PHASE_NAMES: [(Phase, &str); 15] = [
     (Phase::Recompute, "recompute"),
     (Phase::Backward, "backward"),
     (Phase::Reduce, "reduce"),
+    (Phase::Fetch, "fetch"),
     (Phase::Optimizer, "optimizer"),
+    (Phase::Store, "store"),
     (Phase::Between, "between"),
     (Phase::Evaluation, "evaluation"),
     (Phase::Save, "save"),
@@ -101,7 +107,9 @@ impl From<StepPhase> for Phase {
             StepPhase::Recompute => Phase::Recompute,
             StepPhase::Backward => Phase::Backward,
             StepPhase::Reduce => Phase::Reduce,
+            StepPhase::Fetch => Phase::Fetch,
             StepPhase::Optimizer => Phase::Optimizer,
+            StepPhase::Store => Phase::Store,
         }
     }
 }

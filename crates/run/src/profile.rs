@@ -16,6 +16,7 @@ use shardwise_plan::program::{Layout, ModelParallel, UnitSpec};
 use shardwise_recipe::Recipe;
 use shardwise_torch::tch::Device;
 use shardwise_train::Trainer;
+use shardwise_zero::Moved;
 
 use crate::advice::{Candidate, Facts, Recommendation, candidates, recommend_outside_recipe, simulate_saving_s};
 use crate::build;
@@ -101,6 +102,8 @@ pub struct ProfileReport {
     pub memory: Vec<PhaseMemory>,
     /// What a step asks of rank 0's device, unless that is the CPU.
     pub device: Option<DeviceCounts>,
+    /// What rank 0 moves between memory and disks in a step, if it offloads anything.
+    pub offload: Option<OffloadedBytes>,
     /// The measured costs of a step.
     pub costs: StepCosts,
     /// The time of a step, simulated from these costs.
@@ -113,6 +116,31 @@ pub struct ProfileReport {
     pub trace: PathBuf,
     /// The changes most likely to help, best first.
     pub changes: Vec<Recommendation>,
+}
+
+/// What a rank moves between memory and disks in a step.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct OffloadedBytes {
+    /// The bytes that it reads.
+    pub read_bytes: f64,
+    /// The bytes that it writes.
+    pub written_bytes: f64,
+    /// The bandwidth while it reads.
+    pub read_bytes_per_s: f64,
+    /// The bandwidth while it writes.
+    pub write_bytes_per_s: f64,
+}
+
+impl OffloadedBytes {
+    fn per_step(moved: Moved, steps: u64) -> Self {
+        let Moved { read_bytes, read_s, written_bytes, write_s } = moved;
+        OffloadedBytes {
+            read_bytes: read_bytes as f64 / steps as f64,
+            written_bytes: written_bytes as f64 / steps as f64,
+            read_bytes_per_s: read_bytes as f64 / read_s.max(1e-9),
+            write_bytes_per_s: written_bytes as f64 / write_s.max(1e-9),
+        }
+    }
 }
 
 /// Profiles a recipe. All ranks call it together; rank 0 gets the report.
@@ -162,6 +190,7 @@ pub fn profile(
         memory_estimate_bytes: estimate.total(),
         memory: baseline.memory,
         device: baseline.device,
+        offload: baseline.moved.map(|moved| OffloadedBytes::per_step(moved, options.steps)),
         memory_limit_bytes: (room < i64::MAX as usize).then_some(room),
         trace: baseline.trace,
         changes: Vec::new(),
@@ -234,6 +263,8 @@ struct Baseline {
     trace: PathBuf,
     memory: Vec<PhaseMemory>,
     device: Option<DeviceCounts>,
+    /// In all traced steps.
+    moved: Option<Moved>,
     units: Vec<UnitSpec>,
     layout: Layout,
     parameters: usize,
@@ -255,7 +286,11 @@ fn trace_steps(
     let requests = Requests { planned_trace: planned, ..Requests::default() };
     let mut tracer = Tracer::new(world, position, &requests, options.folder.clone());
     let (mut times, mut trace, mut counts) = (Vec::new(), None, None);
+    let mut moved_before = None;
     for step in 1..=WARM_UP + options.steps {
+        if step == WARM_UP + 1 {
+            moved_before = trainer.moved();
+        }
         tracer.before_step(step)?;
         let began = Instant::now();
         match step == WARM_UP {
@@ -277,6 +312,7 @@ fn trace_steps(
     let baseline = Baseline {
         memory: compare_memory(&program, &simulated, &peaks),
         device: counts,
+        moved: trainer.moved().zip(moved_before).map(|(after, before)| after.since(before)),
         units: trainer.unit_specs().to_vec(),
         layout: trainer.ranks().layout(trainer.options().precision),
         profile: Profile::from_trace(&read),
@@ -310,7 +346,7 @@ fn measure_costs(
     let folder = options.folder.join("without-prefetch");
     let options = ProfileOptions { folder, ..options.clone() };
     let (_, baseline) = trace_steps(&recipe, world, position, &options)?;
-    let Some(Baseline { profile, units, layout, least_step_s, .. }) = baseline else {
+    let Some(Baseline { profile, units, layout, least_step_s, moved, .. }) = baseline else {
         return Ok(None);
     };
     let shape = step_shape(&recipe, world.size())?;
@@ -328,6 +364,7 @@ fn measure_costs(
         threads_per_rank: usize::try_from(shardwise_torch::tch::get_num_threads()).unwrap_or(1),
         latency_s,
         least_step_s,
+        moved,
     };
     Ok(Some(StepCosts::from_profile(&profile, &measured)))
 }

@@ -9,10 +9,11 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 use shardwise_journal::Profile;
 use shardwise_plan::program::{
-    Lane, Layout, LinkCost, ModelParallel, SharedLink, StepSimulation, Topology, UnitSpec, simulate,
+    Lane, Layout, LinkCost, ModelParallel, SharedLink, StepSimulation, Tier, Topology, UnitSpec, simulate,
 };
 use shardwise_recipe::Recipe;
-use shardwise_train::{ActivationCheckpointing, Options, checked_programs, memory_costs, unit_specs};
+use shardwise_train::{ActivationCheckpointing, OffloadFolders, Options, checked_programs, memory_costs, unit_specs};
+use shardwise_zero::Moved;
 
 use crate::build;
 use crate::build::step_shape;
@@ -42,6 +43,9 @@ pub struct StepCosts {
     pub within_host: Link,
     /// The link from a host to the others, which its ranks share.
     pub between_hosts: Link,
+    /// The bandwidth of the disk that is offloaded to, in bytes per second, of all ranks of a host together.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub disk_bytes_per_s: Option<f64>,
     /// The units, in the model's order.
     pub units: Vec<UnitTimes>,
 }
@@ -122,6 +126,7 @@ impl StepCosts {
             ranks_per_host: (measured.hosts > 1).then_some(measured.ranks_per_host),
             within_host: measured.link(profile, undisturbed),
             between_hosts: measured.link(profile, undisturbed),
+            disk_bytes_per_s: measured.moved.map(|moved| bytes_per_s(moved) * measured.ranks_per_host as f64),
             units: units.iter().map(unit_times).collect(),
         }
     }
@@ -142,6 +147,13 @@ impl StepCosts {
         self.check_units(&units)?;
         let topology = self.topology(recipe, &options, ranks)?;
         let mut costs = memory_costs(&model, &options, &place, shape);
+        if options.offload != OffloadFolders::default() {
+            let Some(bytes_per_s) = self.disk_bytes_per_s else {
+                let problem = "the costs were measured without offloading; profile with it, or add disk_bytes_per_s";
+                return Err(Error::Options(problem.to_string()));
+            };
+            costs.tiers[Tier::Disk as usize] = LinkCost::new(0., bytes_per_s / topology.ranks_per_host as f64);
+        }
         let layout = topology.layout(0);
         let share = |unit: &UnitSpec, is_sharded: bool| {
             layout.kept_trainable(unit, is_sharded) as f64 / unit.trainable.max(1) as f64
@@ -225,6 +237,13 @@ pub(crate) struct MeasuredStep<'a> {
     pub(crate) threads_per_rank: usize,
     pub(crate) latency_s: f64,
     pub(crate) least_step_s: f64,
+    /// What the rank has moved between memory and disks, if it offloads anything.
+    pub(crate) moved: Option<Moved>,
+}
+
+/// The bandwidth of a rank's disk while it reads or writes.
+pub(crate) fn bytes_per_s(moved: Moved) -> f64 {
+    (moved.read_bytes + moved.written_bytes) as f64 / (moved.read_s + moved.write_s).max(1e-9)
 }
 
 impl MeasuredStep<'_> {
@@ -307,6 +326,7 @@ mod tests {
             ranks_per_host: None,
             within_host: free,
             between_hosts: free,
+            disk_bytes_per_s: None,
             units: ["embedding", "block.0", "head"].map(times).to_vec(),
         };
         for (tensor, expected_s) in [(1, 21.), (2, 10.5), (3, 7.)] {

@@ -177,11 +177,13 @@ fn exchange(prepared: Vec<Prepared>, world: &Group, world_rank: impl Fn(usize) -
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test may fail")]
+    use std::path::Path;
+
     use shardwise_checkpoint::ByteSource;
     use shardwise_comm::single;
     use shardwise_model::{Batch, LlamaConfig, Model};
     use shardwise_torch::tch::{Kind, Tensor};
-    use shardwise_train::{Options, Schedule, init};
+    use shardwise_train::{OffloadFolders, Options, Schedule, init};
     use shardwise_zero::{AdamW, Optimizer, Precision, Sharding};
 
     use super::*;
@@ -189,11 +191,12 @@ mod tests {
 
     const STATE_BYTES_MIN: usize = 300_000;
 
-    fn trainer(stage: u8, precision: Precision) -> Trainer {
+    fn trainer(stage: u8, precision: Precision, folder: Option<&Path>) -> Trainer {
         let adamw = AdamW { lr: 0., beta1: 0.9, beta2: 0.95, weight_decay: 0.1, eps: 1e-8 };
         let sharding = Sharding::stage(stage).unwrap();
+        let offload = OffloadFolders { optimizer: folder.map(Path::to_path_buf), ..OffloadFolders::default() };
         let options =
-            Options { precision, ..Options::new(sharding, Optimizer::AdamW(adamw), Schedule::constant(3e-3)) };
+            Options { precision, offload, ..Options::new(sharding, Optimizer::AdamW(adamw), Schedule::constant(3e-3)) };
         let mut model = Model::from_config(LlamaConfig::new(101, 36, 3, 6, 53)).unwrap();
         model.freeze(&["model.layers.1.mlp.up_proj".to_string()]).unwrap();
         let ranks = Ranks::sharded(Arc::new(single::group()));
@@ -226,11 +229,15 @@ mod tests {
 
     #[test]
     fn updates_during_a_save_change_neither_its_bytes_nor_the_training() {
+        let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
         for (stage, precision) in (0..=3).flat_map(|stage| [(stage, Precision::F32), (stage, Precision::BF16)]) {
-            // Room for everything, or for less than a unit.
-            for buffer_bytes in [usize::MAX, 20_000] {
-                let what = format!("stage {stage}, {precision:?}, {buffer_bytes} bytes");
-                let [mut plain, mut trainer] = [(); 2].map(|()| trainer(stage, precision));
+            // Room for everything, or for less than a unit; optimizer state in memory, or on a disk.
+            for (buffer_bytes, folder) in
+                [(usize::MAX, None), (20_000, None), (usize::MAX, Some(folder.path())), (20_000, Some(folder.path()))]
+            {
+                let what = format!("stage {stage}, {precision:?}, {buffer_bytes} bytes, {folder:?}");
+                let mut plain = trainer(stage, precision, None);
+                let mut trainer = trainer(stage, precision, folder);
                 for step in 0..2 {
                     plain.step(&batch(step)).unwrap();
                     trainer.step(&batch(step)).unwrap();
@@ -272,7 +279,7 @@ mod tests {
 
     #[test]
     fn an_update_fails_while_a_snapshot_is_not_released() {
-        let mut trainer = trainer(2, Precision::F32);
+        let mut trainer = trainer(2, Precision::F32, None);
         let snapshot = snapshot(&mut trainer, usize::MAX);
         let before = saved(&mut trainer);
         let error = trainer.step(&batch(0)).unwrap_err().to_string();

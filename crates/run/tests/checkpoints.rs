@@ -15,7 +15,7 @@ use shardwise_model::{Batch, IGNORED, LlamaConfig, Model};
 use shardwise_plan::Dtype;
 use shardwise_run::save;
 use shardwise_torch::tch::{Device, Kind, Tensor};
-use shardwise_train::{DynamicScale, LossScale, OnNonFinite, Options, Ranks, Schedule, Trainer, init};
+use shardwise_train::{DynamicScale, LossScale, OffloadFolders, OnNonFinite, Options, Ranks, Schedule, Trainer, init};
 use shardwise_zero::{AdamW, FloatsMut, Optimizer, Precision, Sharding};
 
 const VOCAB_SIZE: i64 = 101;
@@ -49,6 +49,12 @@ fn options(stage: u8, precision: Precision) -> Options {
         on_nonfinite: if is_f16 { OnNonFinite::Skip } else { OnNonFinite::Stop },
         ..Options::new(Sharding::stage(stage).unwrap(), Optimizer::AdamW(adamw), Schedule::constant(3e-3))
     }
+}
+
+/// Optimizer state and gradients on a disk.
+fn offload(folder: &Path) -> OffloadFolders {
+    let folder = Some(folder.to_path_buf());
+    OffloadFolders { optimizer: folder.clone(), gradients: folder, ..OffloadFolders::default() }
 }
 
 fn world() -> Arc<Group> {
@@ -111,7 +117,11 @@ fn saved_by(precision: Precision) -> usize {
 fn save_run(precision: Precision) {
     let (world, folder) = (world(), folder());
     let ranks = Ranks::sharded(world.clone());
-    let mut trainer = Trainer::new(model(), ranks, options(3, precision), &mut init::from_seed(5)).unwrap();
+    let mut options = options(3, precision);
+    if precision == Precision::BF16 {
+        options.offload = offload(&folder);
+    }
+    let mut trainer = Trainer::new(model(), ranks, options, &mut init::from_seed(5)).unwrap();
     let before = steps_before(precision);
     train(&mut trainer, &world, 0..before);
     save(&mut trainer, &store(&folder), json!({})).unwrap();
@@ -127,7 +137,7 @@ fn save_run(precision: Precision) {
     world.barrier("saved").wait().unwrap();
 }
 
-/// Resumes from that checkpoint at every stage and in every layout.
+/// Resumes from that checkpoint at every stage and in every layout, in memory or with offloading.
 fn resume_and_compare(precision: Precision) {
     let (world, folder) = (world(), folder());
     let store = store(&folder);
@@ -143,7 +153,11 @@ fn resume_and_compare(precision: Precision) {
         let ranks = Ranks::hybrid(world.clone(), replicas).unwrap();
         for stage in 0..=3 {
             let case = format!("{} ranks, {replicas} replicas, stage {stage}", world.size());
-            let mut trainer = Trainer::resume(model(), ranks.clone(), options(stage, precision), &checkpoint).unwrap();
+            let mut options = options(stage, precision);
+            if stage % 2 == 1 {
+                options.offload = offload(&folder);
+            }
+            let mut trainer = Trainer::resume(model(), ranks.clone(), options, &checkpoint).unwrap();
             assert_eq!(serde_json::to_value(trainer.progress()).unwrap(), checkpoint.manifest().training["progress"]);
 
             // Saving what was loaded gives the same checkpoint.

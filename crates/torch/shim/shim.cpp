@@ -1,11 +1,14 @@
 #include "guarded.h"
 #include "shim.h"
 
+#include <cerrno>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <string>
 #include <vector>
+
+#include <sys/mman.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/from_blob.h>
@@ -138,6 +141,17 @@ at::Tensor bytes_at(int8_t device_type, int8_t device_index, void *data, size_t 
   return at::for_blob(data, {static_cast<int64_t>(bytes)}).options(options).target_device(own).make_tensor();
 }
 
+// A range of a file in memory.
+struct Mapping {
+  void *data;
+  size_t bytes;
+};
+
+void unmap(void *context) {
+  std::unique_ptr<Mapping> mapping(static_cast<Mapping *>(context));
+  munmap(mapping->data, mapping->bytes);
+}
+
 // Makes a block the memory of a storage of `bytes` bytes, and deletes the block.
 void put(c10::StorageImpl &storage, Block *block, size_t bytes) {
   TORCH_CHECK(block->bytes >= bytes, "the storage needs ", bytes, " bytes, but the block has ", block->bytes);
@@ -187,6 +201,17 @@ Message sw_block_new(int8_t device_type, int8_t device_index, size_t bytes, Bloc
 
 Message sw_block_zeros(size_t bytes, Block **out) {
   return guarded([&] { *out = new Block{sw_cpu_zeros(bytes), c10::GetAllocator(c10::DeviceType::CPU), bytes}; });
+}
+
+Message sw_block_map(int file, uint64_t start, size_t bytes, Block **out) {
+  return guarded([&] {
+    TORCH_CHECK(bytes > 0, "there is nothing to map");
+    void *data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE, file, static_cast<off_t>(start));
+    TORCH_CHECK(data != MAP_FAILED, "a file cannot be mapped: ", std::strerror(errno));
+    auto *mapping = new Mapping{data, bytes};
+    c10::Device cpu(c10::DeviceType::CPU);
+    *out = new Block{c10::DataPtr(data, mapping, &unmap, cpu), c10::GetAllocator(cpu.type()), bytes};
+  });
 }
 
 void sw_block_free(Block *block) { delete block; }

@@ -28,6 +28,8 @@ void sw_memory_keep();
 // ---- memory -----------------------------------------------------------------------------------------------------
 Message sw_block_new(int8_t device_type, int8_t device_index, size_t bytes, Block **out);
 Message sw_block_zeros(size_t bytes, Block **out);
+// Maps a range of a file, which starts at a page. The file does not change if the memory does.
+Message sw_block_map(int file, uint64_t start, size_t bytes, Block **out);
 void sw_block_free(Block *block);
 void *sw_block_data(Block *block);
 size_t sw_block_bytes(const Block *block);

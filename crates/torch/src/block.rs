@@ -1,6 +1,8 @@
 //! Uniquely owned device memory.
 
 use std::fmt;
+use std::fs::File;
+use std::os::fd::AsRawFd;
 use std::ptr::NonNull;
 
 use shardwise_plan::Dtype;
@@ -41,6 +43,24 @@ impl Block {
         let mut raw = std::ptr::null_mut();
         // SAFETY: `raw` is written if the call succeeds.
         check(unsafe { ffi::sw_block_zeros(bytes_of(dtype, len)?, &mut raw) })?;
+        Ok(Block::from_raw(raw, dtype, len))
+    }
+
+    /// Maps `len` elements of a file from the byte `start` on, which must be the start of a page. Reading them reads the file, whose pages
+    /// the system may drop from memory at any time. Writing to them does not change the file.
+    ///
+    /// Fails if the file ends before. Whoever shortens it afterwards makes reading the elements a fatal error.
+    pub fn map_file(file: &File, start: u64, dtype: Dtype, len: usize) -> Result<Self> {
+        let bytes = bytes_of(dtype, len)?;
+        let size = file.metadata().map_err(|error| Error::File(error.to_string()))?.len();
+        if start.checked_add(bytes as u64).is_none_or(|end| end > size) {
+            return Err(Error::File(format!(
+                "it has {size} bytes, but {bytes} bytes from {start} on are to be mapped"
+            )));
+        }
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: an open file; `raw` is written if the call succeeds.
+        check(unsafe { ffi::sw_block_map(file.as_raw_fd(), start, bytes, &mut raw) })?;
         Ok(Block::from_raw(raw, dtype, len))
     }
 
@@ -141,6 +161,18 @@ impl Block {
                 Ok(std::slice::from_raw_parts(self.as_ptr(), self.len * self.dtype.bytes()))
             },
             Device::Cpu => Ok(&[]),
+            device => Err(Error::NotOnCpu(device)),
+        }
+    }
+
+    /// Like [`Block::bytes`], for writing.
+    pub fn bytes_mut(&mut self) -> Result<&mut [u8]> {
+        match self.device() {
+            // SAFETY: as in `as_mut_slice`; bytes need no alignment.
+            Device::Cpu if !self.is_empty() => unsafe {
+                Ok(std::slice::from_raw_parts_mut(self.as_ptr(), self.len * self.dtype.bytes()))
+            },
+            Device::Cpu => Ok(&mut []),
             device => Err(Error::NotOnCpu(device)),
         }
     }

@@ -51,6 +51,9 @@ pub enum Error {
         /// The dtype of the elements.
         dtype: Dtype,
     },
+    /// A file cannot be mapped.
+    #[error("a file cannot be mapped: {0}")]
+    File(String),
     /// A device that Shardwise does not support.
     #[error("memory of {0:?} is not supported; use the CPU or a CUDA device")]
     UnsupportedDevice(Device),

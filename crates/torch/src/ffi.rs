@@ -1,6 +1,6 @@
 //! The shim's C interface, as declared in `shim/shim.h`.
 
-use std::ffi::{c_char, c_void};
+use std::ffi::{c_char, c_int, c_void};
 
 pub(crate) type Message = *mut c_char;
 
@@ -84,6 +84,7 @@ unsafe extern "C" {
 
     pub(crate) fn sw_block_new(device_type: i8, device_index: i8, bytes: usize, out: *mut *mut Block) -> Message;
     pub(crate) fn sw_block_zeros(bytes: usize, out: *mut *mut Block) -> Message;
+    pub(crate) fn sw_block_map(file: c_int, start: u64, bytes: usize, out: *mut *mut Block) -> Message;
     pub(crate) fn sw_block_free(block: *mut Block);
     pub(crate) fn sw_block_data(block: *mut Block) -> *mut c_void;
     pub(crate) fn sw_block_bytes(block: *const Block) -> usize;

@@ -53,8 +53,14 @@ impl Trainer {
         })
     }
 
+    /// Starts to reduce the gradients of a unit, with the shares of others.
+    pub(crate) fn start_reduce(&mut self, unit: usize, step: &mut StepValues<'_>) -> Result<()> {
+        self.add_tied_sum(unit, step)?;
+        Ok(self.shards[unit].start_reduce()?)
+    }
+
     /// Adds that share to the gradient of its owner, just before it is reduced.
-    pub(crate) fn add_tied_sum(&mut self, owner: usize, step: &mut StepValues<'_>) -> Result<()> {
+    fn add_tied_sum(&mut self, owner: usize, step: &mut StepValues<'_>) -> Result<()> {
         let parameters: Vec<usize> =
             step.tied_sums.range((owner, 0)..(owner + 1, 0)).map(|((_, parameter), _)| *parameter).collect();
         for parameter in parameters {

@@ -8,13 +8,18 @@ use crate::unit_specs::{StepShape, pass_shape};
 
 /// The costs of a step in bytes on a rank at this place, from the shapes of the model. Nothing takes any time.
 pub fn memory_costs(model: &Model, options: &Options, place: &ModelParallel, shape: StepShape) -> Costs {
-    let masters = usize::from(options.precision.has_masters());
     Costs {
         units: model.units().iter().map(|unit| unit_cost(model, unit, options, place, shape)).collect(),
         links: [LinkCost::FREE; GroupKind::ALL.len()],
         tiers: [LinkCost::FREE; Tier::ALL.len()],
-        optimizer_element_bytes: (masters + options.optimizer.states()) * options.precision.state_dtype().bytes(),
+        optimizer_element_bytes: optimizer_element_bytes(options),
     }
+}
+
+/// The bytes of masters and optimizer state per trainable element.
+pub(crate) fn optimizer_element_bytes(options: &Options) -> usize {
+    let masters = usize::from(options.precision.has_masters());
+    (masters + options.optimizer.states()) * options.precision.state_dtype().bytes()
 }
 
 fn unit_cost(model: &Model, unit: &Unit, options: &Options, place: &ModelParallel, shape: StepShape) -> UnitCost {

@@ -1,11 +1,12 @@
 //! The options of a trainer, and its groups of ranks.
 
 use std::ops::Range;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use shardwise_comm::{Group, ReduceOp};
 use shardwise_plan::pipeline::PipelineSchedule;
-use shardwise_plan::program::{ActivationCheckpointing, GroupKind, Layout, Place, Policy};
+use shardwise_plan::program::{ActivationCheckpointing, GroupKind, Layout, Place, Policy, Tier};
 use shardwise_plan::schedule::Schedule;
 use shardwise_plan::{Axis, Dtype, DynamicScale, Mesh};
 use shardwise_torch::Block;
@@ -18,6 +19,17 @@ use crate::expert_groups::ExpertGroups;
 use crate::loss_scale::{self, LossScale};
 use crate::message_groups::MessageGroups;
 use crate::nonfinite::OnNonFinite;
+
+/// Folders on disks, for what a rank keeps there because it does not fit in memory. It has the same bits as in memory.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct OffloadFolders {
+    /// For masters and optimizer state. A unit's are in memory only while it is updated.
+    pub optimizer: Option<PathBuf>,
+    /// For gradients, from their reduction to the update.
+    pub gradients: Option<PathBuf>,
+    /// For the inputs of units, from their forward passes until they are recomputed. Needs [`ActivationCheckpointing::Full`].
+    pub activations: Option<PathBuf>,
+}
 
 /// The options of a trainer.
 #[derive(Clone, Debug)]
@@ -59,6 +71,8 @@ pub struct Options {
     pub loss_scale: LossScale,
     /// What to do if the loss or a gradient is not finite.
     pub on_nonfinite: OnNonFinite,
+    /// What is kept on a disk.
+    pub offload: OffloadFolders,
     /// The device of this rank.
     pub device: Device,
 }
@@ -82,6 +96,7 @@ impl Options {
             max_grad_norm: None,
             loss_scale: LossScale::Fixed(1.),
             on_nonfinite: OnNonFinite::Stop,
+            offload: OffloadFolders::default(),
             device: Device::Cpu,
         }
     }
@@ -94,6 +109,9 @@ impl Options {
             activation_checkpointing: self.activation_checkpointing,
             reduce_each_micro_batch: self.reduce_each_micro_batch,
             micro_batches,
+            optimizer_tier: self.offload.optimizer.as_ref().map(|_| Tier::Disk),
+            gradient_tier: self.offload.gradients.as_ref().map(|_| Tier::Disk),
+            activation_tier: self.offload.activations.as_ref().map(|_| Tier::Disk),
         }
     }
 
@@ -107,6 +125,12 @@ impl Options {
         let refuse = |problem: &str| Err(Error::Options(problem.to_string()));
         if self.reduce_each_micro_batch && !self.sharding.gradients {
             return refuse("reduce_each_micro_batch needs sharded gradients: use stage 2 or 3, or set it to false");
+        }
+        if self.offload != OffloadFolders::default() && self.device != Device::Cpu {
+            return refuse("only ranks that compute on CPUs can offload so far");
+        }
+        if self.offload.activations.is_some() && self.activation_checkpointing != ActivationCheckpointing::Full {
+            return refuse("only full activation checkpointing keeps activations that can be offloaded");
         }
         let states = self.optimizer.state_names();
         let good = |name: &str| !name.is_empty() && !name.contains('/');

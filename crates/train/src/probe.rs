@@ -16,8 +16,12 @@ pub enum StepPhase {
     Backward,
     /// Reducing the unit's gradients.
     Reduce,
+    /// Fetching the unit's optimizer state from a disk.
+    Fetch,
     /// Updating the unit's parameters.
     Optimizer,
+    /// Storing the unit's optimizer state on a disk.
+    Store,
 }
 
 impl StepPhase {
@@ -33,7 +37,9 @@ impl StepPhase {
             Instruction::StartReduce { .. } | Instruction::WaitReduceScatter(_) | Instruction::WaitReduce(_) => {
                 Some(StepPhase::Reduce)
             }
+            Instruction::WaitFetch(_) => Some(StepPhase::Fetch),
             Instruction::Update(_) => Some(StepPhase::Optimizer),
+            Instruction::WaitStore(_) => Some(StepPhase::Store),
             _ => None,
         }
     }

@@ -1,15 +1,18 @@
 //! The sharding of a model: which rank keeps which elements of its parameters.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use shardwise_comm::Group;
 use shardwise_model::{Model, Parameter, Unit};
+use shardwise_plan::program::UnitSpec;
 use shardwise_plan::{FloatsMut, LayerPlace};
-use shardwise_zero::{Groups, Layout, ParameterSpec, Pool, ShardedUnit};
+use shardwise_zero::{Groups, Layout, OffloadFiles, ParameterSpec, Pool, ScratchFile, ShardedUnit};
 
+use crate::costs::optimizer_element_bytes;
 use crate::error::{Error, Result};
 use crate::init::{ParameterInit, for_each_run};
-use crate::options::{Options, Ranks};
+use crate::options::{OffloadFolders, Options, Ranks};
 use crate::own_units::OwnUnits;
 
 /// The index of the layout of parameters that tensor-parallel ranks split: those with the same part shard it.
@@ -26,10 +29,11 @@ pub(crate) fn shard_model(
     options: &Options,
     stage_of_unit: &[usize],
     pool: &Arc<Pool>,
+    files: &OffloadFiles,
     init: &mut ParameterInit<'_>,
 ) -> Result<OwnUnits> {
     load_units(model, stage_of_unit, ranks.pipeline.rank())?;
-    let layouts = layouts(ranks, options, pool);
+    let layouts = layouts(ranks, options, pool, files);
     let place = ranks.mesh().layer_place(ranks.world.rank());
     let mut shard = |unit: &Unit| -> Result<ShardedUnit> {
         let specs: Vec<ParameterSpec> =
@@ -49,6 +53,35 @@ pub(crate) fn shard_model(
     Ok(OwnUnits::new(units.map(|unit| unit.map(&mut shard).transpose()).collect::<Result<_>>()?))
 }
 
+/// The files for what this rank offloads. The disks have room for all of its optimizer state and gradients.
+pub(crate) fn offload_files(
+    units: &[UnitSpec],
+    ranks: &Ranks,
+    options: &Options,
+    stage_of_unit: &[usize],
+) -> Result<OffloadFiles> {
+    let layout = ranks.layout(options.precision);
+    let own = || units.iter().zip(stage_of_unit).filter(|(_, stage)| **stage == ranks.pipeline.rank());
+    let elements = |sharded| own().map(|(unit, _)| layout.kept_trainable(unit, sharded)).sum::<usize>();
+    let create = |what: &str, folder: Option<&PathBuf>, bytes: usize| -> Result<Option<Arc<ScratchFile>>> {
+        let Some(folder) = folder else { return Ok(None) };
+        let file = ScratchFile::create(folder, bytes as u64).map_err(|error| {
+            let (gigabytes, folder) = (bytes as f64 / 1e9, folder.display());
+            Error::Options(format!("{gigabytes:.3} GB of {what} cannot be offloaded to {folder}: {error}"))
+        })?;
+        Ok(Some(Arc::new(file)))
+    };
+    let (sharding, OffloadFolders { optimizer, gradients, activations }) = (options.sharding, &options.offload);
+    let state_bytes = elements(sharding.optimizer) * optimizer_element_bytes(options);
+    let gradient_bytes = elements(sharding.gradients) * options.precision.reduce_dtype.bytes();
+    Ok(OffloadFiles {
+        optimizer: create("optimizer state", optimizer.as_ref(), state_bytes)?,
+        gradients: create("gradients", gradients.as_ref(), gradient_bytes)?,
+        // How many there are depends on the batch.
+        activations: create("activations", activations.as_ref(), 0)?,
+    })
+}
+
 /// Loads what the passes of this stage's units need besides parameters, before anything is allocated.
 fn load_units(model: &Model, stage_of_unit: &[usize], stage: usize) -> Result<()> {
     let mut own = model.units().iter().zip(stage_of_unit).filter(|(_, of_unit)| **of_unit == stage);
@@ -56,7 +89,7 @@ fn load_units(model: &Model, stage_of_unit: &[usize], stage: usize) -> Result<()
 }
 
 /// The layouts of every unit, [`SPLIT`], [`REPLICATED`] and [`EXPERTS`].
-fn layouts(ranks: &Ranks, options: &Options, pool: &Arc<Pool>) -> [Layout; 3] {
+fn layouts(ranks: &Ranks, options: &Options, pool: &Arc<Pool>, files: &OffloadFiles) -> [Layout; 3] {
     let layout = |groups: &Groups, parts: Option<&Arc<Group>>| Layout {
         groups: groups.clone(),
         parts: parts.filter(|parts| parts.size() > 1).cloned(),
@@ -64,6 +97,7 @@ fn layouts(ranks: &Ranks, options: &Options, pool: &Arc<Pool>) -> [Layout; 3] {
         precision: options.precision,
         states: options.optimizer.states(),
         pool: pool.clone(),
+        files: files.clone(),
     };
     let experts = &ranks.experts;
     [

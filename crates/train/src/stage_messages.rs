@@ -123,7 +123,7 @@ impl Trainer {
     }
 
     /// Sends what an instruction of a step says.
-    pub(crate) fn send(&self, message: &Message, step: &mut StepValues<'_>) -> Result<()> {
+    pub(crate) fn send(&mut self, message: &Message, step: &mut StepValues<'_>) -> Result<()> {
         let Message { payload, unit, micro_batch, .. } = *message;
         match payload {
             Payload::Activations => {
@@ -133,7 +133,8 @@ impl Trainer {
                 self.send_message(message, &output)?;
                 // The last stage only knows the units that it has. On a device, the host would have to wait.
                 if self.options.device == Device::Cpu && !is_finite(&output) {
-                    step.find_non_finite_output(micro_batch);
+                    self.finish_storing_inputs(micro_batch)?;
+                    step.find_non_finite_output(micro_batch, &self.offloaded_inputs);
                 }
                 // What has no backward pass is not needed any more.
                 step.passes[micro_batch]

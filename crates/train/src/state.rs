@@ -163,7 +163,7 @@ impl Trainer {
                 return Ok(Vec::new());
             }
             trainer.shards[unit].wait_for_update()?;
-            let mut own = trainer.shards[unit].checkpoint_tensors().into_iter();
+            let mut own = trainer.shards[unit].checkpoint_tensors()?.into_iter();
             let (parameters, place) = (trainer.model.units()[unit].parameters(), trainer.layer_place());
             let buffers = buffers(parameters, &trainer.options, &trainer.ranks.mesh()).into_iter();
             Ok(buffers.map(|(_, holders)| if holders.has(place) { own.next() } else { None }).collect())

@@ -13,19 +13,20 @@ use shardwise_plan::program::{Instruction, Keep, ModelParallel, Policy, Program,
 use shardwise_torch::autograd::{self, Graph};
 use shardwise_torch::tch::{Device, Tensor, no_grad};
 use shardwise_torch::{Stream, kind_of};
-use shardwise_zero::{Bytes, Pool, ShardedUnit};
+use shardwise_zero::{Bytes, Moved, OffloadFiles, Pool, ShardedUnit};
 
 use crate::error::{Error, Result};
 use crate::expert_biases::ExpertBiases;
 use crate::expert_counts;
 use crate::init::ParameterInit;
 use crate::loss_scale::LossScaler;
+use crate::offloaded_inputs::OffloadedInputs;
 use crate::options::{Options, Ranks};
 use crate::own_units::OwnUnits;
 use crate::probe::{Probe, StepPhase};
 use crate::progress::SkippedBatch;
 use crate::report::{Gradients, Report};
-use crate::shard_model::shard_model;
+use crate::shard_model::{offload_files, shard_model};
 use crate::step_programs::{
     check_executable, check_programs, check_ties, checked_programs, replay_programs, splits_backward, stages_of_units,
 };
@@ -43,6 +44,9 @@ pub struct Trainer {
     /// A parameter of another stage that a unit of this one is tied to, for the current step.
     pub(crate) tied_copy: Option<Tensor>,
     pool: Arc<Pool>,
+    pub(crate) files: OffloadFiles,
+    /// The inputs of units that are kept on a disk, by unit and micro-batch.
+    pub(crate) offloaded_inputs: OffloadedInputs,
     pub(crate) ranks: Ranks,
     pub(crate) options: Options,
     /// What the order of a step depends on, by unit.
@@ -104,13 +108,14 @@ impl Trainer {
         let first_trainable = model.units().iter().position(is_trained).ok_or(Error::AllFrozen)?;
         let stage_of_unit = stages_of_units(model.units().len(), &options, &ranks.mesh())?;
         check_ties(&model, &ranks.mesh())?;
-        let shards = shard_model(&model, &ranks, &options, &stage_of_unit, &pool, init)?;
         let loss_scaler = LossScaler::new(options.loss_scale);
         let place = ModelParallel::of_rank(&ranks.mesh(), ranks.world.rank());
         // The number of tokens changes nothing about the order.
         let positions = place.tensor.size * place.context.size();
         let shape = StepShape { sequences: 1, positions, micro_batches: 1 };
         let unit_specs = unit_specs(&model, &options, &place, shape);
+        let files = offload_files(&unit_specs, &ranks, &options, &stage_of_unit)?;
+        let shards = shard_model(&model, &ranks, &options, &stage_of_unit, &pool, &files, init)?;
         let tensor_ranks = Arc::new(TensorRanks(ranks.tensor.clone()));
         let parallel = TensorParallel::new(tensor_ranks, options.splits_sequence(place.tensor))
             .with_async(options.async_tensor_parallel);
@@ -122,6 +127,8 @@ impl Trainer {
             stage_of_unit,
             tied_copy: None,
             pool,
+            files,
+            offloaded_inputs: OffloadedInputs::default(),
             ranks,
             options,
             unit_specs,
@@ -286,6 +293,11 @@ impl Trainer {
         Ok(())
     }
 
+    /// What this rank has moved between memory and disks so far, if it offloads anything.
+    pub fn moved(&self) -> Option<Moved> {
+        self.files.moved()
+    }
+
     /// What the order of a step depends on, by unit.
     pub fn unit_specs(&self) -> &[UnitSpec] {
         &self.unit_specs
@@ -365,10 +377,7 @@ impl Trainer {
                 Instruction::Send(message) => self.send(&message, step)?,
                 Instruction::StartReceive(message) => self.start_receive_in_step(&message, step)?,
                 Instruction::WaitReceive(message) => self.finish_receive(&message, step)?,
-                Instruction::StartReduce { unit, .. } => {
-                    self.add_tied_sum(unit, step)?;
-                    self.shards[unit].start_reduce()?;
-                }
+                Instruction::StartReduce { unit, .. } => self.start_reduce(unit, step)?,
                 Instruction::WaitReduceScatter(unit) => self.shards[unit].finish_reduce_scatter()?,
                 Instruction::WaitReduce(unit) => self.shards[unit].finish_reduce()?,
                 Instruction::Norm(unit) => self.add_squares(unit, step)?,
@@ -380,7 +389,10 @@ impl Trainer {
                     self.check_no_lease(unit).inspect_err(|error| self.mark_broken(error))?;
                     self.shards[unit].update(optimizer, *factor)?;
                 }
-                other => unreachable!("a program with {other:?} is refused before the step"),
+                Instruction::StartFetch(offload) => self.start_fetch(offload, step)?,
+                Instruction::WaitFetch(offload) => self.finish_fetch(offload, step)?,
+                Instruction::StartStore(offload) => self.start_store(offload, step)?,
+                Instruction::WaitStore(offload) => self.finish_store(offload, step)?,
             }
         }
         Ok(())
@@ -406,7 +418,7 @@ impl Trainer {
             self.partition_input(unit, &mut step.passes[micro_batch])?;
         }
         if unit + 1 == self.shards.model_len() {
-            self.add_loss(micro_batch, step);
+            self.add_loss(micro_batch, step)?;
         }
         Ok(())
     }
@@ -604,17 +616,19 @@ impl Trainer {
     }
 
     /// Adds the loss of a micro-batch, whose last forward pass is done, and looks for its cause if it is not finite.
-    fn add_loss(&self, micro_batch: usize, step: &mut StepValues<'_>) {
+    fn add_loss(&mut self, micro_batch: usize, step: &mut StepValues<'_>) -> Result<()> {
         let head = step.passes[micro_batch].last().and_then(Option::as_ref).expect("the head's pass is done");
         if self.options.device != Device::Cpu {
             step.unread.push((Unread::Loss, head.output.detach()));
-            return;
+            return Ok(());
         }
         let own = head.output.double_value(&[]);
         step.loss += own;
         if !own.is_finite() {
-            step.find_non_finite_output(micro_batch);
+            self.finish_storing_inputs(micro_batch)?;
+            step.find_non_finite_output(micro_batch, &self.offloaded_inputs);
         }
+        Ok(())
     }
 
     /// Counts the targets of all ranks that are not ignored, and fails if there are none. The loss is the mean over the tokens of all

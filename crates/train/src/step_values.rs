@@ -10,6 +10,7 @@ use shardwise_torch::{Block, Stream};
 use shardwise_zero::{Optimizer, ShardedUnit};
 
 use crate::error::Result;
+use crate::offloaded_inputs::OffloadedInputs;
 use crate::report::Gradients;
 
 /// A unit's index, a parameter's index in the unit, and the parameter's gradient.
@@ -135,9 +136,12 @@ impl<'a> StepValues<'a> {
     }
 
     /// Notes the first unit of this rank whose output for a micro-batch is not finite, unless there was one before.
-    pub(crate) fn find_non_finite_output(&mut self, micro_batch: usize) {
-        let is_wrong = |pass: &Option<UnitPass>| pass.as_ref().is_some_and(|pass| !is_finite(&pass.output));
-        let found = || self.passes[micro_batch].iter().position(is_wrong);
+    pub(crate) fn find_non_finite_output(&mut self, micro_batch: usize, offloaded: &OffloadedInputs) {
+        let is_wrong = |(unit, pass): (usize, &Option<UnitPass>)| {
+            let output = pass.as_ref().map(|pass| offloaded.read_output(unit, micro_batch, &pass.output));
+            output.and_then(|output| output.ok()).is_some_and(|output| !is_finite(&output))
+        };
+        let found = || self.passes[micro_batch].iter().enumerate().position(is_wrong);
         self.non_finite_output = self.non_finite_output.or_else(found);
     }
 }

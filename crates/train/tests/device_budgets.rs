@@ -55,7 +55,9 @@ impl Probe for Tally {
             StepPhase::Recompute => "recompute",
             StepPhase::Backward => "backward",
             StepPhase::Reduce => "reduce",
+            StepPhase::Fetch => "fetch",
             StepPhase::Optimizer => "update",
+            StepPhase::Store => "store",
         };
         self.switch(Some((name, unit)));
     }

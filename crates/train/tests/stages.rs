@@ -179,7 +179,7 @@ fn first_gradients(ranks: &Ranks, stage: u8, micro_batches: &[Batch]) -> Vec<Vec
     trainer.step(micro_batches).unwrap();
     let momentum = |shard: &mut ShardedUnit| {
         shard.wait_for_update().unwrap();
-        Vec::<f32>::try_from(&shard.checkpoint_tensors()[1].tensor).unwrap()
+        Vec::<f32>::try_from(&shard.checkpoint_tensors().unwrap()[1].tensor).unwrap()
     };
     trainer.shards_mut().map(momentum).collect()
 }

@@ -2,6 +2,8 @@
 
 use shardwise_torch::tch::TchError;
 
+use crate::ScratchFile;
+
 /// The result of an operation on a sharded unit.
 pub type Result<T> = std::result::Result<T, Error>;
 
@@ -32,6 +34,18 @@ pub enum Error {
         unit: String,
         /// The error from the caller's init function.
         error: InitError,
+    },
+    /// Optimizer state or gradients could not be fetched from a disk, or stored there.
+    #[error("unit {unit}: its {what} in {folder}: {problem}")]
+    Offload {
+        /// The unit at fault.
+        unit: String,
+        /// What could not be moved.
+        what: &'static str,
+        /// The folder of the file.
+        folder: String,
+        /// What went wrong.
+        problem: String,
     },
     /// A gradient whose shape is not its parameter's.
     #[error(
@@ -70,6 +84,10 @@ impl UnitErrors {
 
     pub(crate) fn tch<T>(&self, result: std::result::Result<T, TchError>) -> Result<T> {
         self.torch(result.map_err(shardwise_torch::Error::from))
+    }
+
+    pub(crate) fn offload(&self, what: &'static str, file: &ScratchFile, problem: String) -> Error {
+        Error::Offload { unit: self.0.clone(), what, folder: file.folder().display().to_string(), problem }
     }
 
     pub(crate) fn comm<T>(&self, result: shardwise_comm::Result<T>) -> Result<T> {

@@ -9,15 +9,16 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use shardwise_comm::{Group, Part, Pending, ReduceOp};
-use shardwise_plan::program::Codec;
+use shardwise_plan::program::{Buffer, Codec};
 use shardwise_plan::{Dtype, FloatsMut, Partition};
 use shardwise_torch::tch::{Device, Kind, TchError, Tensor, no_grad};
 use shardwise_torch::{Block, kind_of, storage};
 
 use crate::error::{InitError, UnitErrors};
 use crate::flat_parameter::FlatParameter;
+use crate::offload::Offloaded;
 use crate::optimizer::{Run, Squares, sum_of_squares, sum_of_squares_on_device};
-use crate::{Error, Groups, Lamb, Optimizer, Pool, Precision, Result, Sharding};
+use crate::{Error, Groups, Lamb, Moved, Optimizer, Pool, Precision, Result, ScratchFile, Sharding};
 
 pub use checkpoint::CheckpointTensor;
 
@@ -51,6 +52,31 @@ pub struct Layout {
     pub states: usize,
     /// The memory for unsharded parameters and gradients; its device is the unit's.
     pub pool: Arc<Pool>,
+    /// What is on a disk while it is not needed. Only on the CPU.
+    pub files: OffloadFiles,
+}
+
+/// The files for what does not fit in memory.
+#[derive(Clone, Default)]
+pub struct OffloadFiles {
+    /// For masters and optimizer state, between updates.
+    pub optimizer: Option<Arc<ScratchFile>>,
+    /// For reduced gradients, until the update.
+    pub gradients: Option<Arc<ScratchFile>>,
+    /// For the inputs of units, until they are recomputed.
+    pub activations: Option<Arc<ScratchFile>>,
+}
+
+impl OffloadFiles {
+    /// What has been moved so far, if there is a file.
+    pub fn moved(&self) -> Option<Moved> {
+        self.optimizer
+            .iter()
+            .chain(&self.gradients)
+            .chain(&self.activations)
+            .map(|file| file.moved())
+            .reduce(Moved::plus)
+    }
 }
 
 /// Initializes some elements of a parameter. Arguments: the parameter's index, the range of its elements, the output.
@@ -102,6 +128,8 @@ pub(crate) struct ShardedBuffer {
     /// The dtype in which gradients are accumulated and sent.
     local_dtype: Dtype,
     reduced_grads: ReducedGrads,
+    /// Where the reduced gradients are until the update, if not in memory.
+    offloaded_grads: Option<Offloaded>,
     /// The shards that this rank updates.
     shards: Vec<OptimizerShard>,
     steps: u32,
@@ -154,6 +182,15 @@ struct OptimizerShard {
     /// The contents of tensors that were detached since the last update, by their index in a checkpoint. The next update reads them
     /// here and writes its results to the unit's own tensors, whose contents are unspecified until then.
     detached: Vec<(usize, Tensor)>,
+    /// Where the master and the state are between updates, if not in memory.
+    offloaded: Option<Offloaded>,
+}
+
+impl OptimizerShard {
+    /// The master, if there is one, and the state.
+    fn tensors(&self) -> impl Iterator<Item = &Tensor> {
+        self.master.iter().chain(&self.state)
+    }
 }
 
 /// The range of a shard that belongs to one parameter.
@@ -182,24 +219,28 @@ impl ShardedBuffer {
 
     /// The memory that this rank holds for the unit.
     pub(crate) fn bytes(&self) -> Bytes {
-        let state_bytes = |tensor: &Tensor| tensor.numel() * self.layout.precision.state_dtype().bytes();
+        let state_bytes = |shard: &OptimizerShard| match &shard.offloaded {
+            Some(offloaded) => offloaded.bytes_in_memory(),
+            None => {
+                let elements: usize = shard.tensors().map(Tensor::numel).sum();
+                elements * self.layout.precision.state_dtype().bytes()
+            }
+        };
         let gradient_bytes = self.layout.precision.reduce_dtype.bytes();
         Bytes {
             parameters: self.trainable.bytes() + self.frozen.bytes(),
             gradients: match (&self.reduced_grads, &self.local_grads) {
-                (ReducedGrads::Sum(sums), _) => sums.numel() * gradient_bytes,
+                (ReducedGrads::Sum(sums), _) => match &self.offloaded_grads {
+                    Some(offloaded) => offloaded.bytes_in_memory(),
+                    None => sums.numel() * gradient_bytes,
+                },
                 (ReducedGrads::None, LocalGrads::None) => 0,
                 // In the pool.
                 (ReducedGrads::None, LocalGrads::Accumulating { .. }) if self.layout.sharding.gradients => 0,
                 // The memory holds this rank's gradients, or is being written by a reduction.
                 (ReducedGrads::None, _) => self.reduced_len() * gradient_bytes,
             },
-            optimizer: self
-                .shards
-                .iter()
-                .flat_map(|shard| shard.master.iter().chain(&shard.state))
-                .map(state_bytes)
-                .sum(),
+            optimizer: self.shards.iter().map(state_bytes).sum(),
         }
     }
 
@@ -448,7 +489,7 @@ impl ShardedBuffer {
         if !self.is_trainable() {
             return Ok(None);
         }
-        self.first_nonfinite(|shard| self.reduced_shard(shard.owner))
+        self.first_nonfinite(|shard| self.read_reduced_shard(shard.owner))
     }
 
     /// The first parameter, trainable or frozen, with a non-finite element in this rank's shard.
@@ -473,7 +514,8 @@ impl ShardedBuffer {
             None => {
                 let own = self.own_shard();
                 let span = own.spans.iter().find(|span| span.parameter == parameter);
-                span.map(|span| (self.updated_parameters(own), span.range.clone()))
+                let read = |span: &ParameterSpan| Ok((self.read_updated_parameters(own)?, span.range.clone()));
+                span.map(read).transpose()?
             }
         };
         let Some((elements, range)) = part else { return Ok(true) };
@@ -481,9 +523,9 @@ impl ShardedBuffer {
     }
 
     /// The first parameter with a non-finite value in `elements` of this rank's shard.
-    fn first_nonfinite(&self, elements: impl Fn(&OptimizerShard) -> Tensor) -> Result<Option<usize>> {
+    fn first_nonfinite(&self, elements: impl Fn(&OptimizerShard) -> Result<Tensor>) -> Result<Option<usize>> {
         let own = self.own_shard();
-        let elements = elements(own);
+        let elements = elements(own)?;
         for span in &own.spans {
             let part = elements.narrow(0, span.range.start as i64, span.range.len() as i64);
             if !self.errors.tch(is_finite(&part))? {
@@ -532,6 +574,51 @@ impl ShardedBuffer {
         if self.layout.sharding.optimizer { self.trainable.start_update_gather() } else { Ok(()) }
     }
 
+    // ---- what is on a disk --------------------------------------------------------------------------------------------
+
+    /// Starts to fetch a buffer from a disk, if it is there.
+    pub(crate) fn start_fetch(&mut self, buffer: Buffer) -> Result<()> {
+        self.for_offloaded(buffer, Offloaded::start_fetch)
+    }
+
+    /// Waits until a buffer is in memory.
+    pub(crate) fn finish_fetch(&mut self, buffer: Buffer) -> Result<()> {
+        self.for_offloaded(buffer, Offloaded::finish_fetch)
+    }
+
+    /// Starts to store a buffer on a disk, if it is offloaded.
+    pub(crate) fn start_store(&mut self, buffer: Buffer) -> Result<()> {
+        self.for_offloaded(buffer, Offloaded::start_store)
+    }
+
+    /// Waits until a buffer is on the disk, and frees its memory.
+    pub(crate) fn finish_store(&mut self, buffer: Buffer) -> Result<()> {
+        self.for_offloaded(buffer, Offloaded::finish_store)
+    }
+
+    fn for_offloaded(
+        &mut self,
+        buffer: Buffer,
+        mut work: impl FnMut(&mut Offloaded, &[&Tensor]) -> std::result::Result<(), String>,
+    ) -> Result<()> {
+        let errors = &self.errors;
+        let mut work = |what, offloaded: &mut Offloaded, tensors: &[&Tensor]| {
+            work(offloaded, tensors).map_err(|problem| errors.offload(what, offloaded.file(), problem))
+        };
+        match (buffer, &self.reduced_grads, &mut self.offloaded_grads) {
+            (Buffer::Optimizer, ..) => self.shards.iter_mut().try_for_each(|shard| {
+                let tensors: Vec<&Tensor> = shard.master.iter().chain(&shard.state).collect();
+                let offloaded = shard.offloaded.as_mut();
+                offloaded.map_or(Ok(()), |offloaded| work("optimizer state", offloaded, &tensors))
+            }),
+            (Buffer::Gradients, ReducedGrads::Sum(sums), Some(offloaded)) => work("gradients", offloaded, &[sums]),
+            (Buffer::Gradients, ..) => Ok(()),
+            (buffer, ..) => panic!("{}: {buffer:?} cannot be on a disk", errors.unit()),
+        }
+    }
+
+    // ---- parts of the update ------------------------------------------------------------------------------------------
+
     /// LAMB's update: the moments, then the norms of whole parameters, summed over all owners, then the step.
     fn update_by_lamb(&self, lamb: Lamb, runs: &[Vec<Run<'_>>]) -> Result<()> {
         let moments = |run: &Run<'_>| self.errors.torch(run.lamb_moments(lamb));
@@ -561,6 +648,7 @@ impl ShardedBuffer {
             self.layout.pool.free(memory);
         }
         self.reduced_grads = ReducedGrads::None;
+        self.offloaded_grads.iter_mut().for_each(Offloaded::reset);
     }
 
     /// Whether every operation costs a launch, so that a shard is worked on at once if possible. On the CPU, it is worked on in chunks
@@ -622,6 +710,14 @@ impl ShardedBuffer {
         }
     }
 
+    /// The same to read, also if the masters are on a disk.
+    fn read_updated_parameters(&self, shard: &OptimizerShard) -> Result<Tensor> {
+        match (&shard.master, &shard.offloaded) {
+            (Some(master), Some(offloaded)) => self.errors.torch(offloaded.read(0, master)),
+            _ => Ok(self.updated_parameters(shard)),
+        }
+    }
+
     /// The sums of squares per parameter, over all shards in the order of their owners.
     fn sum_squares(&self, squares: &[Vec<Squares>]) -> Result<Vec<Squares>> {
         let zeros = || self.errors.tch(Squares::zeros(self.layout.pool.device()));
@@ -666,12 +762,30 @@ impl ShardedBuffer {
         let is_complete = matches!(self.local_grads, LocalGrads::None);
         assert!(is_complete, "{}: its gradients are not reduced yet; finish the reduction first", self.name());
         match &self.reduced_grads {
-            ReducedGrads::Sum(shard) if self.layout.sharding.gradients => shard.shallow_clone(),
-            ReducedGrads::Sum(whole) => {
-                let range = self.partition().range(owner);
-                whole.narrow(0, range.start as i64, range.len() as i64)
-            }
+            ReducedGrads::Sum(sums) => self.shard_of(sums, owner),
             ReducedGrads::None => panic!("{}: there are no reduced gradients", self.name()),
+        }
+    }
+
+    /// The same to read, also if they are on a disk.
+    fn read_reduced_shard(&self, owner: usize) -> Result<Tensor> {
+        match (&self.reduced_grads, &self.offloaded_grads) {
+            (ReducedGrads::Sum(sums), Some(offloaded)) => {
+                let sums = self.errors.torch(offloaded.read(0, sums))?;
+                Ok(self.shard_of(&sums, owner))
+            }
+            _ => Ok(self.reduced_shard(owner)),
+        }
+    }
+
+    /// The part of reduced gradients that is `owner`'s shard: all, if gradients are sharded.
+    fn shard_of(&self, sums: &Tensor, owner: usize) -> Tensor {
+        match self.layout.sharding.gradients {
+            true => sums.shallow_clone(),
+            false => {
+                let range = self.partition().range(owner);
+                sums.narrow(0, range.start as i64, range.len() as i64)
+            }
         }
     }
 }

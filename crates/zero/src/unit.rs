@@ -1,7 +1,7 @@
 //! A unit of a model, as one rank holds it (FSDP2: `FSDPParamGroup`).
 
 use shardwise_plan::FloatsMut;
-use shardwise_plan::program::Codec;
+use shardwise_plan::program::{Buffer, Codec};
 use shardwise_torch::tch::Tensor;
 
 use crate::sharded_buffer::{Bytes, CheckpointTensor, InitFn, Layout, ParameterSpec, ShardedBuffer, StateInitFn};
@@ -214,6 +214,26 @@ impl ShardedUnit {
         self.buffers.iter_mut().try_for_each(|buffer| buffer.update(optimizer, factor))
     }
 
+    /// Starts to fetch a buffer from a disk, if it is there. An update needs optimizer state and gradients in memory.
+    pub fn start_fetch(&mut self, buffer: Buffer) -> Result<()> {
+        self.buffers.iter_mut().try_for_each(|part| part.start_fetch(buffer))
+    }
+
+    /// Waits until a buffer is in memory.
+    pub fn finish_fetch(&mut self, buffer: Buffer) -> Result<()> {
+        self.buffers.iter_mut().try_for_each(|part| part.finish_fetch(buffer))
+    }
+
+    /// Starts to store a buffer on a disk, if it is offloaded.
+    pub fn start_store(&mut self, buffer: Buffer) -> Result<()> {
+        self.buffers.iter_mut().try_for_each(|part| part.start_store(buffer))
+    }
+
+    /// Waits until a buffer is on the disk, and frees its memory.
+    pub fn finish_store(&mut self, buffer: Buffer) -> Result<()> {
+        self.buffers.iter_mut().try_for_each(|part| part.finish_store(buffer))
+    }
+
     /// Frees the gradients, reduced or accumulated, after an update or to skip one.
     ///
     /// # Panics
@@ -235,9 +255,10 @@ impl ShardedUnit {
     /// # Panics
     /// If a tensor's memory is in use: by sharded parameters that are gathered, or by an all-gather of updated ones; or if a tensor
     /// was detached and not updated since.
-    pub fn checkpoint_tensors(&self) -> Vec<CheckpointTensor> {
-        let tensors = self.buffers.iter().flat_map(ShardedBuffer::checkpoint_tensors).enumerate();
-        tensors.map(|(index, tensor)| CheckpointTensor { index, ..tensor }).collect()
+    pub fn checkpoint_tensors(&self) -> Result<Vec<CheckpointTensor>> {
+        let tensors = self.buffers.iter().map(ShardedBuffer::checkpoint_tensors).collect::<Result<Vec<_>>>()?;
+        let numbered = tensors.into_iter().flatten().enumerate();
+        Ok(numbered.map(|(index, tensor)| CheckpointTensor { index, ..tensor }).collect())
     }
 
     /// Detaches a tensor of [`ShardedUnit::checkpoint_tensors`], by its index, so that the next update does not overwrite it: the

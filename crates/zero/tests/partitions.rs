@@ -111,7 +111,7 @@ impl Case<'_> {
     /// The whole buffers of a checkpoint: parameters, the state of [`Assign`], and frozen parameters.
     fn gather_checkpoint(&self, unit: &mut ShardedUnit) -> [Vec<f32>; 3] {
         unit.wait_for_update().unwrap();
-        let tensors = unit.checkpoint_tensors();
+        let tensors = unit.checkpoint_tensors().unwrap();
         let stable: Vec<bool> = tensors.iter().map(|tensor| tensor.is_stable).collect();
         assert_eq!(
             stable,

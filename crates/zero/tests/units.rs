@@ -173,7 +173,7 @@ fn updates_are_those_of_the_plain_optimizer_on_3_ranks() {
 /// This rank's tensors of a checkpoint, bit by bit.
 fn saved_bits(unit: &mut ShardedUnit) -> Vec<Vec<u32>> {
     unit.wait_for_update().unwrap();
-    unit.checkpoint_tensors().iter().map(|saved| bits(&saved.tensor)).collect()
+    unit.checkpoint_tensors().unwrap().iter().map(|saved| bits(&saved.tensor)).collect()
 }
 
 fn bits(tensor: &Tensor) -> Vec<u32> {
@@ -203,7 +203,7 @@ fn detach_tensors(ranks: &Ranks) {
                 }
                 let before = saved_bits(&mut detached);
                 let detachable: Vec<bool> =
-                    detached.checkpoint_tensors().iter().map(|saved| saved.is_detachable).collect();
+                    detached.checkpoint_tensors().unwrap().iter().map(|saved| saved.is_detachable).collect();
                 assert_eq!(detachable[0], precision.has_masters() || stage == 3 || ranks.world.size() == 1, "{what}");
                 let indices: Vec<usize> = (0..detachable.len()).filter(|&index| detachable[index]).collect();
                 assert!(indices.len() >= optimizer.states(), "{what}");
@@ -407,7 +407,7 @@ fn misuse_parameters(ranks: &Ranks) {
             unit.update(&example.assign, 1.).unwrap();
             assert_panics("block.3: its shard is in use", || unit.checkpoint_tensors());
             unit.wait_for_update().unwrap();
-            assert_eq!(unit.checkpoint_tensors().len(), 3);
+            assert_eq!(unit.checkpoint_tensors().unwrap().len(), 3);
             unit.release().unwrap();
             // Neither can a unit be released while its update is being gathered.
             example.reduce(&mut unit, 0);

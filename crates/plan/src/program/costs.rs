@@ -15,8 +15,8 @@ use std::fmt;
 use std::str::FromStr;
 
 use super::groups::GroupKind;
-use super::instruction::Tier;
 use super::text::ParseError;
+use super::tier::Tier;
 
 /// What a step costs on one rank.
 #[derive(Clone, Debug, PartialEq)]

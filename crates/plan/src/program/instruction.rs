@@ -1,6 +1,7 @@
 //! The instructions of a step.
 
 use super::policy::UnitSpec;
+use super::tier::Tier;
 
 /// One instruction. A rank names only units of its own stage of the pipeline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -253,33 +254,13 @@ pub enum Buffer {
     Parameters,
     /// Masters and optimizer state.
     Optimizer,
+    /// Reduced gradients: a shard, or all.
+    Gradients,
     /// What a forward pass has kept.
     Activations {
         /// The micro-batch.
         micro_batch: usize,
     },
-}
-
-/// Memory outside the device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Tier {
-    /// The memory of the host.
-    Host,
-    /// A disk.
-    Disk,
-}
-
-impl Tier {
-    /// All tiers, in the order of their indices.
-    pub const ALL: [Tier; 2] = [Tier::Host, Tier::Disk];
-
-    /// The name in texts: `host` or `disk`.
-    pub fn name(self) -> &'static str {
-        match self {
-            Tier::Host => "host",
-            Tier::Disk => "disk",
-        }
-    }
 }
 
 impl Instruction {

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use super::groups::{CollectiveKind, GroupKind};
+use super::tier::Tier;
 
 /// What is sharded. A rank keeps only its own shard of everything that is selected here. The ZeRO stages are presets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,7 +55,8 @@ pub enum ActivationCheckpointing {
 pub struct Policy {
     /// What is sharded; corresponds to the ZeRO stage.
     pub sharding: Sharding,
-    /// How many units to gather ahead of the one that computes, and to reduce behind it.
+    /// How many units to gather ahead of the one that computes, and to reduce behind it; also how many to fetch ahead of the one that is
+    /// updated, and to store behind it.
     pub prefetch: usize,
     /// Which activations the forward pass keeps for the backward pass.
     pub activation_checkpointing: ActivationCheckpointing,
@@ -62,6 +64,12 @@ pub struct Policy {
     pub reduce_each_micro_batch: bool,
     /// The number of micro-batches per step.
     pub micro_batches: usize,
+    /// Where masters and optimizer state are between updates, if not in memory.
+    pub optimizer_tier: Option<Tier>,
+    /// Where reduced gradients are until the update, if not in memory.
+    pub gradient_tier: Option<Tier>,
+    /// Where the inputs of recomputed units are until their backward passes, if not in memory.
+    pub activation_tier: Option<Tier>,
 }
 
 impl Policy {
@@ -76,6 +84,9 @@ impl Policy {
             activation_checkpointing: ActivationCheckpointing::None,
             reduce_each_micro_batch: false,
             micro_batches,
+            optimizer_tier: None,
+            gradient_tier: None,
+            activation_tier: None,
         }
     }
 }

@@ -4,7 +4,8 @@ use std::fmt;
 use std::str::FromStr;
 
 use super::Program;
-use super::instruction::{Buffer, Codec, Instruction, Keep, Message, Offload, Payload, Tier};
+use super::instruction::{Buffer, Codec, Instruction, Keep, Message, Offload, Payload};
+use super::tier::Tier;
 
 /// A line that is not part of a program.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -181,6 +182,7 @@ fn describe_buffer(buffer: Buffer) -> String {
     match buffer {
         Buffer::Parameters => "buffer=parameters".to_string(),
         Buffer::Optimizer => "buffer=optimizer".to_string(),
+        Buffer::Gradients => "buffer=gradients".to_string(),
         Buffer::Activations { micro_batch } => format!("buffer=activations micro-batch={micro_batch}"),
     }
 }
@@ -277,8 +279,9 @@ impl Line<'_> {
         match self.value("buffer")? {
             "parameters" => Ok((Buffer::Parameters, 1)),
             "optimizer" => Ok((Buffer::Optimizer, 1)),
+            "gradients" => Ok((Buffer::Gradients, 1)),
             "activations" => Ok((Buffer::Activations { micro_batch: self.micro_batch()? }, 2)),
-            other => Err(format!("'{other}' is not one of parameters, optimizer, activations")),
+            other => Err(format!("'{other}' is not one of parameters, optimizer, gradients, activations")),
         }
     }
 
@@ -408,7 +411,7 @@ start-fetch b buffer=parameters tier=host
         assert_eq!(mistake("units a\nrelease a twice"), "line 2: release takes 1 words, not 2");
         let keep = "line 2: 'some' is not one of all, selective, input, nothing";
         assert_eq!(mistake("units a\nforward a micro-batch=0 keep=some"), keep);
-        let buffer = "line 2: 'weights' is not one of parameters, optimizer, activations";
+        let buffer = "line 2: 'weights' is not one of parameters, optimizer, gradients, activations";
         assert_eq!(mistake("units a\nstart-fetch a buffer=weights tier=host"), buffer);
         assert_eq!(mistake("units a\nsend-gradients a"), "line 2: send-gradients needs micro-batch=…");
     }

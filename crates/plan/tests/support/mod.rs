@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 
 use shardwise_plan::Mesh;
 use shardwise_plan::program::{
-    CallOp, Collective, GroupKind, Instruction, Message, Payload, Policy, Program, UnitSpec, calls,
+    Buffer, CallOp, Collective, GroupKind, Instruction, Message, Offload, Payload, Policy, Program, UnitSpec, calls,
 };
 
 /// SplitMix64.
@@ -74,9 +74,15 @@ pub(crate) fn mutate(program: &Program, mutation: Mutation) -> Program {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Resource {
     Parameters(usize),
+    /// Accumulated ones.
     Gradients(usize),
+    /// Reduced gradients.
+    Reduced(usize),
+    Optimizer(usize),
     /// Of a unit and a micro-batch.
     Activations(usize, usize),
+    /// The input that a unit keeps in a micro-batch.
+    Input(usize, usize),
     /// The gradient of a unit's input in a micro-batch.
     InputGradient(usize, usize),
     /// A message of a unit and a micro-batch.
@@ -102,7 +108,7 @@ fn resources(instruction: &Instruction, units: &[UnitSpec]) -> (BTreeSet<Resourc
             let mut reads = with_tied(unit, Resource::Parameters);
             reads.push(Resource::Received(Payload::Activations, unit, micro_batch));
             reads.push(Resource::Received(Payload::TiedParameters, unit, 0));
-            (reads, vec![Resource::Activations(unit, micro_batch)])
+            (reads, vec![Resource::Activations(unit, micro_batch), Resource::Input(unit, micro_batch)])
         }
         Instruction::Backward { unit, micro_batch } => {
             let mut reads = reads_for_backward(unit);
@@ -110,6 +116,7 @@ fn resources(instruction: &Instruction, units: &[UnitSpec]) -> (BTreeSet<Resourc
             reads.push(Resource::InputGradient(unit + 1, micro_batch));
             let mut changes = with_tied(unit, Resource::Gradients);
             changes.push(Resource::Activations(unit, micro_batch));
+            changes.push(Resource::Input(unit, micro_batch));
             changes.push(Resource::InputGradient(unit, micro_batch));
             (reads, changes)
         }
@@ -118,11 +125,13 @@ fn resources(instruction: &Instruction, units: &[UnitSpec]) -> (BTreeSet<Resourc
             reads.push(Resource::Received(Payload::Gradients, unit, micro_batch));
             reads.push(Resource::InputGradient(unit + 1, micro_batch));
             reads.push(Resource::Activations(unit, micro_batch));
+            reads.push(Resource::Input(unit, micro_batch));
             (reads, vec![Resource::InputGradient(unit, micro_batch)])
         }
         Instruction::BackwardWeight { unit, micro_batch } => {
             let mut changes = with_tied(unit, Resource::Gradients);
             changes.push(Resource::Activations(unit, micro_batch));
+            changes.push(Resource::Input(unit, micro_batch));
             (vec![Resource::InputGradient(unit, micro_batch)], changes)
         }
         Instruction::Accumulate { unit, .. } => (vec![], with_tied(unit, Resource::Gradients)),
@@ -144,15 +153,21 @@ fn resources(instruction: &Instruction, units: &[UnitSpec]) -> (BTreeSet<Resourc
         }
         Instruction::StartReduce { unit, .. }
         | Instruction::WaitReduceScatter(unit)
-        | Instruction::WaitReduce(unit) => (vec![], vec![Resource::Gradients(unit)]),
-        Instruction::Norm(unit) => (vec![Resource::Gradients(unit), Resource::Totals], vec![]),
+        | Instruction::WaitReduce(unit) => (vec![], vec![Resource::Gradients(unit), Resource::Reduced(unit)]),
+        Instruction::Norm(unit) => (vec![Resource::Gradients(unit), Resource::Reduced(unit), Resource::Totals], vec![]),
         Instruction::Update(unit) => {
-            (vec![Resource::Totals], vec![Resource::Parameters(unit), Resource::Gradients(unit)])
+            let resources = [Resource::Parameters, Resource::Gradients, Resource::Reduced, Resource::Optimizer];
+            (vec![Resource::Totals], resources.map(|resource| resource(unit)).to_vec())
         }
-        Instruction::StartFetch(_)
-        | Instruction::WaitFetch(_)
-        | Instruction::StartStore(_)
-        | Instruction::WaitStore(_) => unreachable!("no program of these tests offloads anything"),
+        Instruction::StartFetch(Offload { unit, buffer, .. })
+        | Instruction::WaitFetch(Offload { unit, buffer, .. })
+        | Instruction::StartStore(Offload { unit, buffer, .. })
+        | Instruction::WaitStore(Offload { unit, buffer, .. }) => match buffer {
+            Buffer::Optimizer => (vec![], vec![Resource::Optimizer(unit)]),
+            Buffer::Gradients => (vec![], vec![Resource::Reduced(unit)]),
+            Buffer::Activations { micro_batch } => (vec![], vec![Resource::Input(unit, micro_batch)]),
+            Buffer::Parameters => unreachable!("no program of these tests offloads parameters"),
+        },
     };
     (reads.into_iter().collect(), changes.into_iter().collect())
 }

@@ -45,7 +45,9 @@ const TRANSLATED: &[(&str, &str)] = &[
 ];
 
 /// Sections that are allowed if their `device` is `"none"`.
-pub(super) const OFFLOAD: &[&str] = &["zero_optimization.offload_optimizer", "zero_optimization.offload_param"];
+pub(super) const OFFLOAD: &[&str] = &[OFFLOAD_OPTIMIZER, "zero_optimization.offload_param"];
+/// The one whose `device` may also be `"nvme"`.
+pub(super) const OFFLOAD_OPTIMIZER: &str = "zero_optimization.offload_optimizer";
 
 /// Keys that limit DeepSpeed's buffers. They do not affect results, but they do affect DeepSpeed's memory, so a note tells the
 /// user what determines memory here.
@@ -263,7 +265,12 @@ pub type KeyTable = (&'static str, Vec<(&'static str, String)>);
 pub(super) fn key_tables() -> [KeyTable; 5] {
     let translated = TRANSLATED.iter().map(|&(key, becomes)| (key, becomes.to_string()));
     let one_allowed = ONE_ALLOWED_VALUE.iter().map(|&(key, value, why)| (key, format!("`{value}`: {}", reason(why))));
-    let offload = OFFLOAD.iter().map(|&section| (section, "if its `device` is not `\"none\"`".to_string()));
+    let offload = OFFLOAD.iter().map(|&section| match section == OFFLOAD_OPTIMIZER {
+        true => {
+            (section, "if its `device` is `\"cpu\"`; with `\"nvme\"`, `nvme_path` is `offload.optimizer`".to_string())
+        }
+        false => (section, "if its `device` is not `\"none\"`".to_string()),
+    });
     let refused_if_enabled =
         REFUSED_IF_ENABLED.iter().map(|&(section, why)| (section, format!("if it is enabled: {why}")));
     let refused = REFUSED.iter().map(|&(key, why)| match is_section(key) {

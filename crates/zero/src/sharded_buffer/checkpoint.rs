@@ -30,22 +30,34 @@ impl ShardedBuffer {
     /// # Panics
     /// If a tensor's memory is in use: by sharded parameters that are gathered, or by an all-gather of updated ones; or if a tensor
     /// was detached and not updated since.
-    pub(crate) fn checkpoint_tensors(&self) -> Vec<CheckpointTensor> {
+    pub(crate) fn checkpoint_tensors(&self) -> Result<Vec<CheckpointTensor>> {
         let own = self.own_shard();
         assert!(own.detached.is_empty(), "{}: its tensors were detached, but not updated", self.name());
         let gathered = self.layout.sharding.parameters;
         let is_on_host = self.layout.pool.device() == Device::Cpu;
+        // What is on a disk is read from there, and not kept in memory.
+        let is_in_memory = own.offloaded.is_none();
+        let masters = usize::from(own.master.is_some());
         let master = CheckpointTensor {
             index: 0,
-            tensor: self.updated_parameters(own),
+            tensor: self.read_updated_parameters(own)?,
             is_stable: own.master.is_some() || !gathered,
-            is_detachable: is_on_host && (own.master.is_some() || self.trainable.keeps_only_own()),
+            is_detachable: match own.master {
+                Some(_) => is_on_host && is_in_memory,
+                None => is_on_host && self.trainable.keeps_only_own(),
+            },
         };
-        let state = own.state.iter().map(|state| CheckpointTensor {
-            index: 0,
-            tensor: state.shallow_clone(),
-            is_stable: true,
-            is_detachable: is_on_host,
+        let read = |(index, state): (usize, &Tensor)| match &own.offloaded {
+            Some(offloaded) => self.errors.torch(offloaded.read(masters + index, state)),
+            None => Ok(state.shallow_clone()),
+        };
+        let state = own.state.iter().enumerate().map(|state| {
+            Ok(CheckpointTensor {
+                index: 0,
+                tensor: read(state)?,
+                is_stable: true,
+                is_detachable: is_on_host && is_in_memory,
+            })
         });
         let frozen = CheckpointTensor {
             index: 0,
@@ -53,7 +65,7 @@ impl ShardedBuffer {
             is_stable: !gathered,
             is_detachable: false,
         };
-        std::iter::once(master).chain(state).chain([frozen]).collect()
+        std::iter::once(Ok(master)).chain(state).chain([Ok(frozen)]).collect()
     }
 
     /// The number of [`ShardedBuffer::checkpoint_tensors`].

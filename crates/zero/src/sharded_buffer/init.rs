@@ -1,7 +1,9 @@
 //! The initial contents of a buffer: parameters, and the optimizer state of a checkpoint. Each rank initializes only what it keeps.
 
 use std::ops::Range;
+use std::sync::Arc;
 
+use shardwise_plan::program::Buffer;
 use shardwise_plan::{Dtype, FloatsMut};
 use shardwise_torch::tch::{Device, TchError, Tensor};
 use shardwise_torch::{Block, kind_of, storage};
@@ -12,7 +14,8 @@ use super::{
 };
 use crate::error::{InitError, UnitErrors};
 use crate::flat_parameter::FlatParameter;
-use crate::{Error, Result};
+use crate::offload::Offloaded;
+use crate::{Error, Result, ScratchFile};
 
 /// The number of elements that are initialized at once: few enough to stay in the cache, and in memory that is already mapped.
 const INIT_CHUNK: usize = 1 << 18;
@@ -50,6 +53,7 @@ impl ShardedBuffer {
             ranges.iter().zip(specs).map(|(range, spec)| (!spec.trainable).then(|| range.clone())).collect();
 
         let group = &layout.groups.shard;
+        let masters = usize::from(layout.precision.has_masters());
         let owners = if layout.sharding.optimizer { group.rank()..group.rank() + 1 } else { 0..group.size() };
         let shards = owners
             .map(|owner| {
@@ -62,9 +66,17 @@ impl ShardedBuffer {
                     let range = inside.start - range.start..inside.end - range.start;
                     Some(ParameterSpan { parameter, range, decays: spec.decays })
                 });
-                Ok(OptimizerShard { owner, master, state, spans: spans.collect(), detached: Vec::new() })
+                let tensors = vec![(layout.precision.state_dtype(), range.len()); masters + layout.states];
+                let offloaded = reserve(&errors, layout.files.optimizer.as_ref(), "optimizer state", tensors)?;
+                Ok(OptimizerShard { owner, master, state, spans: spans.collect(), detached: Vec::new(), offloaded })
             })
             .collect::<Result<_>>()?;
+        let reduced_len = match layout.sharding.gradients {
+            true => trainable.partition().part_len(group.rank()),
+            false => trainable.partition().len(),
+        };
+        let gradients = vec![(layout.precision.reduce_dtype, reduced_len)];
+        let offloaded_grads = reserve(&errors, layout.files.gradients.as_ref(), "gradients", gradients)?;
         let mut unit = ShardedBuffer {
             errors,
             local_dtype: layout.precision.reduce_dtype,
@@ -77,12 +89,16 @@ impl ShardedBuffer {
             frozen_ranges,
             local_grads: LocalGrads::None,
             reduced_grads: ReducedGrads::None,
+            offloaded_grads,
             shards,
             steps: 0,
         };
         for (parameter, range) in ranges.into_iter().enumerate() {
             unit.init_parameter(parameter, range, specs[parameter].trainable, init)?;
         }
+        // The states start at zero.
+        unit.for_offloaded(Buffer::Optimizer, |offloaded, tensors| offloaded.forget_zeros(tensors, masters))?;
+        unit.store()?;
         Ok(unit)
     }
 
@@ -155,6 +171,8 @@ impl ShardedBuffer {
     /// Restores the number of updates, and the optimizer state of the shards that this rank updates, which `init` supplies.
     pub(crate) fn resume(&mut self, updates: u32, init: &mut StateInitFn<'_>) -> Result<()> {
         self.steps = updates;
+        self.start_fetch(Buffer::Optimizer)?;
+        self.finish_fetch(Buffer::Optimizer)?;
         for shard in &self.shards {
             let first = self.partition().range(shard.owner).start;
             for span in &shard.spans {
@@ -172,8 +190,28 @@ impl ShardedBuffer {
                 }
             }
         }
-        Ok(())
+        self.store()
     }
+
+    /// Stores masters and optimizer state on a disk, if they are offloaded.
+    fn store(&mut self) -> Result<()> {
+        self.start_store(Buffer::Optimizer)?;
+        self.finish_store(Buffer::Optimizer)
+    }
+}
+
+/// Reserves ranges of a file for tensors, if there is one.
+fn reserve(
+    errors: &UnitErrors,
+    file: Option<&Arc<ScratchFile>>,
+    what: &'static str,
+    tensors: Vec<(Dtype, usize)>,
+) -> Result<Option<Offloaded>> {
+    let reserve = |file| {
+        let offloaded = Offloaded::new(file, tensors.into_iter(), format!("the {what} of {}", errors.unit()));
+        offloaded.map_err(|problem| errors.offload(what, file, problem))
+    };
+    file.map(reserve).transpose()
 }
 
 /// Allocates zeros. On the CPU this touches no page, so moments become resident in the first update, not at startup.

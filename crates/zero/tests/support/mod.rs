@@ -10,7 +10,8 @@ use shardwise_plan::{Axis, Dtype, Mesh};
 use shardwise_torch::kind_of;
 use shardwise_torch::tch::{Device, Kind, Tensor};
 use shardwise_zero::{
-    Elements, Elementwise, Groups, Layout, Optimizer, ParameterSpec, Pool, Precision, ShardedUnit, Sharding,
+    Elements, Elementwise, Groups, Layout, OffloadFiles, Optimizer, ParameterSpec, Pool, Precision, ShardedUnit,
+    Sharding,
 };
 
 pub(crate) const STAGES: [u8; 4] = [0, 1, 2, 3];
@@ -58,6 +59,7 @@ impl Ranks {
             precision,
             states: optimizer.states(),
             pool: Arc::new(Pool::new(Device::Cpu)),
+            files: OffloadFiles::default(),
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use shardwise_journal::format::{format_bytes_per_s, format_flops_per_s, format_memory_fixed, format_step_time};
 use shardwise_journal::{GroupCommunication, UnitTime};
-use shardwise_run::{DeviceCounts, ProfileReport, Recommendation};
+use shardwise_run::{DeviceCounts, OffloadedBytes, ProfileReport, Recommendation};
 
 use crate::simulation_table::simulation_table;
 
@@ -80,19 +80,21 @@ fn by_kind(profiled: &ProfileReport, width: usize) -> Vec<String> {
 
 fn by_unit(profiled: &ProfileReport, width: usize) -> Vec<String> {
     let units = merge_blocks(&profiled.profile.units);
-    let has_recompute = units.iter().any(|unit| unit.recompute_s > 0.);
     type Column = (&'static str, fn(&UnitTime) -> f64);
-    let columns: [Column; 8] = [
+    let columns: [Column; 9] = [
         ("forward", |unit| unit.forward_s),
         ("recompute", |unit| unit.recompute_s),
         ("backward", |unit| unit.backward_s),
         ("optimizer", |unit| unit.optimizer_s),
+        ("offload", |unit| unit.offload_s),
         ("copy", |unit| unit.copy_s),
         ("wait:gather", |unit| unit.wait_gather_s),
         ("wait:reduce", |unit| unit.wait_reduce_s),
         ("total", UnitTime::total_s),
     ];
-    let columns: Vec<Column> = columns.into_iter().filter(|(name, _)| has_recompute || *name != "recompute").collect();
+    let is_used =
+        |(name, of): &Column| !["recompute", "offload"].contains(name) || units.iter().any(|unit| of(unit) > 0.);
+    let columns: Vec<Column> = columns.into_iter().filter(is_used).collect();
     let name_width = units.iter().map(|unit| unit.unit.chars().count()).max().unwrap_or(0).max(10);
     let needed = 2 + name_width + columns.iter().map(|(name, _)| name.len().max(7) + 2).sum::<usize>();
     // On a narrow terminal, only the most important columns are shown.
@@ -125,6 +127,7 @@ fn merge_blocks(units: &[UnitTime]) -> Vec<UnitTime> {
         recompute_s: sum(|unit| unit.recompute_s),
         backward_s: sum(|unit| unit.backward_s),
         optimizer_s: sum(|unit| unit.optimizer_s),
+        offload_s: sum(|unit| unit.offload_s),
         copy_s: sum(|unit| unit.copy_s),
         wait_gather_s: sum(|unit| unit.wait_gather_s),
         wait_reduce_s: sum(|unit| unit.wait_reduce_s),
@@ -186,6 +189,20 @@ fn machine(profiled: &ProfileReport) -> Vec<String> {
             lines
                 .push(format!("  a large all-gather reaches {peak} here, and the smallest call takes {latency:.0} µs"));
         }
+    }
+    if let Some(moved) = profiled.offload {
+        let OffloadedBytes { read_bytes, written_bytes, read_bytes_per_s, write_bytes_per_s } = moved;
+        let sum = |of: fn(&UnitTime) -> f64| profiled.profile.units.iter().map(of).sum::<f64>();
+        let (waited_s, update_s) = (sum(|unit| unit.offload_s), sum(|unit| unit.optimizer_s));
+        lines.push(format!(
+            "Disk: a rank reads {:.1} MB per step at {}, writes {:.1} MB at {}, and waits for {}; the update alone would hide that at {}",
+            read_bytes / 1e6,
+            format_bytes_per_s(read_bytes_per_s),
+            written_bytes / 1e6,
+            format_bytes_per_s(write_bytes_per_s),
+            format_step_time(waited_s),
+            format_bytes_per_s((read_bytes + written_bytes) / update_s.max(1e-9)),
+        ));
     }
     let limit =
         profiled.memory_limit_bytes.map_or(String::new(), |bytes| format!(" of {}", format_memory_fixed(bytes)));
@@ -296,6 +313,7 @@ mod tests {
                 simulated_bytes: 8 << 20,
             }],
             device: None,
+            offload: None,
             costs: StepCosts {
                 micro_batch_tokens: 512,
                 tensor: 1,
@@ -306,6 +324,7 @@ mod tests {
                 ranks_per_host: None,
                 within_host: link,
                 between_hosts: link,
+                disk_bytes_per_s: None,
                 units: (0..units).map(times).collect(),
             },
             simulated_step_s: 0.09,

@@ -1,12 +1,12 @@
 //! Builds the program of one stage, action by action.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 
 use crate::pipeline::{Action, Pass};
 use crate::program::instruction::unit_tied_to;
 use crate::program::policy::{ActivationCheckpointing, Policy, UnitSpec};
-use crate::program::{Codec, Instruction, Keep, Message, Program};
+use crate::program::{Buffer, Codec, Instruction, Keep, Message, Offload, Program};
 
 /// What a program is for.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -50,6 +50,23 @@ enum Reduction {
     BetweenReplicas,
 }
 
+/// Where a unit's reduced gradients are.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Gradients {
+    /// In memory, or there are none.
+    InMemory,
+    Stored,
+    Fetching,
+}
+
+/// Where an input is that a recomputed unit keeps.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum KeptInput {
+    Storing,
+    Stored,
+    Fetching,
+}
+
 /// The program of a stage, as it grows.
 pub(super) struct Stage<'a> {
     units: &'a [UnitSpec],
@@ -70,6 +87,16 @@ pub(super) struct Stage<'a> {
     /// The units whose last backward pass is over, and how many were before each, until they are waited for.
     reducing: VecDeque<(usize, usize)>,
     backward_ends: usize,
+    /// How many more times a unit's gradients are reduced.
+    reductions_left: Vec<usize>,
+    /// Where each unit's reduced gradients are.
+    gradients: Vec<Gradients>,
+    /// The unit whose gradients will be stored once they are reduced between replicas.
+    replicating: Option<usize>,
+    /// The unit whose gradients are being stored.
+    storing: Option<usize>,
+    /// Where the inputs of units and micro-batches are that are kept on a tier.
+    inputs: BTreeMap<(usize, usize), KeptInput>,
     /// Whether a unit has received the parameter that it is tied to.
     has_tied_parameters: Vec<bool>,
     starts: Vec<usize>,
@@ -103,6 +130,11 @@ impl<'a> Stage<'a> {
             reductions: vec![Reduction::None; units.len()],
             reducing: VecDeque::new(),
             backward_ends: 0,
+            reductions_left: vec![if policy.reduce_each_micro_batch { policy.micro_batches } else { 1 }; units.len()],
+            gradients: vec![Gradients::InMemory; units.len()],
+            replicating: None,
+            storing: None,
+            inputs: BTreeMap::new(),
             has_tied_parameters: vec![false; units.len()],
             starts: Vec::new(),
             instructions: Vec::new(),
@@ -125,11 +157,139 @@ impl<'a> Stage<'a> {
         let is_trained = |&unit: &usize| self.has(unit) && self.units[unit].trainable > 0;
         let trained: Vec<usize> = (0..self.units.len()).filter(is_trained).collect();
         for &unit in &trained {
-            self.wait_reduce(unit);
+            // Stored gradients have their norms.
+            if self.gradients[unit] == Gradients::InMemory {
+                self.wait_reduce(unit);
+                self.push(Instruction::Norm(unit));
+            }
+        }
+        self.wait_store_gradients();
+        self.push(Instruction::ReduceTotals);
+        self.update_units(&trained);
+    }
+
+    /// Updates units. While one unit is updated, what the update of the next needs is fetched, and the state of the previous is stored.
+    fn update_units(&mut self, trained: &[usize]) {
+        let ahead = self.policy.prefetch;
+        trained.iter().take(ahead).for_each(|&unit| self.for_fetched(unit, Instruction::StartFetch));
+        for (index, &unit) in trained.iter().enumerate() {
+            let next = trained.get(index + ahead);
+            next.into_iter().for_each(|&next| self.for_fetched(next, Instruction::StartFetch));
+            self.for_fetched(unit, Instruction::WaitFetch);
+            self.push(Instruction::Update(unit));
+            self.for_optimizer(unit, Instruction::StartStore);
+            if index >= ahead {
+                self.for_optimizer(trained[index - ahead], Instruction::WaitStore);
+            }
+        }
+        let last = trained.len().saturating_sub(ahead);
+        trained[last..].iter().for_each(|&unit| self.for_optimizer(unit, Instruction::WaitStore));
+    }
+
+    /// An instruction for each buffer that an update needs and that is on a tier.
+    fn for_fetched(&mut self, unit: usize, instruction: fn(Offload) -> Instruction) {
+        self.for_optimizer(unit, instruction);
+        if self.gradients[unit] == Gradients::Stored {
+            self.for_gradients(unit, instruction);
+        }
+    }
+
+    /// An instruction for a unit's optimizer state, if it is on a tier.
+    fn for_optimizer(&mut self, unit: usize, instruction: fn(Offload) -> Instruction) {
+        if let Some(tier) = self.policy.optimizer_tier {
+            self.push(instruction(Offload { unit, buffer: Buffer::Optimizer, tier }));
+        }
+    }
+
+    /// An instruction for a unit's gradients, if they are kept on a tier.
+    fn for_gradients(&mut self, unit: usize, instruction: fn(Offload) -> Instruction) {
+        if let Some(tier) = self.policy.gradient_tier {
+            self.push(instruction(Offload { unit, buffer: Buffer::Gradients, tier }));
+        }
+    }
+
+    /// Starts to store the input of a unit, if it is kept on a tier. The one before is stored by then.
+    fn store_input(&mut self, unit: usize, micro_batch: usize) {
+        if self.policy.activation_tier.is_some() {
+            self.for_input((unit, micro_batch), Instruction::StartStore);
+            self.wait_store_inputs();
+            self.inputs.insert((unit, micro_batch), KeptInput::Storing);
+        }
+    }
+
+    /// Waits until the input is stored that is being stored.
+    fn wait_store_inputs(&mut self) {
+        let storing = self.inputs.iter().find(|(_, input)| **input == KeptInput::Storing);
+        if let Some((&input, _)) = storing {
+            self.for_input(input, Instruction::WaitStore);
+            self.inputs.insert(input, KeptInput::Stored);
+        }
+    }
+
+    /// Starts to fetch the input of a unit, if it is on a tier.
+    fn prefetch_input(&mut self, unit: usize, micro_batch: usize) {
+        let input = (unit, micro_batch);
+        if self.inputs.get(&input) == Some(&KeptInput::Storing) {
+            self.wait_store_inputs();
+        }
+        if self.inputs.get(&input) == Some(&KeptInput::Stored) {
+            self.for_input(input, Instruction::StartFetch);
+            self.inputs.insert(input, KeptInput::Fetching);
+        }
+    }
+
+    /// Fetches the input of a unit, if it is on a tier.
+    fn fetch_input(&mut self, unit: usize, micro_batch: usize) {
+        self.prefetch_input(unit, micro_batch);
+        if self.inputs.remove(&(unit, micro_batch)).is_some() {
+            self.for_input((unit, micro_batch), Instruction::WaitFetch);
+        }
+    }
+
+    /// An instruction for the input of a unit in a micro-batch, if it is kept on a tier.
+    fn for_input(&mut self, (unit, micro_batch): (usize, usize), instruction: fn(Offload) -> Instruction) {
+        if let Some(tier) = self.policy.activation_tier {
+            self.push(instruction(Offload { unit, buffer: Buffer::Activations { micro_batch }, tier }));
+        }
+    }
+
+    /// Waits until a unit's gradients are reduced, and starts to store them. Those of the previous one are stored by then.
+    fn store_gradients(&mut self, unit: usize) {
+        self.wait_reduce(unit);
+        if self.reductions_left[unit] == 0 {
             self.push(Instruction::Norm(unit));
         }
-        self.push(Instruction::ReduceTotals);
-        trained.into_iter().for_each(|unit| self.push(Instruction::Update(unit)));
+        self.for_gradients(unit, Instruction::StartStore);
+        self.gradients[unit] = Gradients::Stored;
+        self.wait_store_gradients();
+        self.storing = Some(unit);
+    }
+
+    /// Waits until the gradients are stored that are being stored.
+    fn wait_store_gradients(&mut self) {
+        if let Some(unit) = self.storing.take() {
+            self.for_gradients(unit, Instruction::WaitStore);
+        }
+    }
+
+    /// Starts to fetch a unit's gradients, if they are stored: more will be added to them.
+    fn prefetch_gradients(&mut self, unit: usize) {
+        if self.gradients[unit] == Gradients::Stored {
+            if self.storing == Some(unit) {
+                self.wait_store_gradients();
+            }
+            self.for_gradients(unit, Instruction::StartFetch);
+            self.gradients[unit] = Gradients::Fetching;
+        }
+    }
+
+    /// Fetches a unit's gradients, if they are stored.
+    fn fetch_gradients(&mut self, unit: usize) {
+        self.prefetch_gradients(unit);
+        if self.gradients[unit] == Gradients::Fetching {
+            self.for_gradients(unit, Instruction::WaitFetch);
+            self.gradients[unit] = Gradients::InMemory;
+        }
     }
 
     /// Sends parameters to the stages whose units are tied to them. They stay gathered if the first action needs them.
@@ -173,6 +333,7 @@ impl<'a> Stage<'a> {
             if self.policy.reduce_each_micro_batch && matches!(pass, Pass::Backward | Pass::BackwardWeight) {
                 (0..self.units.len()).for_each(|unit| self.wait_reduce(unit));
                 self.reducing.clear();
+                self.replicating = None;
             }
         }
     }
@@ -192,6 +353,9 @@ impl<'a> Stage<'a> {
             (unit + 1..now.end).chain(next).take(self.policy.prefetch).for_each(|next| self.prefetch(next));
             let keep = self.kept_activations(unit, is_followed && unit + 1 == end);
             self.push(Instruction::Forward { unit, micro_batch, keep });
+            if keep == Keep::Input && unit > 0 {
+                self.store_input(unit, micro_batch);
+            }
             self.release_unless_next(unit, next.filter(|_| unit + 1 == now.end));
         }
         if end < self.units.len() && !self.has(end) {
@@ -225,8 +389,14 @@ impl<'a> Stage<'a> {
             let is_read = |unit: usize| self.units[unit].backward_reads_parameters.then_some(unit);
             let later: Vec<Option<usize>> = (lowest..unit).rev().map(is_read).chain([next]).collect();
             later.into_iter().take(self.policy.prefetch).flatten().for_each(|next| self.prefetch(next));
+            self.fetch_input(unit, micro_batch);
+            let soon = (lowest..unit).rev().take(self.policy.prefetch);
+            soon.for_each(|unit| self.prefetch_input(unit, micro_batch));
             if self.is_recomputed(unit, follows && unit + 1 == end) {
                 self.push(Instruction::Recompute { unit, micro_batch });
+            }
+            if pass == Pass::Backward {
+                self.prefetch_gradients(unit);
             }
             self.push(match pass {
                 Pass::BackwardInput => Instruction::BackwardInput { unit, micro_batch },
@@ -248,6 +418,7 @@ impl<'a> Stage<'a> {
     fn backward_weight(&mut self, chunk: usize, micro_batch: usize) {
         let Range { start, end } = self.chunks[chunk];
         for unit in (start.max(self.first_trainable)..end).rev() {
+            self.prefetch_gradients(unit);
             self.push(Instruction::BackwardWeight { unit, micro_batch });
             self.accumulate(unit, micro_batch);
         }
@@ -360,7 +531,9 @@ impl<'a> Stage<'a> {
             if self.tied_elsewhere_to(unit).is_some() {
                 self.push(Instruction::WaitReceive(Message::tied_gradients(unit, micro_batch)));
             }
+            self.fetch_gradients(unit);
             self.reductions[unit] = Reduction::WithinShards;
+            self.reductions_left[unit] = self.reductions_left[unit].saturating_sub(1);
             let codec = self.gradient_codec(unit);
             self.push(Instruction::StartReduce { unit, codec });
             self.reducing.push_back((unit, self.backward_ends));
@@ -371,6 +544,11 @@ impl<'a> Stage<'a> {
             self.reducing.pop_front();
             self.reductions[earlier] = Reduction::BetweenReplicas;
             self.push(Instruction::WaitReduceScatter(earlier));
+            if self.policy.gradient_tier.is_some()
+                && let Some(reduced) = self.replicating.replace(earlier)
+            {
+                self.store_gradients(reduced);
+            }
         }
         self.backward_ends += 1;
     }

@@ -2,7 +2,7 @@
 
 use super::scope::{Purpose, Scope};
 use super::violation::{Problem, Rule};
-use crate::program::{Codec, Instruction, Message, Payload, Program};
+use crate::program::{Buffer, Codec, Instruction, Message, Offload, Payload, Program};
 
 /// How far the reduction of a unit's gradients is.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -72,6 +72,7 @@ impl Gradients<'_> {
             Instruction::Norm(unit) => self.norm(unit),
             Instruction::ReduceTotals => self.reduce_totals(),
             Instruction::Update(unit) => self.update(unit),
+            Instruction::StartStore(Offload { unit, buffer: Buffer::Gradients, .. }) => self.store(unit),
             _ => Ok(()),
         }
     }
@@ -178,6 +179,13 @@ impl Gradients<'_> {
         gradients.reduction = Reduction::None;
         gradients.changed_at = Some(position);
         Ok(())
+    }
+
+    fn store(&self, unit: usize) -> Result<(), String> {
+        match self.units[unit].reduction == Reduction::None && self.units[unit].reductions > 0 {
+            true => Ok(()),
+            false => Err("its gradients are not reduced".to_string()),
+        }
     }
 
     fn norm(&mut self, unit: usize) -> Result<(), String> {

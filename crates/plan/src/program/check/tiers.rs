@@ -30,10 +30,10 @@ type Places = BTreeMap<(usize, Buffer), Place>;
 
 pub(super) fn check(program: &Program, scope: &Scope<'_>) -> Result<(), Problem> {
     let is_offload = |instruction: &Instruction| offload_of(instruction).is_some();
-    if !program.instructions.iter().any(is_offload) {
+    if scope.policy.optimizer_tier.is_none() && !program.instructions.iter().any(is_offload) {
         return Ok(());
     }
-    let at_start = at_start(program);
+    let at_start = at_start(program, scope);
     let mut places = at_start.clone();
     for (position, instruction) in program.instructions.iter().enumerate() {
         apply(&mut places, instruction, scope).map_err(|problem| Problem::at(position, Rule::Tiers, problem))?;
@@ -49,13 +49,16 @@ pub(super) fn check(program: &Program, scope: &Scope<'_>) -> Result<(), Problem>
     }
 }
 
-/// A buffer that the step fetches before it stores it was stored in the step before.
-fn at_start(program: &Program) -> Places {
-    let mut places = Places::new();
+/// Optimizer state is where the policy keeps it, and there are no gradients. Any other buffer that the step fetches before it stores it was
+/// stored in the step before.
+fn at_start(program: &Program, scope: &Scope<'_>) -> Places {
+    let named = || program.instructions.iter().filter_map(Instruction::unit);
+    let kept = |tier| named().map(move |unit| ((unit, Buffer::Optimizer), Place::Stored(tier)));
+    let mut places: Places = scope.policy.optimizer_tier.into_iter().flat_map(kept).collect();
     for instruction in &program.instructions {
         if let Some(Offload { unit, buffer, tier }) = offload_of(instruction) {
             let is_fetch = matches!(instruction, Instruction::StartFetch(_));
-            let is_kept = !matches!(buffer, Buffer::Activations { .. });
+            let is_kept = buffer == Buffer::Parameters;
             let place = if is_fetch && is_kept { Place::Stored(tier) } else { Place::Device };
             places.entry((unit, buffer)).or_insert(place);
         }
@@ -76,7 +79,8 @@ fn offload_of(instruction: &Instruction) -> Option<Offload> {
 }
 
 fn apply(places: &mut Places, instruction: &Instruction, scope: &Scope<'_>) -> Result<(), String> {
-    let mut change = |Offload { unit, buffer, .. }: Offload, from: Place, to: Place| {
+    let mut change = |Offload { unit, buffer, tier }: Offload, from: Place, to: Place| {
+        check_tier(scope, unit, buffer, tier)?;
         expect(places, scope, unit, buffer, from)?;
         places.insert((unit, buffer), to);
         Ok(())
@@ -108,11 +112,30 @@ fn apply(places: &mut Places, instruction: &Instruction, scope: &Scope<'_>) -> R
         }
         // The shard is gathered.
         Instruction::StartGather { unit, .. } => expect(places, scope, unit, Buffer::Parameters, Place::Device),
+        // Gradients are added to those of earlier micro-batches.
+        Instruction::StartReduce { unit, .. } | Instruction::Norm(unit) => {
+            expect(places, scope, unit, Buffer::Gradients, Place::Device)
+        }
         Instruction::Update(unit) => {
+            expect(places, scope, unit, Buffer::Gradients, Place::Device)?;
             expect(places, scope, unit, Buffer::Parameters, Place::Device)?;
             expect(places, scope, unit, Buffer::Optimizer, Place::Device)
         }
         _ => Ok(()),
+    }
+}
+
+/// Optimizer state, gradients and activations are offloaded only to where the policy says.
+fn check_tier(scope: &Scope<'_>, unit: usize, buffer: Buffer, tier: Tier) -> Result<(), String> {
+    let expected = match buffer {
+        Buffer::Optimizer => scope.policy.optimizer_tier,
+        Buffer::Gradients => scope.policy.gradient_tier,
+        Buffer::Activations { .. } => scope.policy.activation_tier,
+        Buffer::Parameters => return Ok(()),
+    };
+    match expected == Some(tier) {
+        true => Ok(()),
+        false => Err(format!("{} are not offloaded there", describe(scope, unit, buffer))),
     }
 }
 
@@ -147,6 +170,7 @@ fn describe(scope: &Scope<'_>, unit: usize, buffer: Buffer) -> String {
     match buffer {
         Buffer::Parameters => format!("the parameters of {name}"),
         Buffer::Optimizer => format!("the optimizer states of {name}"),
+        Buffer::Gradients => format!("the gradients of {name}"),
         Buffer::Activations { micro_batch } => format!("the activations of {name} in micro-batch {micro_batch}"),
     }
 }

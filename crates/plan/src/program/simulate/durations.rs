@@ -81,7 +81,10 @@ impl<L: Fn(usize, usize) -> LinkCost> Durations for Machines<'_, L> {
         let bytes = match (offload.buffer, keeps[offload.unit]) {
             (Buffer::Activations { .. }, Keep::All) => cost.kept_bytes,
             (Buffer::Activations { .. }, Keep::Selective) => cost.selective_bytes,
-            (Buffer::Activations { .. }, Keep::Input | Keep::Nothing) => cost.output_bytes,
+            // The output of the unit before it.
+            (Buffer::Activations { .. }, Keep::Input | Keep::Nothing) => {
+                offload.unit.checked_sub(1).map_or(0, |previous| costs.units[previous].output_bytes)
+            }
             (buffer, _) => buffer_bytes(&self.units[offload.unit], buffer, self.policy, layout, costs),
         };
         costs.tiers[offload.tier as usize].duration_s(bytes)

@@ -139,6 +139,8 @@ struct Tracker<'a> {
     input_grad: usize,
     /// The activations of a unit, by micro-batch and unit.
     activations: BTreeMap<(usize, usize), usize>,
+    /// The micro-batches and units whose forward pass has kept only its input.
+    kept_inputs: BTreeSet<(usize, usize)>,
 }
 
 /// What is held for a unit besides its parameters and optimizer state.
@@ -190,6 +192,7 @@ impl<'a> Tracker<'a> {
             held: vec![Held::default(); units.len()],
             input_grad: 0,
             activations: BTreeMap::new(),
+            kept_inputs: BTreeSet::new(),
             gradient_codecs: program.gradient_codecs(units.len()),
             is_pipeline: named.len() < units.len(),
             named,
@@ -199,6 +202,7 @@ impl<'a> Tracker<'a> {
     /// Forgets what no step leaves to the next.
     fn start_next_step(&mut self) {
         self.activations.clear();
+        self.transfers.forget_gradients();
         self.held.iter_mut().for_each(|held| (held.gradients, held.tied_parameters) = (None, 0));
     }
 
@@ -214,6 +218,10 @@ impl<'a> Tracker<'a> {
         let temporaries = self.allocate(instruction);
         let memory = self.memory(temporaries);
         let bytes = |unit: usize, buffer| match buffer {
+            // The output of the unit before it.
+            UnitBuffer::Activations { micro_batch } if self.kept_inputs.contains(&(micro_batch, unit)) => {
+                unit.checked_sub(1).map_or(0, |previous| self.costs.units[previous].output_bytes)
+            }
             UnitBuffer::Activations { micro_batch } => {
                 self.activations.get(&(micro_batch, unit)).copied().unwrap_or_default()
             }
@@ -236,7 +244,11 @@ impl<'a> Tracker<'a> {
             ),
             (
                 MemoryKind::Gradients,
-                self.held.iter().map(|held| held.gradients.unwrap_or(0) + held.tied_gradients).sum(),
+                self.held
+                    .iter()
+                    .map(|held| held.gradients.unwrap_or(0) + held.tied_gradients)
+                    .sum::<usize>()
+                    .saturating_sub(stored(|buffer| *buffer == UnitBuffer::Gradients)),
             ),
             (MemoryKind::Optimizer, self.optimizer.saturating_sub(stored(|buffer| *buffer == UnitBuffer::Optimizer))),
             (MemoryKind::Unsharded, self.pool.used_bytes()),
@@ -273,6 +285,10 @@ impl<'a> Tracker<'a> {
                     Keep::Input | Keep::Nothing => (cost.output_bytes, cost.no_grad_temporary_bytes),
                 };
                 self.activations.insert((micro_batch, unit), kept);
+                match keep {
+                    Keep::Input => self.kept_inputs.insert((micro_batch, unit)),
+                    _ => self.kept_inputs.remove(&(micro_batch, unit)),
+                };
                 temporaries
             }
             Instruction::Recompute { unit, micro_batch } => {
@@ -409,7 +425,7 @@ impl<'a> Tracker<'a> {
     }
 }
 
-/// The bytes of a unit's parameters or optimizer state that a rank keeps.
+/// The bytes of a unit's parameters, optimizer state or gradients that a rank keeps.
 pub(super) fn buffer_bytes(
     unit: &UnitSpec,
     buffer: UnitBuffer,
@@ -424,6 +440,7 @@ pub(super) fn buffer_bytes(
                 * layout.parameter_bytes
         }
         UnitBuffer::Optimizer => layout.kept_trainable(unit, sharding.optimizer) * costs.optimizer_element_bytes,
+        UnitBuffer::Gradients => layout.kept_trainable(unit, sharding.gradients) * layout.gradient_bytes,
         UnitBuffer::Activations { .. } => 0,
     }
 }

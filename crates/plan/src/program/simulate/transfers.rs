@@ -69,6 +69,11 @@ impl Transfers {
         }
     }
 
+    /// Forgets gradients that were stored for an update.
+    pub(super) fn forget_gradients(&mut self) {
+        self.stored.retain(|(_, buffer), _| *buffer != Buffer::Gradients);
+    }
+
     /// The bytes of received messages.
     pub(super) fn received_bytes(&self) -> usize {
         self.received.values().sum()

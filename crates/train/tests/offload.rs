@@ -1,0 +1,292 @@
+//! Optimizer state, gradients and activations on a disk give the bits of those in memory.
+
+#![allow(clippy::unwrap_used, reason = "a test may fail")]
+
+mod support;
+
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use shardwise_comm::{Group, mpi};
+use shardwise_harness::{Launch, ranks};
+use shardwise_model::{Batch, Model};
+use shardwise_plan::{Axis, Mesh};
+use shardwise_torch::tch::{Device, Kind, Tensor, no_grad};
+use shardwise_train::{
+    ActivationCheckpointing, DynamicScale, LossScale, OffloadFolders, OnNonFinite, Options, Ranks, Schedule, Trainer,
+    init,
+};
+use shardwise_zero::{AdamW, Lamb, Optimizer, Precision, Sharding};
+use support::{VOCAB_SIZE, gpt2, llama};
+
+fn options(stage: u8, precision: Precision) -> Options {
+    let adamw = AdamW { lr: 0., beta1: 0.9, beta2: 0.95, weight_decay: 0.1, eps: 1e-8 };
+    let sharding = Sharding::stage(stage).unwrap();
+    Options {
+        precision,
+        max_grad_norm: Some(0.5),
+        ..Options::new(sharding, Optimizer::AdamW(adamw), Schedule::constant(1e-2))
+    }
+}
+
+/// A folder on a disk, if there is one.
+fn folder() -> tempfile::TempDir {
+    tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
+}
+
+fn offloaded(options: Options, folder: &Path) -> Options {
+    let folder = Some(folder.to_path_buf());
+    let offload = OffloadFolders { optimizer: folder.clone(), gradients: folder, ..OffloadFolders::default() };
+    Options { offload, ..options }
+}
+
+fn world() -> Arc<Group> {
+    Arc::new(mpi::world(mpi::Options { timeout: Duration::from_secs(60), ..mpi::Options::default() }).unwrap())
+}
+
+fn trainer(ranks: &Ranks, options: Options) -> Trainer {
+    Trainer::new(llama(), ranks.clone(), options, &mut init::from_seed(5)).unwrap()
+}
+
+fn batch(step: i64, rank: usize) -> Batch {
+    let numbers = Tensor::arange(3 * 12, (Kind::Int64, Device::Cpu)).view([3, 12]);
+    let tokens = (numbers * 7 + step * 31 + rank as i64 * 57).remainder(VOCAB_SIZE);
+    Batch::new(tokens.shallow_clone(), (tokens * 3 + 1).remainder(VOCAB_SIZE))
+}
+
+fn micro_batches(step: i64, rank: usize, number: i64) -> Vec<Batch> {
+    (0..number).map(|index| batch(number * step + index, rank)).collect()
+}
+
+/// Losses and norms, and all that a checkpoint has, as bits.
+fn train(mut trainer: Trainer, steps: i64, number: i64) -> (Vec<u64>, Vec<u8>) {
+    let is_offloaded = trainer.options().offload.optimizer.is_some();
+    let rank = trainer.ranks().data_rank();
+    let mut numbers = Vec::new();
+    for step in 0..steps {
+        let report = trainer.step(&micro_batches(step, rank, number)).unwrap();
+        numbers.extend([report.loss.to_bits(), report.grad_norm.to_bits(), u64::from(report.skipped.is_some())]);
+        assert_eq!(trainer.bytes().0.optimizer == 0, is_offloaded, "between steps, nothing is in memory");
+    }
+    (numbers, saved(&mut trainer))
+}
+
+fn saved(trainer: &mut Trainer) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    for unit in 0..trainer.model().units().len() {
+        for saved in trainer.checkpoint_tensors(unit).unwrap().into_iter().flatten() {
+            let elements = saved.tensor.contiguous().view_dtype(Kind::Uint8).view(-1);
+            bytes.extend(Vec::<u8>::try_from(elements).unwrap());
+        }
+    }
+    bytes
+}
+
+/// As long as the shortest run in which a bit that differs has changed the loss many times.
+const STEPS: i64 = 100;
+
+#[test]
+fn a_disk_changes_no_bit() {
+    ranks!(Launch::ranks(2).timeout(Duration::from_secs(300)), || {
+        let (ranks, folder) = (Ranks::sharded(world()), folder());
+        for (stage, precision) in (0..4).flat_map(|stage| [(stage, Precision::F32), (stage, Precision::BF16)]) {
+            let expected = train(trainer(&ranks, options(stage, precision)), STEPS, 1);
+            let [first, last] = [0, expected.0.len() - 3].map(|at| f64::from_bits(expected.0[at]));
+            assert!(last < 0.5 * first, "it learns: {first} to {last}");
+            let found = train(trainer(&ranks, offloaded(options(stage, precision), folder.path())), STEPS, 1);
+            assert!(found == expected, "stage {stage}, {precision:?}");
+        }
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "the files have no names");
+    });
+}
+
+#[test]
+fn neither_prefetch_nor_accumulation_nor_optimizer_nor_skipped_updates_matter() {
+    ranks!(Launch::ranks(2).timeout(Duration::from_secs(300)), || {
+        let (ranks, folder) = (Ranks::sharded(world()), folder());
+        let same = |what: &str, options: Options, model: fn() -> Model, number: i64| {
+            let new = |options| Trainer::new(model(), ranks.clone(), options, &mut init::from_seed(5)).unwrap();
+            let expected = train(new(options.clone()), 10, number);
+            let folders = offloaded(options.clone(), folder.path()).offload;
+            for offload in [
+                OffloadFolders { gradients: None, ..folders.clone() },
+                OffloadFolders { optimizer: None, ..folders.clone() },
+                folders,
+            ] {
+                let found = train(new(Options { offload: offload.clone(), ..options.clone() }), 10, number);
+                assert!(found == expected, "{what}, {offload:?}");
+            }
+            expected.0
+        };
+        for prefetch in [0, 2, 9] {
+            let options = Options { prefetch, ..options(3, Precision::BF16) };
+            same(&format!("prefetch {prefetch}"), options.clone(), llama, 1);
+            same(&format!("prefetch {prefetch}, 3 micro-batches"), options.clone(), gpt2, 3);
+            let each = Options { reduce_each_micro_batch: true, ..options };
+            same(&format!("prefetch {prefetch}, 3 micro-batches reduced each"), each, gpt2, 3);
+        }
+        let lamb = Lamb { lr: 0., beta1: 0.9, beta2: 0.99, weight_decay: 0.05, eps: 1e-6 };
+        same("LAMB", Options { optimizer: Optimizer::Lamb(lamb), ..options(1, Precision::F32) }, llama, 1);
+        // Starts so high that the first steps overflow.
+        let loss_scale = LossScale::Dynamic(DynamicScale { initial: 2f64.powi(22), ..DynamicScale::DEFAULT });
+        let f16 = Options { loss_scale, on_nonfinite: OnNonFinite::Skip, ..options(2, Precision::F16) };
+        let numbers = same("f16", f16, llama, 1);
+        let skipped: Vec<u64> = numbers.chunks(3).map(|step| step[2]).collect();
+        assert!(skipped[0] == 1 && skipped[9] == 0, "{skipped:?}");
+    });
+}
+
+#[test]
+fn while_a_unit_is_updated_the_next_is_fetched_and_the_previous_stored() {
+    ranks!(1, || {
+        let (ranks, folder) = (Ranks::sharded(world()), folder());
+        let mut trainer = trainer(&ranks, offloaded(options(3, Precision::BF16), folder.path()));
+        let text = trainer.program(1).unwrap().to_string();
+        let update: Vec<&str> = text.lines().skip_while(|line| *line != "reduce-totals").take(7).collect();
+        let expected = [
+            "reduce-totals",
+            "start-fetch embedding buffer=optimizer tier=disk",
+            "start-fetch block.0 buffer=optimizer tier=disk",
+            "wait-fetch embedding buffer=optimizer tier=disk",
+            "update embedding",
+            "start-store embedding buffer=optimizer tier=disk",
+            "start-fetch block.1 buffer=optimizer tier=disk",
+        ];
+        assert_eq!(update, expected);
+    });
+}
+
+#[test]
+fn as_many_bytes_are_moved_as_the_formula_says() {
+    ranks!(2, || {
+        let (ranks, folder) = (Ranks::sharded(world()), folder());
+        let mut trainer = trainer(&ranks, offloaded(options(3, Precision::BF16), folder.path()));
+        let rank = ranks.world.rank();
+        // The first step does not read zeros.
+        trainer.step(&[batch(0, rank)]).unwrap();
+        let before = trainer.moved().unwrap();
+        trainer.step(&[batch(1, rank)]).unwrap();
+        let moved = trainer.moved().unwrap().since(before);
+        let layout = ranks.layout(Precision::BF16);
+        let kept: Vec<usize> = trainer.unit_specs().iter().map(|unit| layout.kept_trainable(unit, true)).collect();
+        // A master and two moments of all units, and the gradients of those that were reduced two units before the last.
+        let expected = 12 * kept.iter().sum::<usize>() + 4 * kept[2..].iter().sum::<usize>();
+        assert_eq!([moved.read_bytes, moved.written_bytes], [expected as u64; 2]);
+    });
+}
+
+#[test]
+fn activations_on_a_disk_change_no_bit() {
+    ranks!(Launch::ranks(4).timeout(Duration::from_secs(300)), || {
+        let (world, folder) = (world(), folder());
+        let meshes = [
+            Ranks::hybrid(world.clone(), 2).unwrap(),
+            Ranks::on_mesh(world.clone(), Mesh::new(&[(Axis::Shard, 2), (Axis::Tensor, 2)]).unwrap()).unwrap(),
+            Ranks::on_mesh(world.clone(), Mesh::new(&[(Axis::Pipeline, 2), (Axis::Shard, 2)]).unwrap()).unwrap(),
+        ];
+        for (ranks, precision, prefetch, sequence) in [
+            (&meshes[0], Precision::BF16, 1, true),
+            (&meshes[0], Precision::F32, 0, true),
+            (&meshes[1], Precision::BF16, 2, true),
+            // Each rank keeps its own rows of what all have (ZeRO-R).
+            (&meshes[1], Precision::F32, 1, false),
+            (&meshes[2], Precision::BF16, 1, true),
+        ] {
+            let options = Options {
+                prefetch,
+                sequence_parallel: sequence,
+                activation_checkpointing: ActivationCheckpointing::Full,
+                ..options(if ranks.pipeline.size() > 1 { 0 } else { 3 }, precision)
+            };
+            let expected = train(trainer(ranks, options.clone()), 10, 3);
+            let activations = Some(folder.path().to_path_buf());
+            let alone = OffloadFolders { activations: activations.clone(), ..OffloadFolders::default() };
+            let all = OffloadFolders { activations, ..offloaded(options.clone(), folder.path()).offload };
+            for offload in [alone, all] {
+                let trainer = trainer(ranks, Options { offload: offload.clone(), ..options.clone() });
+                assert!(train(trainer, 10, 3) == expected, "{precision:?}, prefetch {prefetch}, {offload:?}");
+            }
+        }
+    });
+}
+
+#[test]
+fn outputs_on_a_disk_are_searched_for_values_that_are_not_finite() {
+    ranks!(1, || {
+        let (ranks, folder) = (Ranks::sharded(world()), folder());
+        let activations = Some(folder.path().to_path_buf());
+        for activations in [None, activations] {
+            let options = Options {
+                activation_checkpointing: ActivationCheckpointing::Full,
+                offload: OffloadFolders { activations, ..OffloadFolders::default() },
+                ..options(0, Precision::F32)
+            };
+            let mut trainer = trainer(&ranks, options);
+            let block = trainer.shards_mut().nth(2).unwrap();
+            no_grad(|| drop(block.parameters()[0].shallow_clone().fill_(f64::NAN)));
+            let error = trainer.step(&[batch(0, 0)]).unwrap_err().to_string();
+            assert!(error.contains("block.1"), "{error}");
+        }
+    });
+}
+
+/// This process's file without a name in a folder.
+fn unnamed_file(folder: &Path) -> std::path::PathBuf {
+    let links = std::fs::read_dir("/proc/self/fd").unwrap().map(|link| link.unwrap().path());
+    let is_in = |link: &std::path::PathBuf| {
+        std::fs::read_link(link)
+            .is_ok_and(|target| target.starts_with(folder) && target.to_string_lossy().ends_with("(deleted)"))
+    };
+    links.into_iter().find(is_in).unwrap()
+}
+
+#[test]
+fn a_changed_byte_is_an_error_that_names_the_unit() {
+    ranks!(1, || {
+        let (ranks, folder) = (Ranks::sharded(world()), folder());
+        let mut trainer = trainer(&ranks, offloaded(options(2, Precision::F32), folder.path()));
+        trainer.step(&[batch(0, 0)]).unwrap();
+        let file = std::fs::OpenOptions::new().read(true).write(true).open(unnamed_file(folder.path())).unwrap();
+        let mut byte = [0];
+        // In a moment of the first unit.
+        file.read_exact_at(&mut byte, 1001).unwrap();
+        file.write_all_at(&[byte[0] ^ 0x10], 1001).unwrap();
+        let error = trainer.step(&[batch(1, 0)]).unwrap_err().to_string();
+        let expected =
+            format!("unit embedding: its optimizer state in {}: what was read is not", folder.path().display());
+        assert!(error.contains(&expected), "{error}");
+        // The trainer cannot be used any more.
+        assert!(trainer.step(&[batch(1, 0)]).unwrap_err().to_string().contains(&expected));
+    });
+}
+
+#[test]
+fn a_read_that_fails_is_an_error_that_names_the_unit() {
+    ranks!(1, || {
+        let (ranks, folder) = (Ranks::sharded(world()), folder());
+        let mut trainer = trainer(&ranks, offloaded(options(2, Precision::BF16), folder.path()));
+        trainer.step(&[batch(0, 0)]).unwrap();
+        let file = std::fs::OpenOptions::new().write(true).open(unnamed_file(folder.path())).unwrap();
+        file.set_len(4096).unwrap();
+        let error = trainer.step(&[batch(1, 0)]).unwrap_err().to_string();
+        let expected = format!("its optimizer state in {}: failed to fill whole buffer", folder.path().display());
+        assert!(error.contains(&expected), "{error}");
+    });
+}
+
+#[test]
+fn a_folder_that_cannot_be_used_is_refused() {
+    ranks!(1, || {
+        let ranks = Ranks::sharded(world());
+        let refused = |options: Options| {
+            Trainer::new(llama(), ranks.clone(), options, &mut init::from_seed(5)).err().unwrap().to_string()
+        };
+        let error = refused(offloaded(options(1, Precision::F32), Path::new("/nowhere")));
+        assert!(error.contains("GB of optimizer state cannot be offloaded to /nowhere: No such file"), "{error}");
+        let device = Options { device: Device::Cuda(0), ..offloaded(options(1, Precision::F32), Path::new("/tmp")) };
+        let error = refused(device);
+        assert!(error.contains("only ranks that compute on CPUs can offload"), "{error}");
+    });
+}
