@@ -4,6 +4,8 @@ use shardwise_torch::device::{DeviceMemory, memory, reset_peak};
 use shardwise_torch::take_peak_bytes;
 use shardwise_torch::tch::Device;
 
+use crate::control_group::memory_limit;
+
 /// The memory limit of a rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryLimit {
@@ -62,9 +64,6 @@ impl MemoryLimit {
             let line = limits.lines().find(|line| line.starts_with(name))?;
             line[name.len()..].split_whitespace().next()?.parse().ok()
         };
-        let group: Option<usize> = ["/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"]
-            .iter()
-            .find_map(|path| read(path).trim().parse().ok());
         let meminfo = read("/proc/meminfo");
         let available = meminfo
             .lines()
@@ -76,7 +75,7 @@ impl MemoryLimit {
         [
             (own("Max data size"), "the limit of a process's data (ulimit -d)", Counted::Data),
             (own("Max address space"), "the limit of a process's address space (ulimit -v)", Counted::AddressSpace),
-            (group.map(share), "this rank's share of its control group's memory", Counted::Resident),
+            (memory_limit(ranks_here), "this rank's share of its control group's memory", Counted::Resident),
             (available.map(plus_own), "this rank's share of the memory that is available", Counted::Resident),
         ]
         .into_iter()
