@@ -13,7 +13,8 @@ end.
 
 The settings are common ones: one unit per block for FSDP2, DeepSpeed's buckets as Hugging Face's "auto" sizes them and its
 overlap on, torch's fused AdamW, the libraries' defaults for the rest. bf16 is autocast for DDP, and FSDP2 then reduces in f32;
-DeepSpeed reduces in bf16. Tensor parallelism has the placements that torchtitan uses. A pipeline has two of PyTorch's stages per
+DeepSpeed reduces in bf16. If the recipe offloads optimizer state, DeepSpeed keeps it on the same disk (ZeRO-Infinity, with its
+CPUAdam) and FSDP2 in memory (CPUOffloadPolicy), where it is anyway on a CPU. Tensor parallelism has the placements that torchtitan uses. A pipeline has two of PyTorch's stages per
 rank, except for 1F1B; in bf16, it computes with autocast, and its stages send f32.
 """
 
@@ -150,6 +151,11 @@ def torch_side(side, model, recipe, tensor):
 
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else MixedPrecisionPolicy()
         settings = {"mesh": mesh["shard"] if mesh else init_mesh(), "mp_policy": policy}
+        if "offload" in recipe:
+            from torch.distributed.fsdp import CPUOffloadPolicy
+
+            # Pinning needs a device.
+            settings["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
         for block in model.model.layers:
             fully_shard(block, **settings, reshard_after_forward=side != "fsdp2-keep")
         # The embedding and the head, which the backward pass needs first: by default they are not resharded.
@@ -252,7 +258,7 @@ def pipeline_side(schedule, recipe, folder, split_points):
     return step
 
 
-def deepspeed_side(stage, model, recipe):
+def deepspeed_side(stage, model, recipe, folder):
     import logging
 
     import deepspeed
@@ -273,7 +279,17 @@ def deepspeed_side(stage, model, recipe):
         "gradient_clipping": 0.0,
         "steps_per_print": None,
     }
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer_of(model, recipe), config=settings)
+    make = torch.optim.AdamW
+    if "offload" in recipe:
+        make = lambda groups, fused, **common: deepspeed.ops.adam.DeepSpeedCPUAdam(groups, **common)  # noqa: E731
+        path = str(folder / recipe["offload"]["optimizer"])
+        settings["zero_optimization"]["offload_optimizer"] = {
+            "device": "nvme",
+            "nvme_path": path,
+            "pipeline_read": True,
+            "pipeline_write": True,
+        }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer_of(model, recipe, make), config=settings)
 
     def step(tokens, targets):
         loss = engine(tokens, targets)
@@ -341,7 +357,7 @@ def main(side, recipe_path, address, tensor, pipeline, schedule, split_points):
     if side == "pipeline":
         step = pipeline_side(schedule, recipe, recipe_path.parent, split_points)
     elif side.startswith("deepspeed-"):
-        step = deepspeed_side(int(side[-1]), load_model(recipe, recipe_path.parent), recipe)
+        step = deepspeed_side(int(side[-1]), load_model(recipe, recipe_path.parent), recipe, recipe_path.parent)
     else:
         step = torch_side(side, load_model(recipe, recipe_path.parent), recipe, tensor)
     ready_s = most(time.time() - float(os.environ["SHARDWISE_LAUNCHED"]))

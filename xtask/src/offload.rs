@@ -7,12 +7,15 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
+use shardwise_compare::frameworks::{
+    Bench, Framework, Layout, Precision, Run, Size, Workload, median_of as median_of_runs, peers_python, run_rounds,
+};
 use shardwise_harness::launcher;
 
 use crate::claim::{Claim, Verdict};
 use crate::mutants;
 use crate::setting::{BASE, M124, M213, Setting, compare_memory, number, profile, shardwise};
-use crate::workspace::{Scratch, median, output_of};
+use crate::workspace::{Scratch, build, median, output_of, root};
 
 pub(crate) const CLAIMS: &[Claim] = &[
     Claim {
@@ -38,10 +41,32 @@ pub(crate) const CLAIMS: &[Claim] = &[
     },
     Claim {
         group: "offload",
-        name: "mutants",
-        what: "the mutants of zero/mutants that concern offloading",
+        name: "overlap",
+        what: "with updates in the backward pass, a step that offloads takes at most 1.15 times the longer of a step in memory and I/O at \
+               the speed of fio",
         heavy: true,
-        measure: || mutants::measure_some(&["offload-"]),
+        measure: overlap,
+    },
+    Claim {
+        group: "offload",
+        name: "adamw",
+        what: "AdamW takes at most 1.1 times as long as a loop with its reads and writes, and no longer than DeepSpeed's CPUAdam",
+        heavy: true,
+        measure: adamw,
+    },
+    Claim {
+        group: "offload",
+        name: "peers",
+        what: "a step with optimizer state on a disk is faster than DeepSpeed's, and takes less memory",
+        heavy: true,
+        measure: peers,
+    },
+    Claim {
+        group: "offload",
+        name: "mutants",
+        what: "the mutants of zero/mutants that concern offloading and updates in the backward pass",
+        heavy: true,
+        measure: || mutants::measure_some(&["offload-", "in-backward-"]),
     },
 ];
 
@@ -64,56 +89,155 @@ fn memory() -> Result<Verdict> {
         Setting { offload: BOTH, pipeline: 2, micro_batches: 2, stage: 0, ..BASE },
         Setting { offload: ALL, checkpointing: "full", size: &M124, ..BASE },
         Setting { offload: ALL, checkpointing: "full", dtype: "bf16", sequences: 16, micro_batches: 2, ..BASE },
+        Setting { in_backward: true, ..BASE },
+        Setting { in_backward: true, stage: 1, prefetch: 2, ..BASE },
+        Setting { in_backward: true, offload: STATE, dtype: "bf16", sequences: 1, ..BASE },
+        Setting { in_backward: true, offload: STATE, ..each },
     ])
 }
 
 const ROUNDS: usize = 3;
 
-/// A step in memory, one that offloads, and what fio moves on the same disk, in turn.
-fn speed() -> Result<Verdict> {
+/// A round: a step in memory, one that offloads, and what fio moves on the same disk, in turn.
+struct Round {
+    memory_s: f64,
+    disk_s: f64,
+    /// Parts of the step in memory.
+    forward_s: f64,
+    update_s: f64,
+    /// How long the bytes of all ranks would take at the speed of fio.
+    io_s: f64,
+}
+
+impl Round {
+    fn backward_s(&self) -> f64 {
+        self.memory_s - self.forward_s - self.update_s
+    }
+}
+
+fn rounds(plain: &Setting, offloading: &Setting) -> Result<Vec<Round>> {
     let (program, scratch) = (shardwise()?, Scratch::new("offload-speed")?);
-    let plain = Setting { size: &M213, dtype: "bf16", ..BASE };
-    let offloading = Setting { offload: BOTH, ..plain };
-    let (mut ratios, mut sums, mut figures) = (Vec::new(), Vec::new(), Vec::new());
-    for round in 1..=ROUNDS {
+    let round = |number_of_round: usize| {
         let measure = |setting: &Setting| {
             let recipe = setting.write(&scratch, setting.size.blocks)?;
             profile(&program, &recipe, setting.ranks, 4, &[])
         };
-        let (memory, disk, disk_bytes_per_s) = (measure(&plain)?, measure(&offloading)?, fio(scratch.path())?);
+        let (memory, disk, disk_bytes_per_s) = (measure(plain)?, measure(offloading)?, fio(scratch.path())?);
         let of_units = |report: &Value, key: &str| -> f64 {
             let units = report["profile"]["units"].as_array().map_or(&[][..], Vec::as_slice);
             units.iter().map(|unit| number(unit, key)).sum()
         };
+        let moved = ["read_bytes", "written_bytes"].map(|key| number(&disk["offload"], key)).iter().sum::<f64>();
+        let moved = moved * plain.ranks as f64;
         let [memory_s, disk_s] = [&memory, &disk].map(|report| number(report, "least_step_s"));
         let (forward_s, update_s) = (of_units(&memory, "forward_s"), of_units(&memory, "optimizer_s"));
-        let backward_s = memory_s - forward_s - update_s;
-        let moved = ["read_bytes", "written_bytes"].map(|key| number(&disk["offload"], key)).iter().sum::<f64>();
-        let io_s = moved * plain.ranks as f64 / disk_bytes_per_s;
-        let bound_s = backward_s + forward_s.max(io_s);
+        let round = Round { memory_s, disk_s, forward_s, update_s, io_s: moved / disk_bytes_per_s };
         println!(
-            "round {round}: {disk_s:.2} s, in memory {memory_s:.2} s: forward {forward_s:.2}, update {update_s:.2}; {:.2} GB at {:.2} \
-             GB/s are {io_s:.2} s; waiting for the disk {:.2} s",
-            moved * plain.ranks as f64 / 1e9,
+            "round {number_of_round}: {disk_s:.2} s, in memory {memory_s:.2} s: forward {forward_s:.2}, update {update_s:.2}; {:.2} GB at \
+             {:.2} GB/s are {:.2} s; waiting for the disk {:.2} s",
+            moved / 1e9,
             disk_bytes_per_s / 1e9,
+            round.io_s,
             of_units(&disk, "offload_s"),
         );
-        ratios.push(disk_s / bound_s);
-        sums.push(disk_s / (backward_s + forward_s + update_s.max(io_s)));
-        figures.push([disk_s, memory_s, io_s]);
-    }
-    let of = |side: usize| median(&figures.iter().map(|figure| figure[side]).collect::<Vec<_>>());
+        Ok(round)
+    };
+    (1..=ROUNDS).map(round).collect()
+}
+
+fn median_of(rounds: &[Round], figure: impl Fn(&Round) -> f64) -> f64 {
+    median(&rounds.iter().map(figure).collect::<Vec<_>>())
+}
+
+fn describe_times(rounds: &[Round]) -> String {
+    let [disk_s, memory_s, io_s] =
+        [|round: &Round| round.disk_s, |round: &Round| round.memory_s, |round: &Round| round.io_s]
+            .map(|figure: fn(&Round) -> f64| median_of(rounds, figure));
+    format!("{disk_s:.2} s, in memory {memory_s:.2} s, I/O {io_s:.2} s")
+}
+
+fn speed() -> Result<Verdict> {
+    let plain = Setting { size: &M213, dtype: "bf16", ..BASE };
+    let rounds = rounds(&plain, &Setting { offload: BOTH, ..plain })?;
+    let ratio = median_of(&rounds, |round| round.disk_s / (round.backward_s() + round.forward_s.max(round.io_s)));
+    let to_update = median_of(&rounds, |round| {
+        round.disk_s / (round.backward_s() + round.forward_s + round.update_s.max(round.io_s))
+    });
+    let times = describe_times(&rounds);
     Ok(Verdict {
         figure: format!(
-            "{:.2} times; {:.2} times (backward + forward + the longer of update and I/O); {:.2} s, in memory {:.2} s, I/O {:.2} s",
-            median(&ratios),
-            median(&sums),
-            of(0),
-            of(1),
-            of(2)
+            "{ratio:.2} times; {to_update:.2} times (backward + forward + the longer of update and I/O); {times}"
         ),
         bar: "1.15".to_string(),
-        holds: median(&ratios) <= 1.15,
+        holds: ratio <= 1.15,
+    })
+}
+
+fn overlap() -> Result<Verdict> {
+    let plain = Setting { size: &M124, dtype: "bf16", in_backward: true, ..BASE };
+    let (mut ratios, mut texts) = (Vec::new(), Vec::new());
+    for sequences in [1, 4] {
+        let plain = Setting { sequences, ..plain };
+        let rounds = rounds(&plain, &Setting { offload: STATE, ..plain })?;
+        let ratio = median_of(&rounds, |round| round.disk_s / round.memory_s.max(round.io_s));
+        texts.push(format!("{sequences} sequences: {ratio:.2} times ({})", describe_times(&rounds)));
+        ratios.push(ratio);
+    }
+    let holds = ratios.iter().all(|&ratio| ratio <= 1.15);
+    Ok(Verdict { figure: texts.join("; "), bar: "1.15".to_string(), holds })
+}
+
+/// Stage 3 of DeepSpeed with its optimizer state on a disk, FSDP2 with its own in memory, and ours on the disk, in turn.
+fn peers() -> Result<Verdict> {
+    let workload = Workload { offloads: true, ..Workload::new(Size::Medium, Precision::Bf16) };
+    let bench = Bench::new(&workload)?;
+    let frameworks = [Framework::Shardwise(3), Framework::DeepSpeed(3), Framework::Fsdp2];
+    let rounds = run_rounds(&bench, &workload, &frameworks, Layout::data_parallel(RANKS), 3)?;
+    let runs = |side: usize| rounds.iter().map(move |round| &round[side].1);
+    let figures = |figure: fn(&Run) -> f64| [0, 1, 2].map(|side| median_of_runs(runs(side), figure));
+    let (steps_s, peaks_bytes) = (figures(|run| run.step_s), figures(|run| run.peak_bytes));
+    let side = |side: usize| format!("{}: {:.2} s, {:.0} MB", frameworks[side], steps_s[side], peaks_bytes[side] / 1e6);
+    Ok(Verdict {
+        figure: format!("{}; {}; {}", side(0), side(1), side(2)),
+        bar: "less time and memory than DeepSpeed".to_string(),
+        holds: steps_s[0] < steps_s[1] && peaks_bytes[0] < peaks_bytes[1],
+    })
+}
+
+/// Our AdamW on two ranks with one thread each, and DeepSpeed's on two threads, in turn.
+fn adamw() -> Result<Verdict> {
+    const ELEMENTS: usize = 1 << 26;
+    let program = build("bench-adamw", &["build", "--release", "--workspace", "--bins"])?;
+    let python = peers_python()?;
+    let environment = python.ancestors().nth(2).context("the environment of the peers")?;
+    let (mut to_loop, mut to_peer) = (Vec::new(), Vec::new());
+    for round in 1..=5 {
+        let mut ours = launcher(None, RANKS, Duration::from_secs(600));
+        ours.arg("OMP_NUM_THREADS=1").arg(&program).arg((ELEMENTS / RANKS).to_string());
+        let ours: Value = serde_json::from_str(&output_of(&mut ours)?)?;
+        let mut peer = Command::new(&python);
+        peer.env("TORCH_EXTENSIONS_DIR", environment.join("extensions")).env("DS_ACCELERATOR", "cpu");
+        let path = std::env::var("PATH").unwrap_or_default();
+        peer.env("PATH", format!("{}:{path}", environment.join("bin").display()));
+        peer.env("OMP_NUM_THREADS", RANKS.to_string());
+        peer.arg(root().join("bench/peers/adamw.py")).arg(ELEMENTS.to_string());
+        let said = output_of(&mut peer)?;
+        let peer_s: f64 = said.lines().last().context("DeepSpeed's time")?.trim().parse()?;
+        let [update_s, loop_s] = ["update_s", "loop_s"].map(|key| number(&ours, key));
+        let gigabytes = 28. * ELEMENTS as f64 / 1e9;
+        println!(
+            "round {round}: AdamW {update_s:.3} s ({:.1} GB/s), loop {loop_s:.3} s ({:.1} GB/s), CPUAdam {peer_s:.3} s",
+            gigabytes / update_s,
+            gigabytes / loop_s
+        );
+        to_loop.push(update_s / loop_s);
+        to_peer.push(update_s / peer_s);
+    }
+    let [to_loop, to_peer] = [median(&to_loop), median(&to_peer)];
+    Ok(Verdict {
+        figure: format!("{to_loop:.2} times the loop, {to_peer:.2} times CPUAdam"),
+        bar: "1.1 times the loop, 1.0 times CPUAdam".to_string(),
+        holds: to_loop <= 1.1 && to_peer <= 1.,
     })
 }
 

@@ -42,6 +42,8 @@ pub(crate) struct Setting {
     pub(crate) sequences: usize,
     pub(crate) micro_batches: usize,
     pub(crate) reduce_each_micro_batch: bool,
+    /// Whether units are updated in the backward pass.
+    pub(crate) in_backward: bool,
     /// What is offloaded: keys of `[offload]`. The folder is that of the recipe.
     pub(crate) offload: &'static [&'static str],
     /// Whether the model's layers are compiled.
@@ -120,6 +122,7 @@ pub(crate) const BASE: Setting = Setting {
     sequences: 4,
     micro_batches: 1,
     reduce_each_micro_batch: false,
+    in_backward: false,
     offload: &[],
     compiled: false,
 };
@@ -137,6 +140,7 @@ impl Setting {
                  {intermediate_size}\nn_shared_experts = {shared}\n"
             )
         });
+        let in_backward = self.in_backward;
         let offload: String = self.offload.iter().map(|key| format!("{key} = \".\"\n")).collect();
         format!(
             "activation_checkpointing = \"{checkpointing}\"\n[model]\ncompiled = {compiled}\n{chunk}[model.llama]\nvocab_size = {vocab_size}\nhidden_size = \
@@ -146,7 +150,7 @@ impl Setting {
              reduce_each_micro_batch = {each}\n[parallel]\nreplicate = {replicate}\ntensor = {tensor}\nsequence = {sequence}\n\
              async_tensor = {async_tensor}\ncontext = {context}\nulysses = {ulysses}\nexpert = {expert}\npipeline = {pipeline}\npipeline_schedule = \"{schedule}\"\n\
              [precision]\nparam_dtype = \"{dtype}\"\n[offload]\n{offload}\
-             [optimizer]\nlr = 1e-4\n[run]\nsteps = 12\n"
+             [optimizer]\nlr = 1e-4\nin_backward = {in_backward}\n[run]\nsteps = 12\n"
         )
     }
 
@@ -178,6 +182,7 @@ impl Setting {
             format!(", {per_token} of {experts} experts{shared}{divided}")
         });
         let chunks = self.chunk.map_or(String::new(), |chunk| format!(", chunks of {chunk}"));
+        let updated = if self.in_backward { ", updated in the backward pass" } else { "" };
         let offloaded = match self.offload {
             [] => String::new(),
             keys => format!(", {} offloaded", keys.join(" and ")),
@@ -188,7 +193,7 @@ impl Setting {
         };
         format!(
             "{}{experts}, {ranks} ranks{divided}, {replicate} replicas, stage {stage}, prefetch {prefetch}, {checkpointing}, {dtype}, \
-             {micro_batches} × {} tokens{each}{chunks}{shared}{staged}{offloaded}{compiled}",
+             {micro_batches} × {} tokens{each}{chunks}{shared}{staged}{updated}{offloaded}{compiled}",
             size.name,
             sequences * self.positions
         )

@@ -37,6 +37,8 @@ pub struct Workload {
     pub tie_word_embeddings: bool,
     /// The experts in place of every MLP.
     pub experts: Option<Experts>,
+    /// Whether optimizer state is on a disk: on that of the recipe's folder. FSDP2 can only keep it in the host's memory.
+    pub offloads: bool,
 }
 
 /// The experts of a block.
@@ -102,6 +104,7 @@ impl Workload {
             prefetch: 1,
             tie_word_embeddings: true,
             experts: None,
+            offloads: false,
         }
     }
 
@@ -127,6 +130,7 @@ impl Workload {
                  moe_intermediate_size = {intermediate_size}\nrouter_aux_loss_coef = 0\n"
             )
         });
+        let offload = if self.offloads { "[offload]\noptimizer = \".\"\n" } else { "" };
         format!(
             "[model.llama]\nvocab_size = {vocab_size}\nhidden_size = {hidden_size}\nnum_hidden_layers = {num_hidden_layers}\n\
              num_attention_heads = {num_attention_heads}\nintermediate_size = {intermediate_size}\n\
@@ -134,7 +138,7 @@ impl Workload {
              [init]\nweights = \"start.safetensors\"\n[data]\nseed = 7\n\
              [batch]\nmicro_batch_size = {micro_batch_size}\ngradient_accumulation_steps = {micro_batches}\n\
              seq_len = {seq_len}\n[zero]\nprefetch = {prefetch}\n\
-             [precision]\nparam_dtype = \"{precision}\"\nreduce_dtype = \"f32\"\n\
+             [precision]\nparam_dtype = \"{precision}\"\nreduce_dtype = \"f32\"\n{offload}\
              [optimizer]\nlr = 3e-4\nbetas = [0.9, 0.95]\neps = 1e-8\nweight_decay = 0.1\n[run]\nsteps = {steps}\n"
         )
     }
@@ -475,13 +479,18 @@ pub struct Bench {
     steps: Cell<usize>,
 }
 
+/// Installs the other frameworks, and returns the Python of their environment.
+pub fn peers_python() -> Result<PathBuf> {
+    let torch = python().map_err(anyhow::Error::msg)?;
+    let mut setup = Command::new(root().join("bench/peers/setup"));
+    Ok(output_of(setup.arg(torch).stderr(std::process::Stdio::inherit()))?.trim().into())
+}
+
 impl Bench {
     /// Builds and installs the programs, and writes the recipe and the initial weights.
     pub fn new(workload: &Workload) -> Result<Self> {
         let program = build("bench-train", &["build", "--release", "--workspace", "--bins"])?;
-        let torch = python().map_err(anyhow::Error::msg)?;
-        let mut setup = Command::new(root().join("bench/peers/setup"));
-        let peers = output_of(setup.arg(torch).stderr(std::process::Stdio::inherit()))?.trim().into();
+        let peers = peers_python()?;
         let folder = Scratch::new("frameworks")?;
         let bench = Bench { program, peers, folder, steps: Cell::new(0) };
         bench.set(workload)?;

@@ -33,6 +33,9 @@ fn losses(text: &str) -> BTreeMap<u64, Vec<String>> {
     let mut losses = BTreeMap::<u64, Vec<String>>::new();
     for line in text.lines().filter(|line| line.starts_with("step ")) {
         let words: Vec<&str> = line.split_whitespace().collect();
+        if words.get(2) != Some(&"loss") {
+            continue;
+        }
         let step = words[1].split('/').next().unwrap().parse().unwrap();
         losses.entry(step).or_default().push(words[3].to_string());
     }
@@ -164,6 +167,40 @@ fn kills_of_ranks_that_offload_leave_no_trace_and_no_file() {
     folder.assert_same_checkpoint(&whole, 24);
     assert_eq!(text.matches(" died (signal 9").count(), faults.len(), "{text}");
     assert_eq!(std::fs::read_dir(folder.path("fast")).unwrap().count(), 0);
+}
+
+#[test]
+fn kills_of_ranks_that_update_in_the_backward_pass_leave_no_trace() {
+    // It saves in the background, so that updates meet saves in progress.
+    let recipe =
+        RECIPE.replace("every_steps = 2", "every_steps = 1").replace("background = false", "background = true");
+    let recipe = recipe + "max_restarts = 20\n";
+    let (whole, expected) = run_undisturbed(&recipe, "4");
+    let plain = Folder::new(&recipe);
+    let recipe = recipe.replace("[optimizer]\n", "[optimizer]\nin_backward = true\n");
+    let run = |recipe: &str, layout: &[&str], faults: &[&str]| {
+        let arguments: Vec<&str> = faults.iter().flat_map(|fault| ["--fault", fault]).collect();
+        let folder = Folder::new(recipe);
+        std::fs::create_dir(folder.path("fast")).unwrap();
+        let text = good(&folder.train(&[&["-n", "4"], layout, &arguments[..]].concat()));
+        assert_eq!(text.matches(" died (signal 9").count(), faults.len(), "{text}");
+        (folder, text)
+    };
+    let faults = [
+        "kill rank=1 step=5 phase=optimizer unit=head",
+        "kill rank=0 step=8 phase=optimizer unit=block.0",
+        "kill rank=3 step=11 phase=backward unit=block.0",
+    ];
+    let (folder, text) = run(&(recipe.clone() + "[offload]\noptimizer = \"fast\"\n"), &[], &faults);
+    assert_same_losses(&text, &expected, 0.);
+    folder.assert_same_checkpoint(&whole, 24);
+    // The stages of a pipeline update their units at different times.
+    let sizes = ["--set", "batch.global_batch_size=16", "--set", "batch.micro_batch_size=2"];
+    let faults = ["kill rank=3 step=5 phase=optimizer unit=head", "kill rank=0 step=8 phase=optimizer unit=block.0"];
+    let layout = [&["--set", "parallel.pipeline=2"], &sizes[..]].concat();
+    let expected = good(&plain.train(&[&["-n", "4"], &layout[..]].concat()));
+    let (_, text) = run(&recipe, &layout, &faults);
+    assert_same_losses(&text, &expected, 0.);
 }
 
 #[test]

@@ -60,12 +60,12 @@ pub struct Program {
 }
 
 impl Program {
-    /// The instructions before the update: the passes, and the reduction of gradients.
+    /// The instructions of the first half of a step: the passes, the reduction of gradients, and updates in the backward pass.
     pub fn gradients(&self) -> &[Instruction] {
         &self.instructions[..self.first_update()]
     }
 
-    /// The instructions of the update.
+    /// The instructions of the second half of a step: the update, or what is left of updates in the backward pass.
     pub fn update(&self) -> &[Instruction] {
         &self.instructions[self.first_update()..]
     }

@@ -50,6 +50,7 @@ fn random_policy(random: &mut Random) -> Policy {
         // As in training, which refuses it if gradients are not sharded.
         reduce_each_micro_batch: sharding.gradients && random.percent(40),
         micro_batches: 1 + random.below(4),
+        update_in_backward: random.percent(30),
         optimizer_tier: random.percent(30).then_some(Tier::Disk),
         gradient_tier: random.percent(30).then_some(Tier::Disk),
         activation_tier: random.percent(30).then_some(Tier::Disk),
@@ -276,6 +277,19 @@ fn a_skipped_step_ends_with_the_totals_on_all_ranks() {
     let skipped = Program { units: program.units.clone(), instructions: program.gradients().to_vec() };
     assert_eq!(check(&Programs::uniform(skipped.clone()), &units, &policy, &mesh), Ok(()));
     let violation = check(&with_exception(&program, 2, &skipped), &units, &policy, &mesh).unwrap_err();
+    assert_eq!((violation.rank, violation.rule), (2, Rule::Gradients));
+
+    // A step that updates in the backward pass cannot be skipped, and its totals come last.
+    let policy = Policy { update_in_backward: true, ..policy };
+    let program = build::train_step(&units, &policy);
+    let never = |instruction: &Instruction| !matches!(instruction, Instruction::Update(_));
+    let mut without = program.clone();
+    without.instructions.retain(never);
+    let violation = check(&with_exception(&program, 2, &without), &units, &policy, &mesh).unwrap_err();
+    assert_eq!((violation.rank, violation.rule), (2, Rule::Gradients));
+    let mut late = without;
+    late.instructions.extend([0, 1].map(Instruction::Update));
+    let violation = check(&with_exception(&program, 2, &late), &units, &policy, &mesh).unwrap_err();
     assert_eq!((violation.rank, violation.rule), (2, Rule::Gradients));
 }
 

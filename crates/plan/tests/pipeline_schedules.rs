@@ -41,6 +41,7 @@ fn every_schedule_works_for_any_number_of_stages_and_micro_batches() {
                     activation_checkpointing: checkpointing[random.below(3)],
                     prefetch: random.below(4),
                     optimizer_tier: random.percent(20).then_some(Tier::Disk),
+                    update_in_backward: random.percent(20),
                     gradient_tier: random.percent(20).then_some(Tier::Disk),
                     activation_tier: random.percent(20).then_some(Tier::Disk),
                     ..Policy::stage(random.below(4) as u8, micro_batches)

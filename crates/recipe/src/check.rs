@@ -14,8 +14,8 @@ use super::resolve::{
 };
 use super::source::Invalid;
 use super::{
-    ActivationCheckpointingRecipe, DeviceRecipe, FloatRecipe, HOST, OptimizerKind, ParallelRecipe, Recipe, Result,
-    ScheduleKind, SpikeRecipe,
+    ActivationCheckpointingRecipe, DeviceRecipe, FloatRecipe, HOST, NonFiniteRecipe, OptimizerKind, ParallelRecipe,
+    Recipe, Result, ScheduleKind, SpikeRecipe,
 };
 
 type Checked = Either<(), Invalid>;
@@ -271,7 +271,53 @@ impl Recipe {
             let problem = format!("`optimizer.weight_decay` is {decay}, but must be 0 or a positive number");
             return Err(Invalid::at("optimizer.weight_decay", problem));
         }
-        self.check_optimizer_keys()
+        self.check_optimizer_keys()?;
+        if given.in_backward { self.check_update_in_backward() } else { Ok(()) }
+    }
+
+    /// Refuses everything that must see the gradients of all units before the first update.
+    fn check_update_in_backward(&self) -> Checked {
+        let (recipe, supervision) = (&self.optimizer, &self.supervision);
+        let needs = [
+            ("optimizer.max_grad_norm", recipe.max_grad_norm.map(number), "clipping needs the norm of all gradients"),
+            (
+                "precision.param_dtype",
+                self.resolve_loss_scale().map(|_| word(&self.precision.param_dtype)),
+                "a dynamic loss scale skips a step if any gradient overflows",
+            ),
+            (
+                "run.on_nonfinite",
+                (self.resolve_on_nonfinite() == NonFiniteRecipe::Skip).then(|| word(&NonFiniteRecipe::Skip)),
+                "a step is skipped only if no unit is updated yet",
+            ),
+            (
+                "schedule.kind",
+                (self.schedule.kind == ScheduleKind::LrRangeTest).then(|| word(&self.schedule.kind)),
+                "a learning rate range test ends before the first update with a loss that is not finite",
+            ),
+            (
+                "supervision.on_spike",
+                (supervision.on_spike != SpikeRecipe::Report).then(|| word(&supervision.on_spike)),
+                "a spike is found once all gradients are reduced; only \"report\" works",
+            ),
+            (
+                "supervision.spot_check_every",
+                supervision.spot_check_every.map(|every| every.to_string()),
+                "a spot check repeats the step with the same parameters",
+            ),
+            (
+                "offload.gradients",
+                self.offload.gradients.as_ref().map(|folder| format!("{folder:?}")),
+                "the update uses gradients up before they could be offloaded",
+            ),
+        ];
+        for (key, value, reason) in needs {
+            if let Some(value) = value {
+                let problem = format!("units cannot be updated in the backward pass: {reason}");
+                return Err(Invalid::between(&[("optimizer.in_backward", "true".to_string()), (key, value)], problem));
+            }
+        }
+        Ok(())
     }
 
     /// Refuses keys of other kinds of optimizers, which would silently have no effect.

@@ -22,6 +22,7 @@ const WORDS: &[(&str, Here)] = &[
         "max_grad_norm grad_clip clip_grad gradient_clipping max_norm gradient_clip_val clip clip_norm",
         Here::Key("optimizer.max_grad_norm"),
     ),
+    ("optimizer_in_bwd optimizer_in_backward fused_backward", Here::Key("optimizer.in_backward")),
     ("scheduler lr_scheduler lr_scheduler_type lr_decay_style", Here::Key("schedule.kind")),
     (
         "warmup warm_up warmup_iters num_warmup_steps lr_warmup_iters warmup_num_steps",

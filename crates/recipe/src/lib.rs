@@ -500,6 +500,11 @@ pub struct OptimizerRecipe {
     pub weight_decay: f64,
     /// Clip the global gradient norm to this value. Defaults to no clipping.
     pub max_grad_norm: Option<f64>,
+    /// Update each unit in the backward pass, as soon as its gradients are reduced, and free them. With one micro-batch per step, gradients
+    /// then take the memory of a few units. The results are the same. Not possible with anything that must see all gradients first, such as
+    /// clipping.
+    #[serde(default)]
+    pub in_backward: bool,
 }
 
 /// `kind` of an optimizer.

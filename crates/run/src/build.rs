@@ -135,6 +135,7 @@ pub fn options(recipe: &Recipe, device: Device) -> Result<Options> {
         schedule: recipe.resolve_schedule(),
         max_grad_norm: recipe.optimizer.max_grad_norm,
         loss_scale: recipe.resolve_loss_scale().map_or(LossScale::Fixed(1.), LossScale::Dynamic),
+        update_in_backward: recipe.optimizer.in_backward,
         on_nonfinite: match recipe.resolve_on_nonfinite() {
             NonFiniteRecipe::Stop => OnNonFinite::Stop,
             NonFiniteRecipe::Skip => OnNonFinite::Skip,

@@ -281,9 +281,20 @@ impl<'a> Session<'a> {
         let own = self.meter.time_loading(|| self.loader.load(step))?;
 
         let is_checked = recipe.supervision.spot_check_every.is_some_and(|every| step.is_multiple_of(every));
+        let is_pipeline = trainer.ranks().pipeline.size() > 1;
+        if let Some(saver) = self.saver.as_mut().filter(|_| is_pipeline && recipe.optimizer.in_backward) {
+            saver.release_all_units(trainer)?;
+        }
         let gradients = match is_checked {
             true => compute_checked_gradients(trainer, &self.probe, &own, &rank_batches)?,
-            false => trainer.compute_gradients(&own)?,
+            false => {
+                // What is updated in the backward pass, too, may still be read by a save.
+                let saver = &mut self.saver;
+                trainer.compute_gradients_with(&own, &mut |shard, unit| match saver {
+                    Some(saver) => saver.release_unit(shard, unit),
+                    None => Ok(()),
+                })?
+            }
         };
         self.tracer.request(gradients.largest_signal);
         let on_spike = match recipe.supervision.on_spike {

@@ -317,6 +317,16 @@ impl Saver {
         Ok(())
     }
 
+    /// Releases the tensors of all units before a step, because the stages of a pipeline will not update theirs at the same time: waits
+    /// until the save in progress has read or copied them. None is detached: passes still read parameters. All ranks call it together.
+    pub(crate) fn release_all_units(&mut self, trainer: &Trainer) -> Result<()> {
+        let Some(snapshot) = &self.unreleased else { return Ok(()) };
+        for unit in trainer.own_trainable_units() {
+            release_tensors(&self.world, snapshot.upgrade().as_deref(), TensorSet::Unit(unit), &mut |_| None)?;
+        }
+        self.end_update(trainer.fewer_updates())
+    }
+
     /// Notes that all units have been updated, so that nothing is left to release. `fewer` is the number of units that this stage
     /// has updated less than another one, whose calls it joins.
     pub(crate) fn end_update(&mut self, fewer: usize) -> Result<()> {
@@ -546,7 +556,7 @@ fn describe_giving_up(name: &str, error: &str) -> String {
 const WRITERS: usize = 2;
 
 fn write_files(store: &Store, step: u64, snapshot: &Snapshot) -> Outcome {
-    let queue = Mutex::new(snapshot.files.iter().enumerate());
+    let queue = Mutex::new(snapshot.files_in_order().into_iter());
     let write = || -> std::result::Result<Vec<(usize, Vec<Hash>)>, String> {
         let mut own = Vec::new();
         loop {

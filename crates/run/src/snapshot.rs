@@ -34,6 +34,8 @@ pub(crate) struct Snapshot {
     buffer_bytes: usize,
     /// On which tensors are copied from a device, next to what training queues there.
     stream: Option<Arc<Stream>>,
+    /// Whether the last unit is updated first.
+    updates_last_first: bool,
     state: Mutex<State>,
     /// Signaled when a piece changes its state.
     changed: Condvar,
@@ -248,7 +250,7 @@ pub(crate) struct Builder {
 }
 
 impl Builder {
-    /// Starts the next unit, whose files follow. Units are written in this order, so those that are updated first come first.
+    /// Starts the next unit of the model, whose files follow.
     pub(crate) fn start_unit(&mut self, lease: Option<TensorLease>) {
         self.units.push(self.pieces.len()..self.pieces.len());
         self.leases.push(lease);
@@ -286,7 +288,8 @@ impl Builder {
 
     /// Returns the snapshot. Its copies and detached tensors take at most `buffer_bytes`. Its writer holds a [`WriterGuard`]. If the
     /// tensors are on a device, `stream` has waited for everything that writes to them.
-    pub(crate) fn finish(self, buffer_bytes: usize, stream: Option<Arc<Stream>>) -> Snapshot {
+    /// `updates_last_first` says whether the next update starts with the last unit.
+    pub(crate) fn finish(self, buffer_bytes: usize, stream: Option<Arc<Stream>>, updates_last_first: bool) -> Snapshot {
         let state = State {
             pieces: self.pieces,
             tensors: self.tensors,
@@ -299,7 +302,8 @@ impl Builder {
             waited: Duration::ZERO,
         };
         let (files, units) = (self.files, self.units);
-        Snapshot { files, units, buffer_bytes, stream, state: Mutex::new(state), changed: Condvar::new() }
+        let (state, changed) = (Mutex::new(state), Condvar::new());
+        Snapshot { files, units, buffer_bytes, stream, updates_last_first, state, changed }
     }
 }
 
@@ -372,6 +376,15 @@ impl Snapshot {
         let OwnFile { unit, parts, .. } = &self.files[file];
         let reader = |&(index, len): &(usize, usize)| PieceReader { snapshot: self, unit: *unit, index, left: 0..len };
         parts.iter().map(move |pieces| pieces.iter().map(reader).collect())
+    }
+
+    /// The files in the order in which they are to be written: those of units that are updated first come first.
+    pub(crate) fn files_in_order(&self) -> Vec<(usize, &OwnFile)> {
+        let mut files: Vec<_> = self.files.iter().enumerate().collect();
+        if self.updates_last_first {
+            files.reverse();
+        }
+        files
     }
 
     /// Whether the snapshot can still be written from the start.
@@ -599,7 +612,7 @@ mod tests {
         let header = Content::Bytes(Bytes::from_static(b"header"));
         builder.start_unit(None);
         builder.add(0, "file".to_string(), vec![header, content(0), content(1)]);
-        (Arc::new(builder.finish(buffer_bytes, None)), tensors, expected)
+        (Arc::new(builder.finish(buffer_bytes, None, false)), tensors, expected)
     }
 
     fn overwrite(tensor: &Tensor) {

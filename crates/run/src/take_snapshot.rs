@@ -65,7 +65,7 @@ fn exchange_and_build(
     if let Some(stream) = &stream {
         stream.wait_for(&Stream::current(trainer.options().device)?)?;
     }
-    Ok(Ok(Arc::new(builder.finish(buffer_bytes, stream))))
+    Ok(Ok(Arc::new(builder.finish(buffer_bytes, stream, trainer.options().update_in_backward))))
 }
 
 /// A file before the ranks exchange its parts. All memory for the exchange is allocated.

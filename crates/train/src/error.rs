@@ -94,6 +94,17 @@ pub enum Error {
         /// The first value that is not finite.
         fault: NonFiniteValue,
     },
+    /// The loss or a gradient is not finite, and units were updated in the backward pass.
+    #[error(
+        "step {step}: {fault}, and parameters were updated with it in the backward pass; resume from a checkpoint, perhaps with \
+         optimizer.in_backward = false, which stops before the update"
+    )]
+    NonFiniteUpdate {
+        /// The step with that value.
+        step: u64,
+        /// The first value that is not finite.
+        fault: NonFiniteValue,
+    },
     /// Values are not finite even at the smallest loss scale.
     #[error("step {step}: {fault}, even with a loss scale of {scale}; f16 cannot train this model; use bf16 or f32")]
     ScaleTooSmall {
@@ -117,7 +128,8 @@ impl Error {
     pub fn is_same_on_all_ranks(&self) -> bool {
         match self {
             Error::Options(_) | Error::AllFrozen | Error::Checkpoint(_) => true,
-            Error::NonFinite { .. } | Error::ScaleTooSmall { .. } | Error::AllTargetsIgnored { .. } => true,
+            Error::NonFinite { .. } | Error::NonFiniteUpdate { .. } => true,
+            Error::ScaleTooSmall { .. } | Error::AllTargetsIgnored { .. } => true,
             Error::Model { .. } | Error::Backward { .. } | Error::Zero(_) | Error::Comm(_) => false,
             Error::MicroBatches { .. } | Error::Source { .. } | Error::Broken { .. } => false,
             Error::Batch(_) | Error::Device(_) => false,

@@ -30,6 +30,14 @@ pub enum NonFiniteValue {
         /// The unit's first parameter whose gradient is not finite.
         parameter: String,
     },
+    /// Some gradient of a unit that was updated in the backward pass, while all outputs are finite. On a device, also gradients whose
+    /// squares overflow f32.
+    UnitNorm {
+        /// The unit.
+        unit: String,
+    },
+    /// The loss, while all gradients are finite.
+    Loss,
 }
 
 impl fmt::Display for NonFiniteValue {
@@ -47,6 +55,8 @@ impl fmt::Display for NonFiniteValue {
             NonFiniteValue::Gradient { unit, parameter } => {
                 write!(f, "the gradient of {parameter} in unit {unit} is not finite")
             }
+            NonFiniteValue::UnitNorm { unit } => write!(f, "the norm of the gradients of unit {unit} is not finite"),
+            NonFiniteValue::Loss => write!(f, "the loss is not finite"),
         }
     }
 }

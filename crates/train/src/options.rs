@@ -69,6 +69,10 @@ pub struct Options {
     pub max_grad_norm: Option<f64>,
     /// The loss scale, for f16.
     pub loss_scale: LossScale,
+    /// Whether to update each unit in the backward pass, as soon as its gradients are reduced. Changes no bit. Gradients then take the
+    /// memory of a few units if a step has one micro-batch, and updates overlap with the backward pass. Nothing may depend on all gradients: no clipping, no dynamic
+    /// loss scale, and no skipping of updates.
+    pub update_in_backward: bool,
     /// What to do if the loss or a gradient is not finite.
     pub on_nonfinite: OnNonFinite,
     /// What is kept on a disk.
@@ -95,6 +99,7 @@ impl Options {
             schedule,
             max_grad_norm: None,
             loss_scale: LossScale::Fixed(1.),
+            update_in_backward: false,
             on_nonfinite: OnNonFinite::Stop,
             offload: OffloadFolders::default(),
             device: Device::Cpu,
@@ -109,6 +114,7 @@ impl Options {
             activation_checkpointing: self.activation_checkpointing,
             reduce_each_micro_batch: self.reduce_each_micro_batch,
             micro_batches,
+            update_in_backward: self.update_in_backward,
             optimizer_tier: self.offload.optimizer.as_ref().map(|_| Tier::Disk),
             gradient_tier: self.offload.gradients.as_ref().map(|_| Tier::Disk),
             activation_tier: self.offload.activations.as_ref().map(|_| Tier::Disk),
@@ -125,6 +131,9 @@ impl Options {
         let refuse = |problem: &str| Err(Error::Options(problem.to_string()));
         if self.reduce_each_micro_batch && !self.sharding.gradients {
             return refuse("reduce_each_micro_batch needs sharded gradients: use stage 2 or 3, or set it to false");
+        }
+        if self.update_in_backward {
+            self.check_update_in_backward()?;
         }
         if self.offload != OffloadFolders::default() && self.device != Device::Cpu {
             return refuse("only ranks that compute on CPUs can offload so far");
@@ -162,6 +171,22 @@ impl Options {
             return refuse(&format!("a loss scale of {value} cannot be used; it must be positive and fit into f32"));
         }
         Ok(())
+    }
+
+    /// Fails if an update depends on the gradients of all units, or gradients are offloaded that are used up at once.
+    fn check_update_in_backward(&self) -> Result<()> {
+        let problem = if self.max_grad_norm.is_some() {
+            "clipping needs the norm of all gradients before the first update"
+        } else if matches!(self.loss_scale, LossScale::Dynamic(_)) {
+            "a dynamic loss scale skips updates if any gradient overflows"
+        } else if self.on_nonfinite == OnNonFinite::Skip {
+            "updates with gradients that are not finite could not be skipped"
+        } else if self.offload.gradients.is_some() {
+            "an update in the backward pass uses gradients up before they could be offloaded"
+        } else {
+            return Ok(());
+        };
+        Err(Error::Options(format!("update_in_backward: {problem}")))
     }
 }
 

@@ -34,7 +34,10 @@ impl Trainer {
         for (meaning, value) in meanings.into_iter().zip(values) {
             match meaning {
                 Unread::Loss => step.loss += value,
-                Unread::Squares(unit) if value.is_finite() => step.squares[unit] = value,
+                // An update in the backward pass has used the gradients up.
+                Unread::Squares(unit) if value.is_finite() || self.options.update_in_backward => {
+                    step.squares[unit] = value;
+                }
                 // Perhaps only the sum in f32 is too large.
                 Unread::Squares(unit) => step.squares[unit] = self.shards[unit].grad_norm_squared()?,
             }

@@ -10,9 +10,13 @@ use crate::step::Trainer;
 impl Trainer {
     /// Discards the gradients of a step. Returns the value that was not finite, or fails if the options say so.
     pub(crate) fn skip_update(&mut self, gradients: &Gradients) -> Result<NonFiniteValue> {
+        let step = gradients.step;
+        if self.options.update_in_backward {
+            let fault = self.first_non_finite_unit(gradients)?;
+            return Err(Error::NonFiniteUpdate { step, fault });
+        }
         let fault = self.first_non_finite(gradients.non_finite_output)?;
         self.discard_gradients();
-        let step = gradients.step;
         if self.options.on_nonfinite == OnNonFinite::Stop {
             return Err(Error::NonFinite { step, fault });
         }
@@ -22,6 +26,18 @@ impl Trainer {
             true => Ok(fault),
             false => Err(Error::ScaleTooSmall { step, scale, fault }),
         }
+    }
+
+    /// The first unit whose output or gradients are not finite. The update has used the gradients up, and changed the parameters.
+    fn first_non_finite_unit(&self, gradients: &Gradients) -> Result<NonFiniteValue> {
+        if let Some((unit, rank)) = self.ranks.first_on_any_rank(gradients.non_finite_output)? {
+            return Ok(NonFiniteValue::Output { unit: self.unit_name(unit).to_string(), rank, parameter: None });
+        }
+        let is_wrong = |norm: &f64| !norm.is_finite();
+        Ok(match gradients.unit_norms.iter().rposition(is_wrong) {
+            Some(unit) => NonFiniteValue::UnitNorm { unit: self.unit_name(unit).to_string() },
+            None => NonFiniteValue::Loss,
+        })
     }
 
     /// The first value on any rank that is not finite, in the order of the computation: outputs forward, gradients backward.

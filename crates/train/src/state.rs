@@ -147,12 +147,19 @@ impl Trainer {
 
     /// How many trainable units this rank's stage has fewer than the stage that has the most.
     pub fn fewer_updates(&self) -> usize {
-        let mut trainable = vec![0usize; self.ranks.pipeline.size()];
-        for (unit, &stage) in self.unit_specs.iter().zip(&self.stage_of_unit) {
-            trainable[stage] += usize::from(unit.trainable > 0);
-        }
-        let most = trainable.iter().copied().max().unwrap_or(0);
-        most - trainable[self.ranks.pipeline.rank()]
+        let trainable = |stage| self.trainable_units(stage).count();
+        let most = (0..self.ranks.pipeline.size()).map(trainable).max().unwrap_or(0);
+        most - trainable(self.ranks.pipeline.rank())
+    }
+
+    /// The units of this rank's stage that have trainable parameters.
+    pub fn own_trainable_units(&self) -> impl Iterator<Item = usize> + '_ {
+        self.trainable_units(self.ranks.pipeline.rank())
+    }
+
+    fn trainable_units(&self, stage: usize) -> impl Iterator<Item = usize> + '_ {
+        let is_trained = move |&unit: &usize| self.stage_of_unit[unit] == stage && self.unit_specs[unit].trainable > 0;
+        (0..self.unit_specs.len()).filter(is_trained)
     }
 
     /// This rank's shards of a unit, as a checkpoint stores them, once the last update is complete: one for each buffer of its layout

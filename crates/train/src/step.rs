@@ -13,7 +13,7 @@ use shardwise_plan::program::{Instruction, Keep, ModelParallel, Policy, Program,
 use shardwise_torch::autograd::{self, Graph};
 use shardwise_torch::tch::{Device, Tensor, no_grad};
 use shardwise_torch::{Stream, kind_of};
-use shardwise_zero::{Bytes, Moved, OffloadFiles, Pool, ShardedUnit};
+use shardwise_zero::{Bytes, Moved, OffloadFiles, Optimizer, Pool, ShardedUnit};
 
 use crate::error::{Error, Result};
 use crate::expert_biases::ExpertBiases;
@@ -205,14 +205,30 @@ impl Trainer {
     /// The first half of a step: forward and backward passes, and the reduction of gradients. All ranks call it together. It
     /// discards gradients that were computed before and not applied.
     ///
+    /// With [`Options::update_in_backward`], it also updates the units. [`Trainer::apply_update`] must follow: until then, other calls
+    /// fail, and gradients that are discarded leave a trainer that cannot be used.
+    ///
     /// Before the first step of a custom model whose layers ranks share, compares the layers with those on one rank.
     pub fn compute_gradients(&mut self, micro_batches: &[Batch]) -> Result<Gradients> {
+        if self.options.update_in_backward {
+            (0..self.leases.len()).try_for_each(|unit| self.check_no_lease(unit))?;
+        }
+        self.compute_gradients_with(micro_batches, &mut |_, _| Ok(()))
+    }
+
+    /// Like [`Trainer::compute_gradients`], for whoever reads the trainer's tensors in the meantime: `before` is called for each unit
+    /// that is updated in the backward pass, as by [`Trainer::apply_update_with`].
+    pub fn compute_gradients_with(
+        &mut self,
+        micro_batches: &[Batch],
+        before: &mut BeforeUpdate<'_>,
+    ) -> Result<Gradients> {
         if !self.has_stepped && self.parallel.size() > 1 && !self.model.is_built_in() {
             // If a rank has no micro-batches, this fails on all ranks. Without it, the others would wait for that rank in the check.
             self.count_tokens(self.steps + 1, micro_batches, 0)?;
             self.check_shared_layers(&micro_batches[0])?;
         }
-        let gradients = self.unless_broken(|trainer| trainer.compute_step(micro_batches))?;
+        let gradients = self.unless_broken(|trainer| trainer.compute_step(micro_batches, before))?;
         self.pending = Some(gradients.step);
         Ok(gradients)
     }
@@ -221,7 +237,7 @@ impl Trainer {
     /// finite. All ranks call it together. A step that fails is not counted. Fails if these gradients have been discarded, or if
     /// someone holds a [`TensorLease`](crate::TensorLease).
     pub fn apply_update(&mut self, gradients: Gradients) -> Result<Report> {
-        if gradients.are_finite() {
+        if gradients.are_finite() && !self.options.update_in_backward {
             (0..self.leases.len()).try_for_each(|unit| self.check_no_lease(unit))?;
         }
         self.apply_update_with(gradients, &mut |_, _| Ok(()))
@@ -231,22 +247,26 @@ impl Trainer {
     /// its index just before the unit is updated, and must end the leases on it. It may detach the unit's tensors
     /// ([`ShardedUnit::detach_checkpoint_tensor`]).
     pub fn apply_update_with(&mut self, gradients: Gradients, before: &mut BeforeUpdate<'_>) -> Result<Report> {
+        self.check_not_broken()?;
         if self.pending != Some(gradients.step) {
             let problem = format!("step {}: its gradients were discarded; compute them again", gradients.step);
             return Err(Error::Options(problem));
         }
         let earlier = (self.skipped, self.loss_scaler);
+        let pending = self.pending.take();
         let report = self.unless_broken(|trainer| trainer.update_step(gradients, before));
         match &report {
-            Ok(report) => (self.steps, self.has_stepped, self.pending) = (report.step, true, None),
-            Err(_) => (self.skipped, self.loss_scaler) = earlier,
+            Ok(report) => (self.steps, self.has_stepped) = (report.step, true),
+            Err(_) => (self.skipped, self.loss_scaler, self.pending) = (earlier.0, earlier.1, pending),
         }
         report
     }
 
     /// Discards the gradients of a step that is not applied.
     pub fn discard_gradients(&mut self) {
-        self.pending = None;
+        if let Some(step) = self.pending.take().filter(|_| self.options.update_in_backward) {
+            self.mark_broken(&format!("step {step} was abandoned after its units were updated in the backward pass"));
+        }
         self.shards.iter_mut().for_each(|(_, shard)| shard.discard_gradients());
     }
 
@@ -326,7 +346,7 @@ impl Trainer {
 
     // ---- the step -----------------------------------------------------------------------------------------------------
 
-    fn compute_step(&mut self, micro_batches: &[Batch]) -> Result<Gradients> {
+    fn compute_step(&mut self, micro_batches: &[Batch], before: &mut BeforeUpdate<'_>) -> Result<Gradients> {
         self.probe.start_step(self.steps + 1);
         self.discard_gradients();
         // Without micro-batches, counting tokens fails on all ranks.
@@ -335,6 +355,9 @@ impl Trainer {
         values.batches = self.copy_batches(micro_batches)?;
         values.splits_backward = splits_backward(&program);
         self.set_gradient_codecs(&program);
+        if self.options.update_in_backward {
+            values.update = Some((self.optimizer_at(self.steps + 1), 1. / values.loss_scale, before));
+        }
         self.execute(program.gradients(), &mut values)?;
         Ok(values.totals.expect("a step's program ends with its totals"))
     }
@@ -344,9 +367,8 @@ impl Trainer {
         let mut skipped = None;
         if gradients.are_finite() {
             let clip = self.options.max_grad_norm.map_or(1., |largest| (largest / gradients.grad_norm).min(1.));
-            let optimizer = self.options.optimizer.with_lr(scheduled.lr, scheduled.momentum);
             let mut values = StepValues::new(&[], self.shards.model_len(), gradients.loss_scale);
-            values.update = Some((optimizer, clip / gradients.loss_scale, before));
+            values.update = Some((self.optimizer_at(gradients.step), clip / gradients.loss_scale, before));
             let program = self.program(gradients.micro_batches)?;
             self.execute(program.update(), &mut values)?;
             self.record_update(&gradients)?;
@@ -382,13 +404,7 @@ impl Trainer {
                 Instruction::WaitReduce(unit) => self.shards[unit].finish_reduce()?,
                 Instruction::Norm(unit) => self.add_squares(unit, step)?,
                 Instruction::ReduceTotals => step.totals = Some(self.reduce_totals(step)?),
-                Instruction::Update(unit) => {
-                    let (optimizer, factor, before) = step.update.as_mut().expect("an update has an optimizer");
-                    before(&mut self.shards[unit], unit)?;
-                    // Units before this one have been updated.
-                    self.check_no_lease(unit).inspect_err(|error| self.mark_broken(error))?;
-                    self.shards[unit].update(optimizer, *factor)?;
-                }
+                Instruction::Update(unit) => self.update_unit(unit, step)?,
                 Instruction::StartFetch(offload) => self.start_fetch(offload, step)?,
                 Instruction::WaitFetch(offload) => self.finish_fetch(offload, step)?,
                 Instruction::StartStore(offload) => self.start_store(offload, step)?,
@@ -466,8 +482,16 @@ impl Trainer {
         self.broken_by.get_or_insert_with(|| error.to_string());
     }
 
-    /// Fails if an earlier call failed halfway.
+    /// Fails if an earlier call failed halfway, or if a step has updated units and is not finished.
     pub(crate) fn check_unbroken(&self) -> Result<()> {
+        self.check_not_broken()?;
+        match self.pending.filter(|_| self.options.update_in_backward) {
+            Some(step) => Err(Error::Options(format!("step {step} has updated units; finish it with `apply_update`"))),
+            None => Ok(()),
+        }
+    }
+
+    fn check_not_broken(&self) -> Result<()> {
         match &self.broken_by {
             Some(error) => Err(Error::Broken { error: error.clone() }),
             None => Ok(()),
@@ -525,6 +549,21 @@ impl Trainer {
             return Err(failed(shardwise_model::Error::Config { key: "loss", problem }));
         }
         Ok(output)
+    }
+
+    /// Updates a unit, once nobody reads its tensors.
+    fn update_unit(&mut self, unit: usize, step: &mut StepValues<'_>) -> Result<()> {
+        let (optimizer, factor, before) = step.update.as_mut().expect("an update has an optimizer");
+        let released = before(&mut self.shards[unit], unit).and_then(|()| self.check_no_lease(unit));
+        // Units before this one have been updated.
+        released.inspect_err(|error| self.mark_broken(error))?;
+        Ok(self.shards[unit].update(optimizer, *factor)?)
+    }
+
+    /// The optimizer of a step.
+    fn optimizer_at(&self, step: u64) -> Optimizer {
+        let scheduled = self.options.schedule.at(step);
+        self.options.optimizer.with_lr(scheduled.lr, scheduled.momentum)
     }
 
     /// Changes what an update changes besides parameters and optimizer state.
@@ -665,8 +704,9 @@ impl Trainer {
         // Every replica contributed the same gradients.
         let (replicas, loss_scale) = (self.ranks.groups.replicate.size() as f64, step.loss_scale);
         let norm = |squares: f64| (squares / replicas).sqrt() / loss_scale;
-        // On the CPU, it has been found in the passes.
-        if !loss_sum.is_finite() && self.options.device != Device::Cpu {
+        // On the CPU, it has been found in the passes. To find it on a device, they are repeated with the same parameters.
+        let can_repeat = self.options.device != Device::Cpu && !self.options.update_in_backward;
+        if !loss_sum.is_finite() && can_repeat {
             step.non_finite_output = self.find_non_finite_output(step.micro_batches)?;
         }
         Ok(Gradients {

@@ -84,6 +84,18 @@ fn every_stage_on_a_device_has_the_bits_of_the_cpu() {
 }
 
 #[test]
+fn updates_in_the_backward_pass_on_a_device_have_the_bits_of_the_cpu() {
+    for stage in 0..=3 {
+        let [expected, found] = [(Device::Cpu, false), (device(), true)].map(|(device, update_in_backward)| {
+            let options = Options { max_grad_norm: None, update_in_backward, ..options(stage, device) };
+            train(gpt2(), &alone(device), options)
+        });
+        assert_eq!(found.0, expected.0, "losses and norms at stage {stage}");
+        assert!(found.1 == expected.1, "parameters at stage {stage}");
+    }
+}
+
+#[test]
 fn every_optimizer_and_precision_on_a_device_has_the_bits_of_the_cpu() {
     let lamb = Lamb { lr: 0., beta1: 0.9, beta2: 0.99, weight_decay: 0.1, eps: 1e-8 };
     let sgd = Sgd { lr: 0., momentum: 0.9, weight_decay: 0.1 };
@@ -234,7 +246,7 @@ fn a_collective_that_fails_on_a_device_fails_the_step() {
 
 #[test]
 fn an_output_that_is_not_finite_is_found_after_the_step() {
-    let [expected, found] = [Device::Cpu, device()].map(|device| {
+    let error = |device: Device, update_in_backward: bool| {
         let mut init = init::from_seed(5);
         let mut broken = |parameter: &Parameter, range: std::ops::Range<usize>, elements: FloatsMut<'_>| {
             let FloatsMut::F32(elements) = elements else { panic!("f32") };
@@ -244,11 +256,19 @@ fn an_output_that_is_not_finite_is_found_after_the_step() {
             }
             Ok(())
         };
-        let mut trainer = Trainer::new(llama(), alone(device), options(3, device), &mut broken).unwrap();
+        let max_grad_norm = (!update_in_backward).then_some(0.5);
+        let options = Options { max_grad_norm, update_in_backward, ..options(3, device) };
+        let mut trainer = Trainer::new(llama(), alone(device), options, &mut broken).unwrap();
         trainer.step(&[batch(0, 0), batch(0, 1)]).unwrap_err().to_string()
-    });
+    };
+    // libtorch looks for devices at the first backward pass.
+    let device = device();
+    let expected = error(Device::Cpu, false);
     assert!(expected.contains("its parameter model.layers.1.mlp.up_proj.weight"), "{expected}");
-    assert_eq!(found, expected);
+    assert_eq!(error(device, false), expected);
+    // What is not finite has been used to update parameters, so the passes cannot be repeated to find it.
+    let updated = error(device, true);
+    assert!(updated.contains("is not finite, and parameters were updated with it"), "{updated}");
 }
 
 #[test]

@@ -4,32 +4,25 @@
 
 mod support;
 
+use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use shardwise_comm::{Group, mpi};
 use shardwise_harness::{Launch, ranks};
-use shardwise_model::{Batch, Model};
+use shardwise_model::Model;
 use shardwise_plan::{Axis, Mesh};
-use shardwise_torch::tch::{Device, Kind, Tensor, no_grad};
+use shardwise_torch::tch::{Device, no_grad};
 use shardwise_train::{
-    ActivationCheckpointing, DynamicScale, LossScale, OffloadFolders, OnNonFinite, Options, Ranks, Schedule, Trainer,
-    init,
+    ActivationCheckpointing, DynamicScale, LossScale, OffloadFolders, OnNonFinite, Options, Probe, Ranks, StepPhase,
+    Trainer, init,
 };
-use shardwise_zero::{AdamW, Lamb, Optimizer, Precision, Sharding};
-use support::{VOCAB_SIZE, gpt2, llama};
-
-fn options(stage: u8, precision: Precision) -> Options {
-    let adamw = AdamW { lr: 0., beta1: 0.9, beta2: 0.95, weight_decay: 0.1, eps: 1e-8 };
-    let sharding = Sharding::stage(stage).unwrap();
-    Options {
-        precision,
-        max_grad_norm: Some(0.5),
-        ..Options::new(sharding, Optimizer::AdamW(adamw), Schedule::constant(1e-2))
-    }
-}
+use shardwise_zero::{Lamb, Optimizer, Precision};
+use support::bits::{batch, options, train, trainer, world};
+use support::{gpt2, llama};
 
 /// A folder on a disk, if there is one.
 fn folder() -> tempfile::TempDir {
@@ -40,48 +33,6 @@ fn offloaded(options: Options, folder: &Path) -> Options {
     let folder = Some(folder.to_path_buf());
     let offload = OffloadFolders { optimizer: folder.clone(), gradients: folder, ..OffloadFolders::default() };
     Options { offload, ..options }
-}
-
-fn world() -> Arc<Group> {
-    Arc::new(mpi::world(mpi::Options { timeout: Duration::from_secs(60), ..mpi::Options::default() }).unwrap())
-}
-
-fn trainer(ranks: &Ranks, options: Options) -> Trainer {
-    Trainer::new(llama(), ranks.clone(), options, &mut init::from_seed(5)).unwrap()
-}
-
-fn batch(step: i64, rank: usize) -> Batch {
-    let numbers = Tensor::arange(3 * 12, (Kind::Int64, Device::Cpu)).view([3, 12]);
-    let tokens = (numbers * 7 + step * 31 + rank as i64 * 57).remainder(VOCAB_SIZE);
-    Batch::new(tokens.shallow_clone(), (tokens * 3 + 1).remainder(VOCAB_SIZE))
-}
-
-fn micro_batches(step: i64, rank: usize, number: i64) -> Vec<Batch> {
-    (0..number).map(|index| batch(number * step + index, rank)).collect()
-}
-
-/// Losses and norms, and all that a checkpoint has, as bits.
-fn train(mut trainer: Trainer, steps: i64, number: i64) -> (Vec<u64>, Vec<u8>) {
-    let is_offloaded = trainer.options().offload.optimizer.is_some();
-    let rank = trainer.ranks().data_rank();
-    let mut numbers = Vec::new();
-    for step in 0..steps {
-        let report = trainer.step(&micro_batches(step, rank, number)).unwrap();
-        numbers.extend([report.loss.to_bits(), report.grad_norm.to_bits(), u64::from(report.skipped.is_some())]);
-        assert_eq!(trainer.bytes().0.optimizer == 0, is_offloaded, "between steps, nothing is in memory");
-    }
-    (numbers, saved(&mut trainer))
-}
-
-fn saved(trainer: &mut Trainer) -> Vec<u8> {
-    let mut bytes = Vec::new();
-    for unit in 0..trainer.model().units().len() {
-        for saved in trainer.checkpoint_tensors(unit).unwrap().into_iter().flatten() {
-            let elements = saved.tensor.contiguous().view_dtype(Kind::Uint8).view(-1);
-            bytes.extend(Vec::<u8>::try_from(elements).unwrap());
-        }
-    }
-    bytes
 }
 
 /// As long as the shortest run in which a bit that differs has changed the loss many times.
@@ -168,6 +119,7 @@ fn as_many_bytes_are_moved_as_the_formula_says() {
         trainer.step(&[batch(0, rank)]).unwrap();
         let before = trainer.moved().unwrap();
         trainer.step(&[batch(1, rank)]).unwrap();
+        assert_eq!(trainer.bytes().0.optimizer, 0, "between steps, nothing is in memory");
         let moved = trainer.moved().unwrap().since(before);
         let layout = ranks.layout(Precision::BF16);
         let kept: Vec<usize> = trainer.unit_specs().iter().map(|unit| layout.kept_trainable(unit, true)).collect();
@@ -232,14 +184,113 @@ fn outputs_on_a_disk_are_searched_for_values_that_are_not_finite() {
     });
 }
 
-/// This process's file without a name in a folder.
-fn unnamed_file(folder: &Path) -> std::path::PathBuf {
+/// This process's files without names in a folder. Each is open twice.
+fn unnamed_files(folder: &Path) -> Vec<PathBuf> {
     let links = std::fs::read_dir("/proc/self/fd").unwrap().map(|link| link.unwrap().path());
-    let is_in = |link: &std::path::PathBuf| {
+    let is_in = |link: &PathBuf| {
         std::fs::read_link(link)
             .is_ok_and(|target| target.starts_with(folder) && target.to_string_lossy().ends_with("(deleted)"))
     };
-    links.into_iter().find(is_in).unwrap()
+    links.filter(is_in).collect()
+}
+
+fn unnamed_file(folder: &Path) -> PathBuf {
+    unnamed_files(folder).remove(0)
+}
+
+fn all_offloaded(stage: u8, folder: &Path) -> Options {
+    let options = offloaded(options(stage, Precision::BF16), folder);
+    let activations = Some(folder.to_path_buf());
+    let offload = OffloadFolders { activations, ..options.offload };
+    Options { activation_checkpointing: ActivationCheckpointing::Full, offload, ..options }
+}
+
+/// A disk that loses everything whenever the trainer enters a phase of the third step.
+struct FailingDisk {
+    phase: StepPhase,
+    step: AtomicU64,
+    files: Vec<File>,
+}
+
+impl Probe for FailingDisk {
+    fn start_step(&self, step: u64) {
+        self.step.store(step, Ordering::Relaxed);
+    }
+
+    fn enter(&self, phase: StepPhase, _unit: usize) {
+        if phase == self.phase && self.step.load(Ordering::Relaxed) == 3 {
+            self.files.iter().for_each(|file| file.set_len(0).unwrap());
+        }
+    }
+}
+
+#[test]
+fn a_disk_that_fails_in_any_phase_is_an_error_that_names_the_unit() {
+    ranks!(1, || {
+        let (ranks, folder) = (Ranks::sharded(world()), folder());
+        let after = [StepPhase::Fetch, StepPhase::Optimizer, StepPhase::Store];
+        let before =
+            [StepPhase::Gather, StepPhase::Forward, StepPhase::Recompute, StepPhase::Backward, StepPhase::Reduce];
+        for phase in before.into_iter().chain(after) {
+            let mut trainer = trainer(&ranks, all_offloaded(3, folder.path()));
+            let open = |path| OpenOptions::new().write(true).open(path).unwrap();
+            let files = unnamed_files(folder.path()).into_iter().map(open).collect();
+            trainer.set_probe(Arc::new(FailingDisk { phase, step: AtomicU64::new(0), files }));
+            (0..2).for_each(|step| drop(trainer.step(&[batch(step, 0)]).unwrap()));
+            // What is lost in the update is missed in the next step.
+            let error = (2..4).find_map(|step| trainer.step(&[batch(step, 0)]).err()).unwrap().to_string();
+            let names = ["optimizer state", "gradients", "activations"];
+            let is_named = |what: &&str| error.contains(&format!(": its {what} in {}: ", folder.path().display()));
+            assert!(error.contains("unit ") && names.iter().any(is_named), "{phase:?}: {error}");
+            // No number is computed from what was lost.
+            let again = trainer.step(&[batch(4, 0)]).err().unwrap().to_string();
+            assert!(again.contains(&error), "{phase:?}: {again}");
+            drop(trainer);
+            assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+        }
+    });
+}
+
+/// A file system with room for a few pages.
+struct SmallDisk(tempfile::TempDir);
+
+impl SmallDisk {
+    /// Only root can create one.
+    fn mount(size: &str) -> Option<Self> {
+        let folder = tempfile::tempdir().unwrap();
+        let mut mount = Command::new("mount");
+        mount.args(["-t", "tmpfs", "-o", &format!("size={size}"), "small"]).arg(folder.path());
+        mount.status().is_ok_and(|status| status.success()).then_some(SmallDisk(folder))
+    }
+}
+
+impl Drop for SmallDisk {
+    fn drop(&mut self) {
+        drop(Command::new("umount").arg(self.0.path()).status());
+    }
+}
+
+#[test]
+fn a_disk_that_is_full_is_an_error_that_names_the_unit() {
+    ranks!(1, || {
+        let Some(disk) = SmallDisk::mount("16k") else { return };
+        let ranks = Ranks::sharded(world());
+        let activations = Some(disk.0.path().to_path_buf());
+        let options = Options {
+            activation_checkpointing: ActivationCheckpointing::Full,
+            offload: OffloadFolders { activations, ..OffloadFolders::default() },
+            ..options(0, Precision::F32)
+        };
+        let mut trainer = trainer(&ranks, options.clone());
+        let error = trainer.step(&[batch(0, 0)]).unwrap_err().to_string();
+        let expected = format!("its activations in {}: No space left on device", disk.0.path().display());
+        assert!(error.starts_with("unit block.") && error.contains(&expected), "{error}");
+        // The space for everything else is reserved.
+        let offload = offloaded(options.clone(), disk.0.path()).offload;
+        let made = Trainer::new(llama(), ranks, Options { offload, ..options }, &mut init::from_seed(5));
+        let error = made.err().unwrap().to_string();
+        assert!(error.contains("optimizer state cannot be offloaded") && error.contains("No space left"), "{error}");
+    });
 }
 
 #[test]
@@ -248,7 +299,7 @@ fn a_changed_byte_is_an_error_that_names_the_unit() {
         let (ranks, folder) = (Ranks::sharded(world()), folder());
         let mut trainer = trainer(&ranks, offloaded(options(2, Precision::F32), folder.path()));
         trainer.step(&[batch(0, 0)]).unwrap();
-        let file = std::fs::OpenOptions::new().read(true).write(true).open(unnamed_file(folder.path())).unwrap();
+        let file = OpenOptions::new().read(true).write(true).open(unnamed_file(folder.path())).unwrap();
         let mut byte = [0];
         // In a moment of the first unit.
         file.read_exact_at(&mut byte, 1001).unwrap();
@@ -268,7 +319,7 @@ fn a_read_that_fails_is_an_error_that_names_the_unit() {
         let (ranks, folder) = (Ranks::sharded(world()), folder());
         let mut trainer = trainer(&ranks, offloaded(options(2, Precision::BF16), folder.path()));
         trainer.step(&[batch(0, 0)]).unwrap();
-        let file = std::fs::OpenOptions::new().write(true).open(unnamed_file(folder.path())).unwrap();
+        let file = OpenOptions::new().write(true).open(unnamed_file(folder.path())).unwrap();
         file.set_len(4096).unwrap();
         let error = trainer.step(&[batch(1, 0)]).unwrap_err().to_string();
         let expected = format!("its optimizer state in {}: failed to fill whole buffer", folder.path().display());

@@ -64,6 +64,8 @@ pub struct Policy {
     pub reduce_each_micro_batch: bool,
     /// The number of micro-batches per step.
     pub micro_batches: usize,
+    /// Whether to update each unit as soon as its gradients are reduced, in the backward pass, instead of after the totals.
+    pub update_in_backward: bool,
     /// Where masters and optimizer state are between updates, if not in memory.
     pub optimizer_tier: Option<Tier>,
     /// Where reduced gradients are until the update, if not in memory.
@@ -84,6 +86,7 @@ impl Policy {
             activation_checkpointing: ActivationCheckpointing::None,
             reduce_each_micro_batch: false,
             micro_batches,
+            update_in_backward: false,
             optimizer_tier: None,
             gradient_tier: None,
             activation_tier: None,

@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
+pub(crate) mod bits;
+
 use shardwise_model::{Gpt2Config, LlamaConfig, Model};
 
 pub(crate) const VOCAB_SIZE: i64 = 101;

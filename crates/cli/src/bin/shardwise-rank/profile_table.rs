@@ -195,7 +195,7 @@ fn machine(profiled: &ProfileReport) -> Vec<String> {
         let sum = |of: fn(&UnitTime) -> f64| profiled.profile.units.iter().map(of).sum::<f64>();
         let (waited_s, update_s) = (sum(|unit| unit.offload_s), sum(|unit| unit.optimizer_s));
         lines.push(format!(
-            "Disk: a rank reads {:.1} MB per step at {}, writes {:.1} MB at {}, and waits for {}; the update alone would hide that at {}",
+            "Disk: a rank reads {:.1} MB per step at {}, writes {:.1} MB at {}, and waits for {}; at {} it would take as long as the update",
             read_bytes / 1e6,
             format_bytes_per_s(read_bytes_per_s),
             written_bytes / 1e6,

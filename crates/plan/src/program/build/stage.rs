@@ -1,6 +1,6 @@
 //! Builds the program of one stage, action by action.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Range;
 
 use crate::pipeline::{Action, Pass};
@@ -91,8 +91,14 @@ pub(super) struct Stage<'a> {
     reductions_left: Vec<usize>,
     /// Where each unit's reduced gradients are.
     gradients: Vec<Gradients>,
-    /// The unit whose gradients will be stored once they are reduced between replicas.
+    /// The unit whose gradients will be stored or used once they are reduced between replicas.
     replicating: Option<usize>,
+    /// The units that are updated.
+    updated: BTreeSet<usize>,
+    /// The units for whose update everything is in memory, or being fetched.
+    fetched: BTreeSet<usize>,
+    /// The units whose optimizer state is being stored.
+    storing_optimizer: VecDeque<usize>,
     /// The unit whose gradients are being stored.
     storing: Option<usize>,
     /// Where the inputs of units and micro-batches are that are kept on a tier.
@@ -133,6 +139,9 @@ impl<'a> Stage<'a> {
             reductions_left: vec![if policy.reduce_each_micro_batch { policy.micro_batches } else { 1 }; units.len()],
             gradients: vec![Gradients::InMemory; units.len()],
             replicating: None,
+            updated: BTreeSet::new(),
+            fetched: BTreeSet::new(),
+            storing_optimizer: VecDeque::new(),
             storing: None,
             inputs: BTreeMap::new(),
             has_tied_parameters: vec![false; units.len()],
@@ -152,38 +161,72 @@ impl<'a> Stage<'a> {
         self.push(Instruction::CountTokens);
     }
 
-    /// The reduced gradients' norms, the totals, and the update.
+    /// The reduced gradients' norms, the totals, and the update of the units that are not updated yet.
     pub(super) fn update(&mut self) {
-        let is_trained = |&unit: &usize| self.has(unit) && self.units[unit].trainable > 0;
-        let trained: Vec<usize> = (0..self.units.len()).filter(is_trained).collect();
-        for &unit in &trained {
-            // Stored gradients have their norms.
-            if self.gradients[unit] == Gradients::InMemory {
-                self.wait_reduce(unit);
-                self.push(Instruction::Norm(unit));
+        let is_left = |&unit: &usize| self.has(unit) && self.units[unit].trainable > 0 && !self.updated.contains(&unit);
+        let mut left: Vec<usize> = (0..self.units.len()).filter(is_left).collect();
+        if self.policy.update_in_backward {
+            // In the order in which their gradients are reduced.
+            left.reverse();
+            self.update_units(&left);
+            self.push(Instruction::ReduceTotals);
+        } else {
+            for &unit in &left {
+                // Stored gradients have their norms.
+                if self.gradients[unit] == Gradients::InMemory {
+                    self.add_norm(unit);
+                }
             }
+            self.wait_store_gradients();
+            self.push(Instruction::ReduceTotals);
+            self.update_units(&left);
         }
-        self.wait_store_gradients();
-        self.push(Instruction::ReduceTotals);
-        self.update_units(&trained);
+        self.wait_store_optimizer(0);
+    }
+
+    /// Waits until a unit's gradients are reduced, and adds their norm to the totals.
+    fn add_norm(&mut self, unit: usize) {
+        self.wait_reduce(unit);
+        self.push(Instruction::Norm(unit));
     }
 
     /// Updates units. While one unit is updated, what the update of the next needs is fetched, and the state of the previous is stored.
     fn update_units(&mut self, trained: &[usize]) {
         let ahead = self.policy.prefetch;
-        trained.iter().take(ahead).for_each(|&unit| self.for_fetched(unit, Instruction::StartFetch));
+        trained.iter().take(ahead).for_each(|&unit| self.fetch_for_update(unit));
         for (index, &unit) in trained.iter().enumerate() {
-            let next = trained.get(index + ahead);
-            next.into_iter().for_each(|&next| self.for_fetched(next, Instruction::StartFetch));
-            self.for_fetched(unit, Instruction::WaitFetch);
-            self.push(Instruction::Update(unit));
-            self.for_optimizer(unit, Instruction::StartStore);
-            if index >= ahead {
-                self.for_optimizer(trained[index - ahead], Instruction::WaitStore);
-            }
+            trained.get(index + ahead).into_iter().for_each(|&next| self.fetch_for_update(next));
+            self.update_unit(unit);
         }
-        let last = trained.len().saturating_sub(ahead);
-        trained[last..].iter().for_each(|&unit| self.for_optimizer(unit, Instruction::WaitStore));
+    }
+
+    /// Updates a unit, and starts to store its optimizer state.
+    fn update_unit(&mut self, unit: usize) {
+        self.fetch_for_update(unit);
+        if self.policy.update_in_backward {
+            self.add_norm(unit);
+        }
+        self.for_fetched(unit, Instruction::WaitFetch);
+        self.push(Instruction::Update(unit));
+        self.updated.insert(unit);
+        self.for_optimizer(unit, Instruction::StartStore);
+        self.storing_optimizer.push_back(unit);
+        self.wait_store_optimizer(self.policy.prefetch);
+    }
+
+    /// Waits until the optimizer state of all but `left` units is stored.
+    fn wait_store_optimizer(&mut self, left: usize) {
+        while self.storing_optimizer.len() > left {
+            let stored = self.storing_optimizer.pop_front();
+            stored.into_iter().for_each(|unit| self.for_optimizer(unit, Instruction::WaitStore));
+        }
+    }
+
+    /// Starts to fetch what the update of a unit needs, unless that is done.
+    fn fetch_for_update(&mut self, unit: usize) {
+        if self.fetched.insert(unit) {
+            self.for_fetched(unit, Instruction::StartFetch);
+        }
     }
 
     /// An instruction for each buffer that an update needs and that is on a tier.
@@ -544,10 +587,17 @@ impl<'a> Stage<'a> {
             self.reducing.pop_front();
             self.reductions[earlier] = Reduction::BetweenReplicas;
             self.push(Instruction::WaitReduceScatter(earlier));
-            if self.policy.gradient_tier.is_some()
+            let is_updated = self.policy.update_in_backward && self.reductions_left[earlier] == 0;
+            if is_updated && self.policy.prefetch > 0 {
+                self.fetch_for_update(earlier);
+            }
+            if (is_updated || self.policy.gradient_tier.is_some())
                 && let Some(reduced) = self.replicating.replace(earlier)
             {
-                self.store_gradients(reduced);
+                match is_updated {
+                    true => self.update_unit(reduced),
+                    false => self.store_gradients(reduced),
+                }
             }
         }
         self.backward_ends += 1;

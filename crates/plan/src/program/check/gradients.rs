@@ -61,9 +61,14 @@ pub(super) fn check(program: &Program, scope: &Scope<'_>) -> Result<(), Problem>
 impl Gradients<'_> {
     fn apply(&mut self, position: usize, instruction: &Instruction) -> Result<(), String> {
         match *instruction {
-            Instruction::Backward { unit, micro_batch } | Instruction::BackwardWeight { unit, micro_batch } => {
+            Instruction::Forward { unit, .. }
+            | Instruction::Recompute { unit, .. }
+            | Instruction::BackwardInput { unit, .. } => self.check_not_updated(unit),
+            Instruction::Backward { unit, micro_batch } => {
+                self.check_not_updated(unit)?;
                 self.backward(unit, micro_batch)
             }
+            Instruction::BackwardWeight { unit, micro_batch } => self.backward(unit, micro_batch),
             Instruction::Accumulate { unit, micro_batch } => self.accumulate(unit, micro_batch),
             Instruction::WaitReceive(Message { payload: Payload::TiedGradients, unit, .. }) => self.add_tied(unit),
             Instruction::StartReduce { unit, codec } => self.start_reduce(unit, codec, position),
@@ -101,6 +106,14 @@ impl Gradients<'_> {
         Ok(())
     }
 
+    /// Whether a unit and the one that it is tied to have the parameters that they had when the step began.
+    fn check_not_updated(&self, unit: usize) -> Result<(), String> {
+        match self.scope.tied_here(unit).into_iter().chain([unit]).find(|&unit| self.units[unit].is_updated) {
+            Some(updated) => Err(format!("{} is updated already", self.scope.name(updated))),
+            None => Ok(()),
+        }
+    }
+
     /// Adds the gradient that another stage has sent, after all gradients of this one.
     fn add_tied(&mut self, unit: usize) -> Result<(), String> {
         self.check_trainable(unit)?;
@@ -115,6 +128,9 @@ impl Gradients<'_> {
     /// Whether gradients can be added to those of a unit.
     fn check_open(&self, unit: usize) -> Result<(), String> {
         let (name, gradients) = (self.scope.name(unit), &self.units[unit]);
+        if gradients.is_updated {
+            return Err(format!("{name} is updated already"));
+        }
         if gradients.reduction != Reduction::None {
             return Err(format!("the gradients of {name} are being reduced"));
         }
@@ -216,8 +232,13 @@ impl Gradients<'_> {
 
     fn update(&mut self, unit: usize) -> Result<(), String> {
         self.check_trainable(unit)?;
-        if !self.has_totals {
-            return Err("it is updated before the totals are reduced".to_string());
+        match (self.has_totals, self.scope.policy.update_in_backward) {
+            (false, false) => return Err("it is updated before the totals are reduced".to_string()),
+            (true, true) => return Err("it is updated after the totals are reduced".to_string()),
+            _ => (),
+        }
+        if !self.units[unit].has_norm {
+            return Err("its gradients have no norm yet".to_string());
         }
         if self.units[unit].is_updated {
             return Err("it is updated already".to_string());
@@ -244,6 +265,9 @@ impl Gradients<'_> {
         match self.scope.own().find(lacks_update) {
             Some(unit) if self.units.iter().any(|unit| unit.is_updated) => {
                 missing(format!("{} is never updated, but other units are", self.scope.units[unit].name))
+            }
+            Some(unit) if self.scope.policy.update_in_backward => {
+                missing(format!("{} is never updated", self.scope.units[unit].name))
             }
             // A skipped step.
             Some(_) if program.instructions.last() != Some(&Instruction::ReduceTotals) => {

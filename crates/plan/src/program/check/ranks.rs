@@ -86,7 +86,8 @@ impl Ranks<'_> {
 
     /// All ranks that have something to update do it, or all skip it: otherwise their parameters belong to different steps.
     fn check_updates(&self) -> Result<(), Violation> {
-        let updates = |party: usize| !self.parties[party].program.update().is_empty();
+        let is_update = |instruction: &Instruction| matches!(instruction, Instruction::Update(_));
+        let updates = |party: usize| self.parties[party].program.instructions.iter().any(is_update);
         let has_trainable = |party: &usize| {
             let stage = Some(self.parties[*party].stage);
             self.units.iter().zip(self.stages).any(|(unit, on)| *on == stage && unit.trainable > 0)
