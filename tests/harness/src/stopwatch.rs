@@ -73,7 +73,11 @@ impl Stopwatch {
 
     /// The time since the start, times this machine's share of it.
     pub fn elapsed(&self) -> Duration {
-        self.started.elapsed().mul_f64(self.share())
+        let stolen = match (self.then, Processor::read()) {
+            (Some(then), Some(now)) => TICK * (now.stolen.saturating_sub(then.stolen) as u32),
+            _ => Duration::ZERO,
+        };
+        not_stolen(self.started.elapsed(), self.share(), stolen)
     }
 
     /// The share of the requested processor time that this machine got since the start.
@@ -83,6 +87,15 @@ impl Stopwatch {
             _ => 1.,
         }
     }
+}
+
+/// A tick of `/proc/stat`.
+const TICK: Duration = Duration::from_millis(10);
+
+/// The part of a time in which a machine had this share of the processor time that it requested, and lost `stolen` in all. A machine that
+/// sleeps requests next to nothing, so that its share says little; but no more than `stolen` is missing.
+fn not_stolen(elapsed: Duration, share: f64, stolen: Duration) -> Duration {
+    elapsed.mul_f64(share).max(elapsed.saturating_sub(stolen))
 }
 
 /// The share of the requested processor time that was granted.
@@ -117,6 +130,15 @@ mod tests {
         assert_eq!(share_of(then, now), 0.25);
         assert_eq!(share_of(then, then), 1.);
         assert!(Processor::parse("cpu 1 2 3").is_none());
+    }
+
+    #[test]
+    fn a_machine_that_sleeps_loses_no_more_than_was_stolen() {
+        let seconds = Duration::from_secs;
+        // Two processors wanted to run all the time, and got a quarter of it.
+        assert_eq!(not_stolen(seconds(60), 0.25, seconds(90)), seconds(15));
+        // It ran for 0.2 s, and wanted to run for 4 s.
+        assert_eq!(not_stolen(seconds(60), 0.05, seconds(4)), seconds(56));
     }
 
     #[test]
