@@ -14,8 +14,9 @@ end.
 The settings are common ones: one unit per block for FSDP2, DeepSpeed's buckets as Hugging Face's "auto" sizes them and its
 overlap on, torch's fused AdamW, the libraries' defaults for the rest. bf16 is autocast for DDP, and FSDP2 then reduces in f32;
 DeepSpeed reduces in bf16. If the recipe offloads optimizer state, DeepSpeed keeps it on the same disk (ZeRO-Infinity, with its
-CPUAdam) and FSDP2 in memory (CPUOffloadPolicy), where it is anyway on a CPU. Tensor parallelism has the placements that torchtitan uses. A pipeline has two of PyTorch's stages per
-rank, except for 1F1B; in bf16, it computes with autocast, and its stages send f32.
+CPUAdam) and FSDP2 in memory (CPUOffloadPolicy), where it is anyway on a CPU. Tensor parallelism has the placements that
+torchtitan uses. A pipeline has two of PyTorch's stages per rank, except for 1F1B; in bf16, it computes with autocast, and its
+stages send f32.
 """
 
 import argparse

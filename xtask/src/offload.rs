@@ -286,7 +286,7 @@ fn recipe(folder: &Path, corpus: &Path, blocks: usize, offloads: bool) -> Result
     Ok(path)
 }
 
-/// A control group for each rank. Memory beyond the limit is not granted, and there is no swap.
+/// A cgroup for each rank, which limits its memory.
 struct Limits(Vec<PathBuf>);
 
 impl Limits {
@@ -296,7 +296,7 @@ impl Limits {
         let file = if is_v1 { "memory.limit_in_bytes" } else { "memory.max" };
         let group = |rank: usize| {
             let group = parent.join(format!("shardwise-{}-{rank}", std::process::id()));
-            fs::create_dir_all(&group).context("a control group cannot be created: this claim needs root")?;
+            fs::create_dir_all(&group).context("a cgroup cannot be created: this claim needs root")?;
             fs::write(group.join(file), LIMIT_BYTES.to_string())?;
             Ok(group)
         };

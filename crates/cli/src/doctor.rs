@@ -7,6 +7,7 @@ use std::process::{Command, ExitCode};
 
 use anyhow::{Error, Result};
 use serde::Deserialize;
+use shardwise_plan::cgroup_memory_limit;
 use shardwise_supervisor::{Installation, MPI, TORCH_VERSION, find_launcher, rank_command, rank_program};
 
 struct Check {
@@ -189,12 +190,13 @@ fn memory() -> Finding {
     let (Some(total), Some(available)) = (field("MemTotal:"), field("MemAvailable:")) else {
         return Finding::Absent("unknown: /proc/meminfo has no MemTotal or MemAvailable".to_string());
     };
-    let limit = cgroup_limit().filter(|&limit| limit < total);
+    let limit = cgroup_memory_limit(std::process::id(), 1, |path| std::fs::read_to_string(path).ok());
+    let limit = limit.map(|limit| limit as u64).filter(|&limit| limit < total);
     let text = format!(
         "{} available of {}{}",
         gib(available),
         gib(total),
-        limit.map(|limit| format!(", limited to {} by a control group", gib(limit))).unwrap_or_default()
+        limit.map(|limit| format!(", limited to {} by a cgroup", gib(limit))).unwrap_or_default()
     );
     match limit.unwrap_or(available).min(available) >= MEMORY_BYTES_MIN {
         true => Finding::Ok(text),
@@ -203,11 +205,6 @@ fn memory() -> Finding {
             remedy: format!("a rank needs at least {}: stop other programs or raise the limit", gib(MEMORY_BYTES_MIN)),
         },
     }
-}
-
-fn cgroup_limit() -> Option<u64> {
-    let text = std::fs::read_to_string("/sys/fs/cgroup/memory.max").ok()?;
-    text.trim().parse().ok()
 }
 
 /// The minimum size of /dev/shm. Open MPI uses a few MiB of it per rank; containers often have only 64 MiB in total.

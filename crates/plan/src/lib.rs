@@ -21,6 +21,7 @@
 
 #![forbid(unsafe_code)]
 
+mod cgroup;
 mod config_error;
 mod context_parallel;
 mod dtype;
@@ -40,6 +41,7 @@ mod rope_scaling;
 pub mod schedule;
 mod tensor_parallel;
 
+pub use cgroup::cgroup_memory_limit;
 pub use config_error::ConfigError;
 pub use context_parallel::{ContextAttention, ContextPlace, ContextSplit, Segment, choose_ulysses, divide_heads};
 pub use dtype::Dtype;

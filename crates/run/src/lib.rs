@@ -13,7 +13,6 @@ mod advice;
 mod agreement;
 pub mod build;
 mod check_collectives;
-mod control_group;
 pub mod data;
 mod device;
 mod device_counts;

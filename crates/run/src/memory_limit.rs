@@ -1,10 +1,9 @@
 //! How much memory a rank may use, and how much it does: on its device, or on the host if it computes on the CPU.
 
+use shardwise_plan::cgroup_memory_limit;
 use shardwise_torch::device::{DeviceMemory, memory, reset_peak};
 use shardwise_torch::take_peak_bytes;
 use shardwise_torch::tch::Device;
-
-use crate::control_group::memory_limit;
 
 /// The memory limit of a rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,7 +54,7 @@ impl MemoryLimit {
         }
     }
 
-    /// A rank's limit on its host: the lowest of the process's resource limits, its share of the control group's limit, and its share of
+    /// A rank's limit on its host: the lowest of the process's resource limits, its share of its cgroup's limit, and its share of
     /// the host's available memory plus what the rank already uses.
     pub fn of_host(ranks_here: usize, resident_bytes: usize) -> Option<Self> {
         let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
@@ -64,6 +63,7 @@ impl MemoryLimit {
             let line = limits.lines().find(|line| line.starts_with(name))?;
             line[name.len()..].split_whitespace().next()?.parse().ok()
         };
+        let group = cgroup_memory_limit(std::process::id(), ranks_here, |path| std::fs::read_to_string(path).ok());
         let meminfo = read("/proc/meminfo");
         let available = meminfo
             .lines()
@@ -75,7 +75,7 @@ impl MemoryLimit {
         [
             (own("Max data size"), "the limit of a process's data (ulimit -d)", Counted::Data),
             (own("Max address space"), "the limit of a process's address space (ulimit -v)", Counted::AddressSpace),
-            (memory_limit(ranks_here), "this rank's share of its control group's memory", Counted::Resident),
+            (group, "this rank's share of its cgroup's memory", Counted::Resident),
             (available.map(plus_own), "this rank's share of the memory that is available", Counted::Resident),
         ]
         .into_iter()

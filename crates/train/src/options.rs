@@ -70,8 +70,8 @@ pub struct Options {
     /// The loss scale, for f16.
     pub loss_scale: LossScale,
     /// Whether to update each unit in the backward pass, as soon as its gradients are reduced. Changes no bit. Gradients then take the
-    /// memory of a few units if a step has one micro-batch, and updates overlap with the backward pass. Nothing may depend on all gradients: no clipping, no dynamic
-    /// loss scale, and no skipping of updates.
+    /// memory of a few units if a step has one micro-batch, and updates overlap with the backward pass. Nothing may depend on all
+    /// gradients: no clipping, no dynamic loss scale, and no skipping of updates.
     pub update_in_backward: bool,
     /// What to do if the loss or a gradient is not finite.
     pub on_nonfinite: OnNonFinite,

@@ -1,36 +1,31 @@
-//! The memory that control groups allow this process.
+//! The memory that cgroups allow a process.
 
-use std::fs;
 use std::iter::successors;
 use std::path::Path;
 
 const V1_ROOT: &str = "/sys/fs/cgroup/memory";
 const V2_ROOT: &str = "/sys/fs/cgroup";
 
-/// The lowest limit of the control groups that this process is in, in bytes, for one of `ranks_here` ranks: they share the limits of all
-/// groups, except of a group in which this process is alone.
-pub(crate) fn memory_limit(ranks_here: usize) -> Option<usize> {
-    let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
+/// The lowest memory limit of the cgroups that `process`, the caller, is in, in bytes, for one of `ranks_here` ranks: they share the limits
+/// of all cgroups, except of one in which the process is alone. `read` returns the contents of a file.
+pub fn cgroup_memory_limit(process: u32, ranks_here: usize, read: impl Fn(&str) -> Option<String>) -> Option<usize> {
     // Containers may hide it, and still have a limit.
-    let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_else(|_| "0::/\n1:memory:/\n".to_string());
-    lowest_limit(&groups, std::process::id(), ranks_here, read)
-}
-
-fn lowest_limit(groups: &str, process: u32, ranks_here: usize, read: impl Fn(&str) -> String) -> Option<usize> {
+    let groups = read("/proc/self/cgroup").unwrap_or_else(|| "0::/\n1:memory:/\n".to_string());
     let of_file = |(root, name, path): (&str, &str, &str)| {
-        let folder = |group: &Path| format!("{root}{}", group.to_string_lossy().trim_end_matches('/'));
+        let file =
+            |group: &Path, name: &str| read(&format!("{root}{}/{name}", group.to_string_lossy().trim_end_matches('/')));
         let limit = |group: &Path| -> Option<usize> {
-            let bytes: usize = read(&format!("{}/{name}", folder(group))).trim().parse().ok()?;
-            let is_alone = read(&format!("{}/cgroup.procs", folder(group))).trim() == process.to_string();
-            // A group's list does not contain the processes of the groups inside it.
+            let bytes: usize = file(group, name)?.trim().parse().ok()?;
+            let is_alone = file(group, "cgroup.procs").is_some_and(|all| all.trim() == process.to_string());
+            // A cgroup's list does not contain the processes of the cgroups inside it.
             Some(if is_alone && group == Path::new(path) { bytes } else { bytes / ranks_here.max(1) })
         };
         successors(Some(Path::new(path)), |group| group.parent()).filter_map(limit).min()
     };
-    memory_groups(groups).filter_map(of_file).min()
+    memory_groups(&groups).filter_map(of_file).min()
 }
 
-/// The folder of a hierarchy, the name of the file with the limit, and the path of this process's group.
+/// The folder of a hierarchy, the name of the file with the limit, and the path of the process's cgroup.
 fn memory_groups(groups: &str) -> impl Iterator<Item = (&'static str, &'static str, &str)> {
     groups.lines().filter_map(|line| {
         let (_, rest) = line.split_once(':')?;
@@ -52,15 +47,15 @@ mod tests {
     const GIB: usize = 1 << 30;
 
     fn limit(groups: &str, files: &[(&str, &str)], ranks_here: usize) -> Option<usize> {
-        let read = |path: &str| {
+        let files = [&[("/proc/self/cgroup", groups)], files].concat();
+        cgroup_memory_limit(42, ranks_here, |path: &str| {
             let found = files.iter().find(|(name, _)| *name == path);
-            found.map_or(String::new(), |(_, text)| format!("{text}\n"))
-        };
-        lowest_limit(groups, 42, ranks_here, read)
+            found.map(|(_, text)| format!("{text}\n"))
+        })
     }
 
     #[test]
-    fn the_lowest_limit_of_a_group_and_those_around_it_counts() {
+    fn the_lowest_limit_of_a_cgroup_and_those_around_it_counts() {
         let slurm = "4:memory:/slurm/job_7/step_0\n0::/\n";
         let files = [
             ("/sys/fs/cgroup/memory/slurm/job_7/step_0/memory.limit_in_bytes", "9223372036854771712"),
@@ -75,10 +70,16 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_does_not_share_a_group_of_its_own() {
+    fn a_rank_does_not_share_a_cgroup_of_its_own() {
         let file = "/sys/fs/cgroup/job/rank-1/memory.max";
         let files = [(file, "3221225472"), ("/sys/fs/cgroup/job/rank-1/cgroup.procs", "42")];
         assert_eq!(limit("0::/job/rank-1\n", &files, 2), Some(3 * GIB));
         assert_eq!(limit("0::/job/rank-1\n", &files[..1], 2), Some(3 * GIB / 2));
+    }
+
+    #[test]
+    fn a_container_that_hides_the_cgroups_has_the_limit_of_the_root() {
+        let read = |path: &str| (path == "/sys/fs/cgroup/memory.max").then(|| "1073741824\n".to_string());
+        assert_eq!(cgroup_memory_limit(42, 1, read), Some(GIB));
     }
 }
