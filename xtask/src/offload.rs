@@ -21,7 +21,7 @@ pub(crate) const CLAIMS: &[Claim] = &[
     Claim {
         group: "offload",
         name: "memory",
-        what: "the simulated peak memory with offloaded optimizer state and gradients is within 5% of the measured one",
+        what: "the simulated peak memory with offloading is within 5% of the measured one",
         heavy: true,
         measure: memory,
     },
@@ -72,12 +72,15 @@ pub(crate) const CLAIMS: &[Claim] = &[
 
 const STATE: &[&str] = &["optimizer"];
 const BOTH: &[&str] = &["optimizer", "gradients"];
-const ALL: &[&str] = &["optimizer", "gradients", "activations"];
+const PARAMETERS: &[&str] = &["parameters"];
+const ALL: &[&str] = &["optimizer", "parameters", "gradients", "activations"];
 
 fn memory() -> Result<Verdict> {
     let each = Setting { micro_batches: 2, reduce_each_micro_batch: true, ..BASE };
     compare_memory(&[
         Setting { offload: STATE, ..BASE },
+        Setting { offload: PARAMETERS, ..BASE },
+        Setting { offload: PARAMETERS, dtype: "bf16", prefetch: 2, sequences: 1, ..BASE },
         Setting { offload: BOTH, ..BASE },
         Setting { offload: BOTH, stage: 0, ..BASE },
         Setting { offload: BOTH, stage: 1, ..BASE },

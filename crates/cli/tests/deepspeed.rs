@@ -187,6 +187,12 @@ fn every_honoured_key_has_its_effect() {
             "\"/fast\"",
             "",
         ),
+        (
+            r#"{"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/fast"}}}"#.into(),
+            "offload.parameters",
+            "\"/fast\"",
+            "",
+        ),
         (r#"{"steps_per_print": 25}"#.into(), "run.log_every", "25", "steps_per_print"),
     ];
     for (json, key, expected, source) in cases {
@@ -287,8 +293,12 @@ fn keys_without_meaning_are_noted_and_others_refused() {
             "offload_optimizer.ratio: it is 0.5",
         ),
         (
-            r#"{"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": "/x"}}}"#,
-            "offloading parameters is not supported yet",
+            r#"{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}"#,
+            "parameters can be offloaded only to \"nvme\" so far",
+        ),
+        (
+            r#"{"zero_optimization": {"stage": 2, "offload_param": {"device": "nvme", "nvme_path": "/x"}}}"#,
+            "only sharded parameters can be offloaded",
         ),
         (r#"{"train_batch_size": 2.5}"#, "train_batch_size: it is 2.5, but must be a whole number"),
         (r#"{"train_batch_size": 33}"#, "must be a multiple of batch.micro_batch_size × ranks = 4 × 4 = 16"),

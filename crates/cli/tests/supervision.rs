@@ -151,7 +151,8 @@ fn kills_of_stages_leave_no_trace() {
 fn kills_of_ranks_that_offload_leave_no_trace_and_no_file() {
     let recipe = RECIPE.replace("every_steps = 2", "every_steps = 1") + "max_restarts = 20\n";
     let (whole, expected) = run_undisturbed(&recipe, "2");
-    let folder = Folder::new(&(recipe + "[offload]\noptimizer = \"fast\"\ngradients = \"fast\"\n"));
+    let folder =
+        Folder::new(&(recipe + "[offload]\noptimizer = \"fast\"\nparameters = \"fast\"\ngradients = \"fast\"\n"));
     std::fs::create_dir(folder.path("fast")).unwrap();
     let faults = [
         "kill rank=1 step=3 phase=fetch unit=embedding",

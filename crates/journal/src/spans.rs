@@ -43,11 +43,11 @@ pub enum Kind {
     Backward,
     /// Reduces gradients to the ranks that own them.
     Reduce,
-    /// Fetches optimizer state from a disk.
+    /// Fetches what a unit keeps on a disk.
     Fetch,
     /// Updates parameters.
     Optimizer,
-    /// Stores optimizer state on a disk.
+    /// Stores what a unit keeps on a disk.
     Store,
     /// Reduces numbers that all ranks need: token counts, losses, norms.
     Agree,

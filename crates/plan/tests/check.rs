@@ -26,7 +26,13 @@ fn random_units(random: &mut Random) -> Vec<UnitSpec> {
             let frozen = if random.percent(25) { 1 + random.below(100) } else { 0 };
             let reads = random.percent(if unit == 0 { 20 } else { 85 });
             let narrow_gradients = random.percent(50);
-            UnitSpec { frozen, narrow_gradients, ..UnitSpec::new(&format!("unit.{unit}"), trainable, reads) }
+            let update_reads_parameters = random.percent(50);
+            UnitSpec {
+                frozen,
+                narrow_gradients,
+                update_reads_parameters,
+                ..UnitSpec::new(&format!("unit.{unit}"), trainable, reads)
+            }
         })
         .collect();
     if units.iter().all(|unit| unit.trainable == 0) {
@@ -52,6 +58,7 @@ fn random_policy(random: &mut Random) -> Policy {
         micro_batches: 1 + random.below(4),
         update_in_backward: random.percent(30),
         optimizer_tier: random.percent(30).then_some(Tier::Disk),
+        parameter_tier: (sharding.parameters && random.percent(50)).then_some(Tier::Disk),
         gradient_tier: random.percent(30).then_some(Tier::Disk),
         activation_tier: random.percent(30).then_some(Tier::Disk),
     }
@@ -176,7 +183,8 @@ fn sequences(program: &Program, units: usize) -> Vec<[Vec<Instruction>; 2]> {
             Instruction::StartFetch(_)
             | Instruction::WaitFetch(_)
             | Instruction::StartStore(_)
-            | Instruction::WaitStore(_) => (),
+            | Instruction::WaitStore(_)
+            | Instruction::Evict(_) => (),
             Instruction::Forward { micro_batch, .. } => {
                 sequences[unit][0].push(Instruction::Forward { unit, micro_batch, keep: Keep::Nothing });
             }

@@ -37,14 +37,16 @@ fn every_schedule_works_for_any_number_of_stages_and_micro_batches() {
                 if random.percent(30) && units.len() > 1 {
                     tie(&mut units);
                 }
+                let stage = random.below(4) as u8;
                 let policy = Policy {
                     activation_checkpointing: checkpointing[random.below(3)],
                     prefetch: random.below(4),
                     optimizer_tier: random.percent(20).then_some(Tier::Disk),
+                    parameter_tier: (stage == 3 && random.percent(40)).then_some(Tier::Disk),
                     update_in_backward: random.percent(20),
                     gradient_tier: random.percent(20).then_some(Tier::Disk),
                     activation_tier: random.percent(20).then_some(Tier::Disk),
-                    ..Policy::stage(random.below(4) as u8, micro_batches)
+                    ..Policy::stage(stage, micro_batches)
                 };
                 let pipeline = Pipeline::even(units.len(), stages, schedule.clone()).unwrap();
                 let context = || format!("{schedule}, {stages} stages, {policy:?}, {frozen} frozen of {}", units.len());

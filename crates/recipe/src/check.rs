@@ -47,10 +47,11 @@ impl Recipe {
         self.check_model()
     }
 
-    /// Checks where optimizer state, gradients and activations can be kept.
+    /// Checks where parameters, optimizer state, gradients and activations can be kept.
     fn check_offload(&self) -> Checked {
         let folders = [
             ("offload.optimizer", "optimizer state", &self.offload.optimizer),
+            ("offload.parameters", "parameters", &self.offload.parameters),
             ("offload.gradients", "gradients", &self.offload.gradients),
             ("offload.activations", "activations", &self.offload.activations),
         ];
@@ -63,6 +64,11 @@ impl Recipe {
             if folder == Path::new(HOST) {
                 return at(&format!("a rank on a CPU already has its {what} in host memory; give a folder on a disk"));
             }
+        }
+        if let Some(folder) = self.offload.parameters.as_ref().filter(|_| self.zero.stage < 3) {
+            let values = [("zero.stage", self.zero.stage.to_string()), ("offload.parameters", format!("{folder:?}"))];
+            let problem = "only sharded parameters can be offloaded; set zero.stage = 3";
+            return Err(Invalid::between(&values, problem));
         }
         if self.offload.activations.is_some() && self.activation_checkpointing != ActivationCheckpointingRecipe::Full {
             let problem = "only the activations that full checkpointing keeps can be offloaded; set activation_checkpointing = \"full\"";

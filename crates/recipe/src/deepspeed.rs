@@ -499,35 +499,28 @@ impl Translation<'_> {
         self.offload();
     }
 
-    /// Optimizer state can be on a disk. Nothing else can be offloaded.
+    /// Optimizer state and parameters can be on a disk.
     fn offload(&mut self) {
-        for section in rules::OFFLOAD {
+        for &(section, key, what) in rules::OFFLOAD {
             let [device_key, path_key, ratio_key] =
                 ["device", "nvme_path", "ratio"].map(|key| format!("{section}.{key}"));
             let (device, path, ratio) = (self.text(&device_key), self.text(&path_key), self.number(&ratio_key));
             let others: Vec<String> = self.leaves.keys().filter(|key| is_within(key, section)).cloned().collect();
             self.leaves.retain(|key, _| !is_within(key, section));
             let Said::Value(device) = device else { continue };
-            match (*section == rules::OFFLOAD_OPTIMIZER, device.as_str(), path) {
-                (_, "none", _) => continue,
-                (true, "nvme", Said::Value(path)) => self.set("offload.optimizer", path, &path_key),
-                (true, "nvme", _) => self.refuse(&path_key, "it is missing"),
-                (true, ..) => {
-                    let why =
-                        format!("it is \"{device}\", but optimizer state can be offloaded only to \"nvme\" so far");
+            match (device.as_str(), path) {
+                ("none", _) => continue,
+                ("nvme", Said::Value(path)) => self.set(key, path, &path_key),
+                ("nvme", _) => self.refuse(&path_key, "it is missing"),
+                _ => {
+                    let why = format!("it is \"{device}\", but {what} can be offloaded only to \"nvme\" so far");
                     self.refuse(&device_key, why);
-                }
-                (false, ..) => {
-                    self.refuse(
-                        &device_key,
-                        format!("it is \"{device}\", and offloading parameters is not supported yet"),
-                    );
                 }
             }
             if let Said::Value(ratio) = ratio
                 && ratio != 1.
             {
-                self.refuse(&ratio_key, format!("it is {ratio}, but all optimizer state is offloaded or none"));
+                self.refuse(&ratio_key, format!("it is {ratio}, but all {what} can be offloaded, or none"));
             }
             self.no_effect.extend(others);
         }

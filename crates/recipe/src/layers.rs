@@ -103,8 +103,8 @@ impl Recipe {
         let files = [data.corpus.as_mut(), data.chat.as_mut(), data.tokenizer.as_mut()];
         let written = [self.schedule.plot.as_mut(), self.run.folder.as_mut(), self.model.package.as_mut()];
         // It is refused later, as the name of no folder.
-        let OffloadRecipe { optimizer, gradients, activations } = &mut self.offload;
-        let offload = [optimizer, gradients, activations];
+        let OffloadRecipe { optimizer, parameters, gradients, activations } = &mut self.offload;
+        let offload = [optimizer, parameters, gradients, activations];
         let offload = offload.map(|folder| folder.as_mut().filter(|folder| *folder != Path::new(HOST)));
         let written = written.into_iter().chain(offload);
         for file in files.into_iter().chain(written).flatten().chain(parts).chain(held_out) {

@@ -330,6 +330,9 @@ pub struct OffloadRecipe {
     /// A folder on a fast disk for the optimizer state and, in mixed precision, the f32 master parameters. Those of a unit are in memory
     /// only while it is updated. Each rank has a file without a name there, which the system deletes when the rank ends. Defaults to memory.
     pub optimizer: Option<PathBuf>,
+    /// A folder on a fast disk for this rank's shard of the parameters, with a file in the same way. That of a unit is in memory only until it
+    /// is gathered, and while it is updated. Needs `zero.stage = 3`. Defaults to memory.
+    pub parameters: Option<PathBuf>,
     /// A folder on a fast disk for gradients, from their reduction to the update, with a file in the same way. Defaults to memory.
     pub gradients: Option<PathBuf>,
     /// A folder on a fast disk for the activations that `activation_checkpointing = "full"` keeps: the input of each block, from its
@@ -339,7 +342,8 @@ pub struct OffloadRecipe {
 
 impl OffloadRecipe {
     fn is_empty(&self) -> bool {
-        self.optimizer.is_none() && self.gradients.is_none() && self.activations.is_none()
+        let OffloadRecipe { optimizer, parameters, gradients, activations } = self;
+        [optimizer, parameters, gradients, activations].into_iter().all(Option::is_none)
     }
 }
 

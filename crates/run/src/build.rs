@@ -142,6 +142,7 @@ pub fn options(recipe: &Recipe, device: Device) -> Result<Options> {
         },
         offload: OffloadFolders {
             optimizer: recipe.offload.optimizer.clone(),
+            parameters: recipe.offload.parameters.clone(),
             gradients: recipe.offload.gradients.clone(),
             activations: recipe.offload.activations.clone(),
         },

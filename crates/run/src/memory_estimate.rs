@@ -153,7 +153,7 @@ pub fn find_settings_that_fit(
     type Change<'a> = (&'static str, &'a dyn Fn(&mut Recipe) -> bool);
     let micro_batches = recipe.batch(ranks).ok()?.gradient_accumulation_steps;
     // Ordered from the smallest to the largest cost in speed. Each returns whether it changes anything.
-    let changes: [Change<'_>; 8] = [
+    let changes: [Change<'_>; 9] = [
         ("zero.stage = 3", &|recipe: &mut Recipe| std::mem::replace(&mut recipe.zero.stage, 3) != 3),
         ("activation_checkpointing = \"selective\"", &|recipe: &mut Recipe| {
             let none = recipe.activation_checkpointing == ActivationCheckpointingRecipe::None;
@@ -177,10 +177,14 @@ pub fn find_settings_that_fit(
             // The estimate does not look into it.
             recipe.run.device == DeviceRecipe::Cpu && recipe.offload.optimizer.replace(PathBuf::new()).is_none()
         }),
+        ("offload.parameters = \"a folder on a fast disk\"", &|recipe: &mut Recipe| {
+            let is_possible = recipe.run.device == DeviceRecipe::Cpu && recipe.zero.stage == 3;
+            is_possible && recipe.offload.parameters.replace(PathBuf::new()).is_none()
+        }),
     ];
     let mut subsets: Vec<u32> = (1..1 << changes.len()).collect();
     // A disk is the last resort.
-    let offloads = |subset: u32| subset >> (changes.len() - 1) == 1;
+    let offloads = |subset: u32| (subset >> (changes.len() - 2)).count_ones();
     subsets.sort_by_key(|&subset| (offloads(subset), subset.count_ones(), subset));
     subsets.into_iter().find_map(|subset| {
         let mut changed = recipe.clone();

@@ -23,11 +23,11 @@ pub enum Phase {
     Backward,
     /// Reducing a unit's gradients.
     Reduce,
-    /// Fetching a unit's optimizer state from a disk.
+    /// Fetching what a unit keeps on a disk.
     Fetch,
     /// Updating a unit's parameters.
     Optimizer,
-    /// Storing a unit's optimizer state on a disk.
+    /// Storing what a unit keeps on a disk.
     Store,
     /// The training loop between steps.
     Between,

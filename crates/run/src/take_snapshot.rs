@@ -194,7 +194,9 @@ mod tests {
     fn trainer(stage: u8, precision: Precision, folder: Option<&Path>) -> Trainer {
         let adamw = AdamW { lr: 0., beta1: 0.9, beta2: 0.95, weight_decay: 0.1, eps: 1e-8 };
         let sharding = Sharding::stage(stage).unwrap();
-        let offload = OffloadFolders { optimizer: folder.map(Path::to_path_buf), ..OffloadFolders::default() };
+        let folder = folder.map(Path::to_path_buf);
+        let parameters = folder.clone().filter(|_| stage == 3);
+        let offload = OffloadFolders { optimizer: folder, parameters, ..OffloadFolders::default() };
         let options =
             Options { precision, offload, ..Options::new(sharding, Optimizer::AdamW(adamw), Schedule::constant(3e-3)) };
         let mut model = Model::from_config(LlamaConfig::new(101, 36, 3, 6, 53)).unwrap();
@@ -231,7 +233,7 @@ mod tests {
     fn updates_during_a_save_change_neither_its_bytes_nor_the_training() {
         let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
         for (stage, precision) in (0..=3).flat_map(|stage| [(stage, Precision::F32), (stage, Precision::BF16)]) {
-            // Room for everything, or for less than a unit; optimizer state in memory, or on a disk.
+            // Room for everything, or for less than a unit; optimizer state and sharded parameters in memory, or on a disk.
             for (buffer_bytes, folder) in
                 [(usize::MAX, None), (20_000, None), (usize::MAX, Some(folder.path())), (20_000, Some(folder.path()))]
             {

@@ -51,10 +51,11 @@ fn options(stage: u8, precision: Precision) -> Options {
     }
 }
 
-/// Optimizer state and gradients on a disk.
-fn offload(folder: &Path) -> OffloadFolders {
+/// Optimizer state, gradients and, if they are sharded, parameters on a disk.
+fn offload(folder: &Path, stage: u8) -> OffloadFolders {
     let folder = Some(folder.to_path_buf());
-    OffloadFolders { optimizer: folder.clone(), gradients: folder, ..OffloadFolders::default() }
+    let parameters = folder.clone().filter(|_| stage == 3);
+    OffloadFolders { optimizer: folder.clone(), parameters, gradients: folder, ..OffloadFolders::default() }
 }
 
 fn world() -> Arc<Group> {
@@ -119,7 +120,7 @@ fn save_run(precision: Precision) {
     let ranks = Ranks::sharded(world.clone());
     let mut options = options(3, precision);
     if precision == Precision::BF16 {
-        options.offload = offload(&folder);
+        options.offload = offload(&folder, 3);
     }
     let mut trainer = Trainer::new(model(), ranks, options, &mut init::from_seed(5)).unwrap();
     let before = steps_before(precision);
@@ -155,7 +156,7 @@ fn resume_and_compare(precision: Precision) {
             let case = format!("{} ranks, {replicas} replicas, stage {stage}", world.size());
             let mut options = options(stage, precision);
             if stage % 2 == 1 {
-                options.offload = offload(&folder);
+                options.offload = offload(&folder, stage);
             }
             let mut trainer = Trainer::resume(model(), ranks.clone(), options, &checkpoint).unwrap();
             assert_eq!(serde_json::to_value(trainer.progress()).unwrap(), checkpoint.manifest().training["progress"]);

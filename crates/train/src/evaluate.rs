@@ -79,6 +79,9 @@ impl Trainer {
             for instruction in &program.instructions {
                 trainer.enter(instruction);
                 match *instruction {
+                    Instruction::StartFetch(offload) => trainer.shards[offload.unit].start_fetch(offload.buffer)?,
+                    Instruction::WaitFetch(offload) => trainer.shards[offload.unit].finish_fetch(offload.buffer)?,
+                    Instruction::Evict(offload) => trainer.shards[offload.unit].evict(offload.buffer)?,
                     Instruction::StartGather { unit, .. } => trainer.shards[unit].start_gather()?,
                     Instruction::WaitGather(unit) => trainer.shards[unit].gather()?,
                     Instruction::StartReceive(message) => {

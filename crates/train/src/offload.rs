@@ -1,6 +1,6 @@
 //! Moves what a step does not need yet between memory and disks.
 //!
-//! Optimizer state and gradients belong to units, which move them. Here are the inputs that recomputed units keep.
+//! Parameters, optimizer state and gradients belong to units, which move them. Here are the inputs that recomputed units keep.
 
 use shardwise_plan::Dtype;
 use shardwise_plan::program::{Buffer, Offload};

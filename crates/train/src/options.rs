@@ -25,6 +25,9 @@ use crate::nonfinite::OnNonFinite;
 pub struct OffloadFolders {
     /// For masters and optimizer state. A unit's are in memory only while it is updated.
     pub optimizer: Option<PathBuf>,
+    /// For this rank's shards of the parameters. A unit's is in memory only until it is gathered, and while it is updated. Needs sharded
+    /// parameters (stage 3).
+    pub parameters: Option<PathBuf>,
     /// For gradients, from their reduction to the update.
     pub gradients: Option<PathBuf>,
     /// For the inputs of units, from their forward passes until they are recomputed. Needs [`ActivationCheckpointing::Full`].
@@ -116,6 +119,7 @@ impl Options {
             micro_batches,
             update_in_backward: self.update_in_backward,
             optimizer_tier: self.offload.optimizer.as_ref().map(|_| Tier::Disk),
+            parameter_tier: self.offload.parameters.as_ref().map(|_| Tier::Disk),
             gradient_tier: self.offload.gradients.as_ref().map(|_| Tier::Disk),
             activation_tier: self.offload.activations.as_ref().map(|_| Tier::Disk),
         }
@@ -137,6 +141,9 @@ impl Options {
         }
         if self.offload != OffloadFolders::default() && self.device != Device::Cpu {
             return refuse("only ranks that compute on CPUs can offload so far");
+        }
+        if self.offload.parameters.is_some() && !self.sharding.parameters {
+            return refuse("only sharded parameters can be offloaded: use stage 3");
         }
         if self.offload.activations.is_some() && self.activation_checkpointing != ActivationCheckpointing::Full {
             return refuse("only full activation checkpointing keeps activations that can be offloaded");

@@ -16,11 +16,11 @@ pub enum StepPhase {
     Backward,
     /// Reducing the unit's gradients.
     Reduce,
-    /// Fetching the unit's optimizer state from a disk.
+    /// Fetching what the unit keeps on a disk.
     Fetch,
     /// Updating the unit's parameters.
     Optimizer,
-    /// Storing the unit's optimizer state on a disk.
+    /// Storing what the unit keeps on a disk.
     Store,
 }
 

@@ -53,7 +53,7 @@ pub(crate) fn shard_model(
     Ok(OwnUnits::new(units.map(|unit| unit.map(&mut shard).transpose()).collect::<Result<_>>()?))
 }
 
-/// The files for what this rank offloads. The disks have room for all of its optimizer state and gradients.
+/// The files for what this rank offloads. The disks have room for all of its parameters, optimizer state and gradients.
 pub(crate) fn offload_files(
     units: &[UnitSpec],
     ranks: &Ranks,
@@ -71,11 +71,15 @@ pub(crate) fn offload_files(
         })?;
         Ok(Some(Arc::new(file)))
     };
-    let (sharding, OffloadFolders { optimizer, gradients, activations }) = (options.sharding, &options.offload);
+    let (sharding, offload) = (options.sharding, &options.offload);
+    let OffloadFolders { optimizer, parameters, gradients, activations } = offload;
+    let frozen: usize = own().map(|(unit, _)| layout.kept_frozen(unit, sharding.parameters)).sum();
+    let parameter_bytes = (elements(sharding.parameters) + frozen) * options.precision.param_dtype.bytes();
     let state_bytes = elements(sharding.optimizer) * optimizer_element_bytes(options);
     let gradient_bytes = elements(sharding.gradients) * options.precision.reduce_dtype.bytes();
     Ok(OffloadFiles {
         optimizer: create("optimizer state", optimizer.as_ref(), state_bytes)?,
+        parameters: create("parameters", parameters.as_ref(), parameter_bytes)?,
         gradients: create("gradients", gradients.as_ref(), gradient_bytes)?,
         // How many there are depends on the batch.
         activations: create("activations", activations.as_ref(), 0)?,

@@ -409,6 +409,7 @@ impl Trainer {
                 Instruction::WaitFetch(offload) => self.finish_fetch(offload, step)?,
                 Instruction::StartStore(offload) => self.start_store(offload, step)?,
                 Instruction::WaitStore(offload) => self.finish_store(offload, step)?,
+                Instruction::Evict(offload) => self.shards[offload.unit].evict(offload.buffer)?,
             }
         }
         Ok(())

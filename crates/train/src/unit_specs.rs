@@ -85,6 +85,7 @@ fn unit_spec(unit: &Unit, options: &Options, shape: &PassShape) -> UnitSpec {
         experts: counts(&|parameter| parameter.is_divided_by_expert(place)),
         tied: unit.tied().map(|tied| tied.unit),
         forward_computes_gradients: unit.forward_computes_gradients(),
+        update_reads_parameters: !options.precision.has_masters(),
         narrow_gradients: unit.gradients_are_dense() && sends_narrow_gradients(options),
         output_bytes: unit.footprint(shape).output_bytes,
         inner: unit.collectives(shape),

@@ -1,10 +1,11 @@
-//! Optimizer state, gradients and activations on a disk give the bits of those in memory.
+//! Parameters, optimizer state, gradients and activations on a disk give the bits of those in memory.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
 mod support;
 
 use std::fs::{File, OpenOptions};
+use std::ops::ControlFlow;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -17,8 +18,8 @@ use shardwise_model::Model;
 use shardwise_plan::{Axis, Mesh};
 use shardwise_torch::tch::{Device, no_grad};
 use shardwise_train::{
-    ActivationCheckpointing, DynamicScale, LossScale, OffloadFolders, OnNonFinite, Options, Probe, Ranks, StepPhase,
-    Trainer, init,
+    ActivationCheckpointing, DynamicScale, LossScale, OffloadFolders, OnNonFinite, Options, Probe, Ranks, Sampling,
+    StepPhase, Trainer, generate, init,
 };
 use shardwise_zero::{Lamb, Optimizer, Precision};
 use support::bits::{batch, options, train, trainer, world};
@@ -31,8 +32,14 @@ fn folder() -> tempfile::TempDir {
 
 fn offloaded(options: Options, folder: &Path) -> Options {
     let folder = Some(folder.to_path_buf());
-    let offload = OffloadFolders { optimizer: folder.clone(), gradients: folder, ..OffloadFolders::default() };
+    let parameters = folder.clone().filter(|_| options.sharding.parameters);
+    let offload =
+        OffloadFolders { optimizer: folder.clone(), parameters, gradients: folder, ..OffloadFolders::default() };
     Options { offload, ..options }
+}
+
+fn parameters_on(folder: &Path) -> OffloadFolders {
+    OffloadFolders { parameters: Some(folder.to_path_buf()), ..OffloadFolders::default() }
 }
 
 /// As long as the shortest run in which a bit that differs has changed the loss many times.
@@ -64,6 +71,7 @@ fn neither_prefetch_nor_accumulation_nor_optimizer_nor_skipped_updates_matter() 
             for offload in [
                 OffloadFolders { gradients: None, ..folders.clone() },
                 OffloadFolders { optimizer: None, ..folders.clone() },
+                OffloadFolders { optimizer: None, gradients: None, ..folders.clone() },
                 folders,
             ] {
                 let found = train(new(Options { offload: offload.clone(), ..options.clone() }), 10, number);
@@ -78,6 +86,9 @@ fn neither_prefetch_nor_accumulation_nor_optimizer_nor_skipped_updates_matter() 
             let each = Options { reduce_each_micro_batch: true, ..options };
             same(&format!("prefetch {prefetch}, 3 micro-batches reduced each"), each, gpt2, 3);
         }
+        same("f32, tied, without prefetch", Options { prefetch: 0, ..options(3, Precision::F32) }, gpt2, 2);
+        same("partly frozen", options(3, Precision::F32), partly_frozen, 2);
+        same("partly frozen, bf16", options(3, Precision::BF16), partly_frozen, 2);
         let lamb = Lamb { lr: 0., beta1: 0.9, beta2: 0.99, weight_decay: 0.05, eps: 1e-6 };
         same("LAMB", Options { optimizer: Optimizer::Lamb(lamb), ..options(1, Precision::F32) }, llama, 1);
         // Starts so high that the first steps overflow.
@@ -89,11 +100,88 @@ fn neither_prefetch_nor_accumulation_nor_optimizer_nor_skipped_updates_matter() 
     });
 }
 
+/// A frozen embedding, and frozen parameters next to trained ones.
+fn partly_frozen() -> Model {
+    let mut model = llama();
+    model.freeze(&["model.embed_tokens".to_string(), "model.layers.1.mlp".to_string()]).unwrap();
+    model
+}
+
+#[test]
+fn parameters_on_a_disk_change_no_bit_for_replicas_shared_layers_and_pipelines() {
+    ranks!(Launch::ranks(4).timeout(Duration::from_secs(300)), || {
+        let (world, folder) = (world(), folder());
+        let mesh = |axes: [(Axis, usize); 2]| Ranks::on_mesh(world.clone(), Mesh::new(&axes).unwrap()).unwrap();
+        let hybrid = Ranks::hybrid(world.clone(), 2).unwrap();
+        let tensor = mesh([(Axis::Shard, 2), (Axis::Tensor, 2)]);
+        let pipeline = mesh([(Axis::Pipeline, 2), (Axis::Shard, 2)]);
+        for (ranks, precision) in [(&hybrid, Precision::BF16), (&tensor, Precision::F32), (&pipeline, Precision::BF16)]
+        {
+            let options = options(3, precision);
+            let offloaded = Options { offload: parameters_on(folder.path()), ..options.clone() };
+            assert!(train(trainer(ranks, offloaded), 10, 3) == train(trainer(ranks, options), 10, 3), "{precision:?}");
+        }
+    });
+}
+
+#[test]
+fn a_model_with_parameters_on_a_disk_is_evaluated_and_generates() {
+    ranks!(2, || {
+        let (ranks, folder) = (Ranks::sharded(world()), folder());
+        let rank = ranks.world.rank();
+        let outputs = |options: Options| {
+            let mut trainer = trainer(&ranks, options);
+            trainer.step(&[batch(0, rank)]).unwrap();
+            let loss = trainer.evaluate(&[batch(1, rank), batch(2, rank)]).unwrap().loss_sum;
+            let tokens =
+                generate(&mut trainer, &[1, 2, 3], 5, &[], &Sampling::GREEDY, &mut |_| ControlFlow::Continue(()))
+                    .unwrap();
+            assert!(trainer.bytes().0.parameters == 0 || trainer.options().offload.parameters.is_none());
+            (loss.to_bits(), tokens)
+        };
+        let plain = options(3, Precision::BF16);
+        let offloaded = Options { offload: parameters_on(folder.path()), ..plain.clone() };
+        assert_eq!(outputs(offloaded), outputs(plain));
+    });
+}
+
+#[test]
+fn while_units_compute_the_next_shard_is_fetched() {
+    ranks!(1, || {
+        let (ranks, folder) = (Ranks::sharded(world()), folder());
+        let offload = parameters_on(folder.path());
+        let mut trainer = trainer(&ranks, Options { offload, ..options(3, Precision::BF16) });
+        let text = trainer.program(1).unwrap().to_string();
+        let found: Vec<&str> = text.lines().skip(1).take(14).collect();
+        let expected = [
+            "count-tokens",
+            "start-fetch embedding buffer=parameters tier=disk",
+            "wait-fetch embedding buffer=parameters tier=disk",
+            "start-gather embedding",
+            "start-fetch block.0 buffer=parameters tier=disk",
+            "wait-gather embedding",
+            "evict embedding buffer=parameters tier=disk",
+            "wait-fetch block.0 buffer=parameters tier=disk",
+            "start-gather block.0",
+            "start-fetch block.1 buffer=parameters tier=disk",
+            "forward embedding micro-batch=0 keep=all",
+            "release embedding",
+            "wait-gather block.0",
+            "evict block.0 buffer=parameters tier=disk",
+        ];
+        assert_eq!(found, expected, "{text}");
+        // Masters are the only thing that an update reads.
+        let end: Vec<&str> = text.lines().skip_while(|line| *line != "update embedding").take(3).collect();
+        let store = "start-store embedding buffer=parameters tier=disk";
+        assert_eq!(end, ["update embedding", store, "update block.0"], "{text}");
+    });
+}
+
 #[test]
 fn while_a_unit_is_updated_the_next_is_fetched_and_the_previous_stored() {
     ranks!(1, || {
         let (ranks, folder) = (Ranks::sharded(world()), folder());
-        let mut trainer = trainer(&ranks, offloaded(options(3, Precision::BF16), folder.path()));
+        let mut trainer = trainer(&ranks, offloaded(options(2, Precision::BF16), folder.path()));
         let text = trainer.program(1).unwrap().to_string();
         let update: Vec<&str> = text.lines().skip_while(|line| *line != "reduce-totals").take(7).collect();
         let expected = [
@@ -119,13 +207,20 @@ fn as_many_bytes_are_moved_as_the_formula_says() {
         trainer.step(&[batch(0, rank)]).unwrap();
         let before = trainer.moved().unwrap();
         trainer.step(&[batch(1, rank)]).unwrap();
-        assert_eq!(trainer.bytes().0.optimizer, 0, "between steps, nothing is in memory");
+        let held = trainer.bytes().0;
+        assert_eq!(held.optimizer + held.parameters, 0, "between steps, nothing is in memory");
         let moved = trainer.moved().unwrap().since(before);
         let layout = ranks.layout(Precision::BF16);
         let kept: Vec<usize> = trainer.unit_specs().iter().map(|unit| layout.kept_trainable(unit, true)).collect();
         // A master and two moments of all units, and the gradients of those that were reduced two units before the last.
-        let expected = 12 * kept.iter().sum::<usize>() + 4 * kept[2..].iter().sum::<usize>();
-        assert_eq!([moved.read_bytes, moved.written_bytes], [expected as u64; 2]);
+        let (all, blocks) = (kept.iter().sum::<usize>(), kept[1..kept.len() - 1].iter().sum::<usize>());
+        let both = 12 * all + 4 * kept[2..].iter().sum::<usize>();
+        // Parameters are read for the forward pass and, if they are released after it, for the backward pass, unless that does not read
+        // them. They are written after the update.
+        assert_eq!(
+            [moved.read_bytes, moved.written_bytes],
+            [both + 2 * (all + blocks), both + 2 * all].map(|n| n as u64)
+        );
     });
 }
 
@@ -239,7 +334,7 @@ fn a_disk_that_fails_in_any_phase_is_an_error_that_names_the_unit() {
             (0..2).for_each(|step| drop(trainer.step(&[batch(step, 0)]).unwrap()));
             // What is lost in the update is missed in the next step.
             let error = (2..4).find_map(|step| trainer.step(&[batch(step, 0)]).err()).unwrap().to_string();
-            let names = ["optimizer state", "gradients", "activations"];
+            let names = ["parameters", "optimizer state", "gradients", "activations"];
             let is_named = |what: &&str| error.contains(&format!(": its {what} in {}: ", folder.path().display()));
             assert!(error.contains("unit ") && names.iter().any(is_named), "{phase:?}: {error}");
             // No number is computed from what was lost.
@@ -314,6 +409,23 @@ fn a_changed_byte_is_an_error_that_names_the_unit() {
 }
 
 #[test]
+fn a_changed_byte_of_parameters_is_an_error_that_names_the_unit() {
+    ranks!(1, || {
+        let (ranks, folder) = (Ranks::sharded(world()), folder());
+        let offload = parameters_on(folder.path());
+        let mut trainer = trainer(&ranks, Options { offload, ..options(3, Precision::BF16) });
+        trainer.step(&[batch(0, 0)]).unwrap();
+        let file = OpenOptions::new().read(true).write(true).open(unnamed_file(folder.path())).unwrap();
+        let mut byte = [0];
+        file.read_exact_at(&mut byte, 101).unwrap();
+        file.write_all_at(&[byte[0] ^ 0x10], 101).unwrap();
+        let error = trainer.step(&[batch(1, 0)]).unwrap_err().to_string();
+        let expected = format!("unit embedding: its parameters in {}: what was read is not", folder.path().display());
+        assert!(error.contains(&expected), "{error}");
+    });
+}
+
+#[test]
 fn a_read_that_fails_is_an_error_that_names_the_unit() {
     ranks!(1, || {
         let (ranks, folder) = (Ranks::sharded(world()), folder());
@@ -336,6 +448,8 @@ fn a_folder_that_cannot_be_used_is_refused() {
         };
         let error = refused(offloaded(options(1, Precision::F32), Path::new("/nowhere")));
         assert!(error.contains("GB of optimizer state cannot be offloaded to /nowhere: No such file"), "{error}");
+        let whole = Options { offload: parameters_on(Path::new("/tmp")), ..options(2, Precision::F32) };
+        assert!(refused(whole).contains("only sharded parameters can be offloaded"));
         let device = Options { device: Device::Cuda(0), ..offloaded(options(1, Precision::F32), Path::new("/tmp")) };
         let error = refused(device);
         assert!(error.contains("only ranks that compute on CPUs can offload"), "{error}");

@@ -28,7 +28,9 @@ fn unclipped(stage: u8, precision: Precision) -> Options {
 
 /// The options to compare: updates in the backward pass, in memory and on a disk.
 fn variants(options: &Options, folder: &Path) -> [Options; 2] {
-    let on_disk = OffloadFolders { optimizer: Some(folder.to_path_buf()), ..OffloadFolders::default() };
+    let folder = Some(folder.to_path_buf());
+    let parameters = folder.clone().filter(|_| options.sharding.parameters);
+    let on_disk = OffloadFolders { optimizer: folder, parameters, ..OffloadFolders::default() };
     [OffloadFolders::default(), on_disk].map(|offload| Options { update_in_backward: true, offload, ..options.clone() })
 }
 

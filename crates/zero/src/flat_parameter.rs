@@ -10,7 +10,8 @@ use shardwise_torch::tch::Tensor;
 use shardwise_torch::{Block, kind_of, storage};
 
 use crate::error::UnitErrors;
-use crate::{Pool, Result};
+use crate::offload::Offloaded;
+use crate::{Pool, Result, ScratchFile};
 
 /// A flat buffer of parameters, as one rank of a group holds it.
 pub(crate) struct FlatParameter {
@@ -22,6 +23,8 @@ pub(crate) struct FlatParameter {
     /// All parameters. Its storage has memory only while they are unsharded.
     whole: Tensor,
     state: State,
+    /// Where the shard is while it is not needed, if not in memory.
+    offloaded: Option<Offloaded>,
 }
 
 /// The memory that this rank holds.
@@ -61,7 +64,32 @@ impl FlatParameter {
         } else {
             State::Whole
         };
-        Ok(FlatParameter { errors, group, pool, dtype, partition, whole, state })
+        Ok(FlatParameter { errors, group, pool, dtype, partition, whole, state, offloaded: None })
+    }
+
+    /// Reserves a range of a file for the shard, if parameters are sharded. It stays in memory until it is stored.
+    pub(crate) fn offload_to(&mut self, file: &Arc<ScratchFile>) -> Result<()> {
+        if let State::Sharded { shard } = &self.state {
+            let (tensors, what) = ([(self.dtype, shard.numel())], format!("the shard of {}", self.errors.unit()));
+            let offloaded = Offloaded::new(file, tensors.into_iter(), what);
+            self.offloaded = Some(offloaded.map_err(|problem| self.errors.offload("parameters", file, problem))?);
+        }
+        Ok(())
+    }
+
+    /// Moves the shard, if it is offloaded.
+    ///
+    /// # Panics
+    /// If the shard is being gathered.
+    pub(crate) fn for_offloaded(
+        &mut self,
+        mut work: impl FnMut(&mut Offloaded, &[&Tensor]) -> std::result::Result<(), String>,
+    ) -> Result<()> {
+        let Some(offloaded) = &mut self.offloaded else { return Ok(()) };
+        let (State::Sharded { shard } | State::Unsharded { shard }) = &self.state else {
+            panic!("{}: its shard is being gathered", self.errors.unit());
+        };
+        work(offloaded, &[shard]).map_err(|problem| self.errors.offload("parameters", offloaded.file(), problem))
     }
 
     /// The type of the elements.
@@ -124,9 +152,9 @@ impl FlatParameter {
         }
     }
 
-    /// Whether this rank keeps no other elements than its own shard, so that the shard is all memory of a tensor.
+    /// Whether this rank keeps no other elements in memory than its own shard, so that the shard is all memory of a tensor.
     pub(crate) fn keeps_only_own(&self) -> bool {
-        self.local_range() == self.partition.range(self.group.rank())
+        self.offloaded.is_none() && self.local_range() == self.partition.range(self.group.rank())
     }
 
     /// The elements that this rank keeps: all of them, or its shard.
@@ -134,6 +162,27 @@ impl FlatParameter {
         match &self.state {
             State::Whole => self.whole.shallow_clone(),
             _ => self.shard(self.group.rank()),
+        }
+    }
+
+    /// Whether the shard is kept on a disk.
+    pub(crate) fn is_offloaded(&self) -> bool {
+        self.offloaded.is_some()
+    }
+
+    /// The shard of `owner`, to read: from the file, if it is there.
+    pub(crate) fn read_shard(&self, owner: usize) -> Result<Tensor> {
+        match &self.offloaded {
+            Some(offloaded) => self.errors.torch(offloaded.read(0, &self.shard(owner))),
+            None => Ok(self.shard(owner)),
+        }
+    }
+
+    /// The elements that this rank keeps, to read: from the file, if they are there.
+    pub(crate) fn read_local_elements(&self) -> Result<Tensor> {
+        match &self.state {
+            State::Whole => Ok(self.whole.shallow_clone()),
+            _ => self.read_shard(self.group.rank()),
         }
     }
 
@@ -147,7 +196,10 @@ impl FlatParameter {
 
     /// The size of the memory that this rank keeps, excluding memory of the pool.
     pub(crate) fn bytes(&self) -> usize {
-        self.local_range().len() * self.dtype.bytes()
+        match &self.offloaded {
+            Some(offloaded) => offloaded.bytes_in_memory(),
+            None => self.local_range().len() * self.dtype.bytes(),
+        }
     }
 
     /// Starts an all-gather of sharded parameters (FSDP2: `unshard(async_op=True)`).

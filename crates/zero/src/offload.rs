@@ -1,4 +1,4 @@
-//! Tensors of a unit that are on a disk while they are not needed: masters and optimizer state, gradients, activations.
+//! Tensors of a unit that are on a disk while they are not needed: parameters, masters and optimizer state, gradients, activations.
 //!
 //! Each tensor has a range of the scratch file. While it is there, the tensor has no memory, and reading it is an error that says so.
 
@@ -28,8 +28,8 @@ struct Slot {
 
 /// Where a tensor's elements are. The variants say what memory they hold.
 enum Place {
-    /// In memory. What the file has is out of date.
-    Memory,
+    /// In memory. The file has the same elements if there is a checksum, which is theirs.
+    Memory(Option<u32>),
     /// In memory, and being written.
     Storing(Transfer),
     /// In the file, with this checksum; nothing was written if it is none, and all elements are zero.
@@ -53,7 +53,7 @@ impl Offloaded {
     ) -> Result<Self, String> {
         let slot = |(dtype, len): (Dtype, usize)| {
             let region = file.reserve(len * dtype.bytes()).map_err(text)?;
-            Ok(Slot { region, dtype, len, place: Place::Memory })
+            Ok(Slot { region, dtype, len, place: Place::Memory(None) })
         };
         let reason = format!("{what} is on a disk; fetch it before it is used");
         Ok(Offloaded { file: file.clone(), slots: tensors.map(slot).collect::<Result<_, String>>()?, reason })
@@ -91,7 +91,54 @@ impl Offloaded {
                 // Nobody needs it any more.
                 drop(transfer.wait());
             }
-            slot.place = Place::Memory;
+            slot.place = Place::Memory(None);
+        }
+    }
+
+    /// Notes that the tensors in memory will differ from those in the file.
+    pub fn mark_changed(&mut self) {
+        for slot in &mut self.slots {
+            if let Place::Memory(checksum) = &mut slot.place {
+                *checksum = None;
+            }
+        }
+    }
+
+    /// Gives tensors that are on the disk memory with unspecified contents, which will be overwritten.
+    pub fn allocate(&mut self, tensors: &[&Tensor]) -> Result<(), String> {
+        for (slot, tensor) in self.slots.iter_mut().zip(tensors) {
+            slot.place = match slot.take_place() {
+                Place::File(_) => {
+                    let block = Block::new(slot.dtype, slot.len, Device::Cpu).map_err(text)?;
+                    storage::put(tensor, block).map_err(text)?;
+                    Place::Memory(None)
+                }
+                other => other,
+            };
+        }
+        Ok(())
+    }
+
+    /// Frees tensors that have not changed since they were fetched.
+    pub fn evict(&mut self, tensors: &[&Tensor]) -> Result<(), String> {
+        for (slot, tensor) in self.slots.iter_mut().zip(tensors) {
+            slot.place = match slot.take_place() {
+                Place::Memory(Some(checksum)) => {
+                    drop(storage::take(tensor, &self.reason).map_err(text)?);
+                    Place::File(Some(checksum))
+                }
+                Place::Memory(None) => return Err("it has changed, and must be stored".to_string()),
+                other => other,
+            };
+        }
+        Ok(())
+    }
+
+    /// Starts to write the tensors that are in memory, if that was never done. Otherwise frees them: they never change.
+    pub fn start_store_once(&mut self, tensors: &[&Tensor]) -> Result<(), String> {
+        match self.slots.iter().all(|slot| matches!(slot.place, Place::Memory(None))) {
+            true => self.start_store(tensors),
+            false => self.evict(tensors),
         }
     }
 
@@ -99,7 +146,7 @@ impl Offloaded {
     pub fn start_store(&mut self, tensors: &[&Tensor]) -> Result<(), String> {
         for (slot, tensor) in self.slots.iter_mut().zip(tensors) {
             slot.place = match slot.take_place() {
-                Place::Memory => {
+                Place::Memory(_) => {
                     let block = storage::take(tensor, &self.reason).map_err(text)?;
                     Place::Storing(self.file.start_write(slot.region, block))
                 }
@@ -131,7 +178,7 @@ impl Offloaded {
                 Place::File(None) => {
                     let zeros = Block::zeros(slot.dtype, slot.len).map_err(text)?;
                     storage::put(tensor, zeros).map_err(text)?;
-                    Place::Memory
+                    Place::Memory(None)
                 }
                 Place::File(Some(checksum)) => {
                     let block = Block::new(slot.dtype, slot.len, Device::Cpu).map_err(text)?;
@@ -153,7 +200,7 @@ impl Offloaded {
                         return Err(CHANGED.to_string());
                     }
                     storage::put(tensor, block).map_err(text)?;
-                    Place::Memory
+                    Place::Memory(Some(stored))
                 }
                 other => other,
             };
@@ -200,6 +247,10 @@ mod tests {
         offloaded.start_store(tensors).unwrap();
         offloaded.finish_store(tensors).unwrap();
         assert_eq!(offloaded.bytes_in_memory(), 0);
+    }
+
+    fn fill(tensor: &Tensor, from: &Tensor) {
+        tensor.shallow_clone().copy_(from);
     }
 
     fn move_to_memory(offloaded: &mut Offloaded, tensors: &[&Tensor]) -> Result<(), String> {
@@ -251,6 +302,25 @@ mod tests {
         assert_eq!(offloaded.bytes_in_memory(), 0);
         move_to_memory(&mut offloaded, &tensors).unwrap();
         assert!(tensor.equal(&tensor.zeros_like()));
+        // What has not changed is freed without being written.
+        fill(&tensor, &expected);
+        move_to_disk(&mut offloaded, &tensors);
+        move_to_memory(&mut offloaded, &tensors).unwrap();
+        let written_bytes = file.moved().written_bytes;
+        offloaded.evict(&tensors).unwrap();
+        assert_eq!((offloaded.bytes_in_memory(), file.moved().written_bytes), (0, written_bytes));
+        assert!(offloaded.read(0, &tensor).unwrap().equal(&expected));
+        move_to_memory(&mut offloaded, &tensors).unwrap();
+        assert!(tensor.equal(&expected));
+        offloaded.mark_changed();
+        assert!(offloaded.evict(&tensors).unwrap_err().contains("must be stored"));
+        // What is overwritten is not read.
+        let mut offloaded = self::offloaded(&file, &tensors);
+        move_to_disk(&mut offloaded, &tensors);
+        let read_bytes = file.moved().read_bytes;
+        offloaded.allocate(&tensors).unwrap();
+        fill(&tensor, &expected);
+        assert_eq!(file.moved().read_bytes, read_bytes);
         // What is forgotten while it is being stored is not waited for by the next.
         offloaded.start_store(&tensors).unwrap();
         offloaded.reset();

@@ -61,6 +61,8 @@ pub struct Layout {
 pub struct OffloadFiles {
     /// For masters and optimizer state, between updates.
     pub optimizer: Option<Arc<ScratchFile>>,
+    /// For shards of parameters, until they are gathered.
+    pub parameters: Option<Arc<ScratchFile>>,
     /// For reduced gradients, until the update.
     pub gradients: Option<Arc<ScratchFile>>,
     /// For the inputs of units, until they are recomputed.
@@ -72,6 +74,7 @@ impl OffloadFiles {
     pub fn moved(&self) -> Option<Moved> {
         self.optimizer
             .iter()
+            .chain(&self.parameters)
             .chain(&self.gradients)
             .chain(&self.activations)
             .map(|file| file.moved())
@@ -509,7 +512,11 @@ impl ShardedBuffer {
                 let local = self.frozen.local_range();
                 let inside = intersection(whole, &local);
                 inside
-                    .map(|inside| (self.frozen.local_elements(), inside.start - local.start..inside.end - local.start))
+                    .map(|inside| {
+                        let elements = self.frozen.read_local_elements()?;
+                        Ok((elements, inside.start - local.start..inside.end - local.start))
+                    })
+                    .transpose()?
             }
             None => {
                 let own = self.own_shard();
@@ -549,6 +556,7 @@ impl ShardedBuffer {
         }
         let (kept, needed) = (self.layout.states, optimizer.states());
         assert_eq!(kept, needed, "{}: the layout's states per element differ from the optimizer's", self.name());
+        self.prepare_shard_for_update()?;
         self.steps += 1;
         // Made on the device: the host would wait for a copy.
         let no_dimensions: [i64; 0] = [];
@@ -588,6 +596,10 @@ impl ShardedBuffer {
 
     /// Starts to store a buffer on a disk, if it is offloaded.
     pub(crate) fn start_store(&mut self, buffer: Buffer) -> Result<()> {
+        if buffer == Buffer::Parameters {
+            self.trainable.for_offloaded(Offloaded::start_store)?;
+            return self.frozen.for_offloaded(Offloaded::start_store_once);
+        }
         self.for_offloaded(buffer, Offloaded::start_store)
     }
 
@@ -596,14 +608,32 @@ impl ShardedBuffer {
         self.for_offloaded(buffer, Offloaded::finish_store)
     }
 
+    /// Frees a buffer that has not changed since it was fetched, if it is offloaded.
+    pub(crate) fn evict(&mut self, buffer: Buffer) -> Result<()> {
+        self.for_offloaded(buffer, Offloaded::evict)
+    }
+
+    /// An update changes the shard of the parameters. If there are masters, it overwrites the shard.
+    fn prepare_shard_for_update(&mut self) -> Result<()> {
+        let has_masters = self.layout.precision.has_masters();
+        self.trainable.for_offloaded(|offloaded, shard| {
+            offloaded.mark_changed();
+            if has_masters { offloaded.allocate(shard) } else { Ok(()) }
+        })
+    }
+
     fn for_offloaded(
         &mut self,
         buffer: Buffer,
-        mut work: impl FnMut(&mut Offloaded, &[&Tensor]) -> std::result::Result<(), String>,
+        mut move_tensors: impl FnMut(&mut Offloaded, &[&Tensor]) -> std::result::Result<(), String>,
     ) -> Result<()> {
+        if buffer == Buffer::Parameters {
+            self.trainable.for_offloaded(&mut move_tensors)?;
+            return self.frozen.for_offloaded(&mut move_tensors);
+        }
         let errors = &self.errors;
         let mut work = |what, offloaded: &mut Offloaded, tensors: &[&Tensor]| {
-            work(offloaded, tensors).map_err(|problem| errors.offload(what, offloaded.file(), problem))
+            move_tensors(offloaded, tensors).map_err(|problem| errors.offload(what, offloaded.file(), problem))
         };
         match (buffer, &self.reduced_grads, &mut self.offloaded_grads) {
             (Buffer::Optimizer, ..) => self.shards.iter_mut().try_for_each(|shard| {
@@ -714,7 +744,8 @@ impl ShardedBuffer {
     fn read_updated_parameters(&self, shard: &OptimizerShard) -> Result<Tensor> {
         match (&shard.master, &shard.offloaded) {
             (Some(master), Some(offloaded)) => self.errors.torch(offloaded.read(0, master)),
-            _ => Ok(self.updated_parameters(shard)),
+            (Some(master), None) => Ok(master.shallow_clone()),
+            (None, _) => self.trainable.read_shard(shard.owner),
         }
     }
 

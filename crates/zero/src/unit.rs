@@ -214,7 +214,7 @@ impl ShardedUnit {
         self.buffers.iter_mut().try_for_each(|buffer| buffer.update(optimizer, factor))
     }
 
-    /// Starts to fetch a buffer from a disk, if it is there. An update needs optimizer state and gradients in memory.
+    /// Starts to fetch a buffer from a disk, if it is there. A gather needs parameters in memory, and an update everything that it reads.
     pub fn start_fetch(&mut self, buffer: Buffer) -> Result<()> {
         self.buffers.iter_mut().try_for_each(|part| part.start_fetch(buffer))
     }
@@ -232,6 +232,11 @@ impl ShardedUnit {
     /// Waits until a buffer is on the disk, and frees its memory.
     pub fn finish_store(&mut self, buffer: Buffer) -> Result<()> {
         self.buffers.iter_mut().try_for_each(|part| part.finish_store(buffer))
+    }
+
+    /// Frees a buffer that has not changed since it was fetched, if it is offloaded. Fails if it has.
+    pub fn evict(&mut self, buffer: Buffer) -> Result<()> {
+        self.buffers.iter_mut().try_for_each(|part| part.evict(buffer))
     }
 
     /// Frees the gradients, reduced or accumulated, after an update or to skip one.

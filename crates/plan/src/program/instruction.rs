@@ -95,6 +95,8 @@ pub enum Instruction {
     StartStore(Offload),
     /// Waits until a buffer is on its tier, and frees it on the device.
     WaitStore(Offload),
+    /// Frees a buffer on the device that has not changed since it was fetched.
+    Evict(Offload),
 }
 
 /// What a forward pass keeps for the backward pass.
@@ -298,7 +300,8 @@ impl Instruction {
             | Instruction::StartFetch(Offload { unit, .. })
             | Instruction::WaitFetch(Offload { unit, .. })
             | Instruction::StartStore(Offload { unit, .. })
-            | Instruction::WaitStore(Offload { unit, .. }) => Some(unit),
+            | Instruction::WaitStore(Offload { unit, .. })
+            | Instruction::Evict(Offload { unit, .. }) => Some(unit),
         }
     }
 }

@@ -68,6 +68,8 @@ pub struct Policy {
     pub update_in_backward: bool,
     /// Where masters and optimizer state are between updates, if not in memory.
     pub optimizer_tier: Option<Tier>,
+    /// Where this rank's shards of parameters are until they are gathered, if not in memory. Needs sharded parameters.
+    pub parameter_tier: Option<Tier>,
     /// Where reduced gradients are until the update, if not in memory.
     pub gradient_tier: Option<Tier>,
     /// Where the inputs of recomputed units are until their backward passes, if not in memory.
@@ -88,6 +90,7 @@ impl Policy {
             micro_batches,
             update_in_backward: false,
             optimizer_tier: None,
+            parameter_tier: None,
             gradient_tier: None,
             activation_tier: None,
         }
@@ -115,6 +118,8 @@ pub struct UnitSpec {
     pub tied_elements: usize,
     /// Whether the backward pass reads the parameters.
     pub backward_reads_parameters: bool,
+    /// Whether an update reads the parameters that the passes compute with. If there are masters, it only writes them.
+    pub update_reads_parameters: bool,
     /// Whether the forward pass computes gradients of parameters, as that of a head with a fused loss does, and holds them until the
     /// backward pass. A pipeline then delays the forward pass until just before the backward pass.
     pub forward_computes_gradients: bool,
@@ -140,6 +145,7 @@ impl UnitSpec {
             tied: None,
             tied_elements: 0,
             backward_reads_parameters,
+            update_reads_parameters: true,
             forward_computes_gradients: false,
             narrow_gradients: false,
             output_bytes: 0,

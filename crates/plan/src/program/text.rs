@@ -73,11 +73,12 @@ const OF_MESSAGE: [OfMessage; 12] = [
 ];
 
 /// The names of instructions that have a buffer and a tier.
-const OF_OFFLOAD: [OfOffload; 4] = [
+const OF_OFFLOAD: [OfOffload; 5] = [
     ("start-fetch", Instruction::StartFetch),
     ("wait-fetch", Instruction::WaitFetch),
     ("start-store", Instruction::StartStore),
     ("wait-store", Instruction::WaitStore),
+    ("evict", Instruction::Evict),
 ];
 
 const KEEPS: [(Keep, &str); 4] =
@@ -118,7 +119,8 @@ impl Program {
             Instruction::StartFetch(offload)
             | Instruction::WaitFetch(offload)
             | Instruction::StartStore(offload)
-            | Instruction::WaitStore(offload) => {
+            | Instruction::WaitStore(offload)
+            | Instruction::Evict(offload) => {
                 format!("{name} {unit} {} tier={}", describe_buffer(offload.buffer), name_of(&TIERS, offload.tier))
             }
             Instruction::WaitGather(_)
@@ -155,9 +157,8 @@ fn name_of_instruction(instruction: &Instruction) -> &'static str {
         Instruction::StartFetch(offload)
         | Instruction::WaitFetch(offload)
         | Instruction::StartStore(offload)
-        | Instruction::WaitStore(offload) => {
-            find_name(OF_OFFLOAD.map(|(name, make)| (name, make(offload))), instruction)
-        }
+        | Instruction::WaitStore(offload)
+        | Instruction::Evict(offload) => find_name(OF_OFFLOAD.map(|(name, make)| (name, make(offload))), instruction),
         Instruction::WaitGather(_)
         | Instruction::Release(_)
         | Instruction::WaitReduceScatter(_)
@@ -399,6 +400,7 @@ wait-fetch a buffer=optimizer tier=disk
 start-store b buffer=activations micro-batch=3 tier=host
 wait-store b buffer=activations micro-batch=3 tier=host
 start-fetch b buffer=parameters tier=host
+evict b buffer=parameters tier=host
 ";
         assert_eq!(text.parse::<Program>().unwrap().to_string(), text);
     }

@@ -74,6 +74,8 @@ pub(crate) fn mutate(program: &Program, mutation: Mutation) -> Program {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Resource {
     Parameters(usize),
+    /// This rank's shard of the parameters.
+    Shard(usize),
     /// Accumulated ones.
     Gradients(usize),
     /// Reduced gradients.
@@ -156,17 +158,19 @@ fn resources(instruction: &Instruction, units: &[UnitSpec]) -> (BTreeSet<Resourc
         | Instruction::WaitReduce(unit) => (vec![], vec![Resource::Gradients(unit), Resource::Reduced(unit)]),
         Instruction::Norm(unit) => (vec![Resource::Gradients(unit), Resource::Reduced(unit), Resource::Totals], vec![]),
         Instruction::Update(unit) => {
-            let resources = [Resource::Parameters, Resource::Gradients, Resource::Reduced, Resource::Optimizer];
-            (vec![Resource::Totals], resources.map(|resource| resource(unit)).to_vec())
+            let resources = [Resource::Gradients, Resource::Reduced, Resource::Optimizer];
+            let changes = [Resource::Parameters, Resource::Shard].into_iter().chain(resources);
+            (vec![Resource::Totals], changes.map(|resource| resource(unit)).collect())
         }
         Instruction::StartFetch(Offload { unit, buffer, .. })
         | Instruction::WaitFetch(Offload { unit, buffer, .. })
         | Instruction::StartStore(Offload { unit, buffer, .. })
-        | Instruction::WaitStore(Offload { unit, buffer, .. }) => match buffer {
+        | Instruction::WaitStore(Offload { unit, buffer, .. })
+        | Instruction::Evict(Offload { unit, buffer, .. }) => match buffer {
             Buffer::Optimizer => (vec![], vec![Resource::Optimizer(unit)]),
             Buffer::Gradients => (vec![], vec![Resource::Reduced(unit)]),
             Buffer::Activations { micro_batch } => (vec![], vec![Resource::Input(unit, micro_batch)]),
-            Buffer::Parameters => unreachable!("no program of these tests offloads parameters"),
+            Buffer::Parameters => (vec![], vec![Resource::Shard(unit)]),
         },
     };
     (reads.into_iter().collect(), changes.into_iter().collect())

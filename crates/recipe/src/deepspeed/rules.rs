@@ -44,10 +44,11 @@ const TRANSLATED: &[(&str, &str)] = &[
     ("scheduler.params.cos_min_ratio", "`schedule.min_lr_ratio`"),
 ];
 
-/// Sections that are allowed if their `device` is `"none"`.
-pub(super) const OFFLOAD: &[&str] = &[OFFLOAD_OPTIMIZER, "zero_optimization.offload_param"];
-/// The one whose `device` may also be `"nvme"`.
-pub(super) const OFFLOAD_OPTIMIZER: &str = "zero_optimization.offload_optimizer";
+/// Sections that are allowed if their `device` is `"none"` or `"nvme"`, with the key that their `nvme_path` becomes and what they are about.
+pub(super) const OFFLOAD: &[(&str, &str, &str)] = &[
+    ("zero_optimization.offload_optimizer", "offload.optimizer", "optimizer state"),
+    ("zero_optimization.offload_param", "offload.parameters", "parameters"),
+];
 
 /// Keys that limit DeepSpeed's buffers. They do not affect results, but they do affect DeepSpeed's memory, so a note tells the
 /// user what determines memory here.
@@ -255,7 +256,7 @@ pub(super) fn is_listed(key: &str) -> bool {
     TRANSLATED.iter().any(|(listed, _)| *listed == key)
         || ONE_ALLOWED_VALUE.iter().any(|(listed, ..)| *listed == key)
         || REFUSED_IF_ENABLED.iter().any(|(section, _)| within(section))
-        || OFFLOAD.iter().any(|section| within(section))
+        || OFFLOAD.iter().any(|(section, ..)| within(section))
 }
 
 /// A heading, and keys with a description of how each is treated.
@@ -265,11 +266,8 @@ pub type KeyTable = (&'static str, Vec<(&'static str, String)>);
 pub(super) fn key_tables() -> [KeyTable; 5] {
     let translated = TRANSLATED.iter().map(|&(key, becomes)| (key, becomes.to_string()));
     let one_allowed = ONE_ALLOWED_VALUE.iter().map(|&(key, value, why)| (key, format!("`{value}`: {}", reason(why))));
-    let offload = OFFLOAD.iter().map(|&section| match section == OFFLOAD_OPTIMIZER {
-        true => {
-            (section, "if its `device` is `\"cpu\"`; with `\"nvme\"`, `nvme_path` is `offload.optimizer`".to_string())
-        }
-        false => (section, "if its `device` is not `\"none\"`".to_string()),
+    let offload = OFFLOAD.iter().map(|(section, key, _)| {
+        (*section, format!("if its `device` is `\"cpu\"`; with `\"nvme\"`, `nvme_path` is `{key}`"))
     });
     let refused_if_enabled =
         REFUSED_IF_ENABLED.iter().map(|&(section, why)| (section, format!("if it is enabled: {why}")));

@@ -5,6 +5,7 @@ use shardwise_torch::tch::{Device, Tensor};
 use super::ShardedBuffer;
 use crate::Result;
 use crate::error::UnitErrors;
+use crate::flat_parameter::FlatParameter;
 
 /// A tensor to save in a checkpoint; see [`ShardedUnit::checkpoint_tensors`](crate::ShardedUnit::checkpoint_tensors).
 pub struct CheckpointTensor {
@@ -31,9 +32,10 @@ impl ShardedBuffer {
     /// If a tensor's memory is in use: by sharded parameters that are gathered, or by an all-gather of updated ones; or if a tensor
     /// was detached and not updated since.
     pub(crate) fn checkpoint_tensors(&self) -> Result<Vec<CheckpointTensor>> {
-        let own = self.own_shard();
+        let (own, rank) = (self.own_shard(), self.layout.groups.shard.rank());
         assert!(own.detached.is_empty(), "{}: its tensors were detached, but not updated", self.name());
-        let gathered = self.layout.sharding.parameters;
+        // A gather borrows the memory of a shard, unless it reads the shard from a disk first.
+        let is_lent = |parameters: &FlatParameter| self.layout.sharding.parameters && !parameters.is_offloaded();
         let is_on_host = self.layout.pool.device() == Device::Cpu;
         // What is on a disk is read from there, and not kept in memory.
         let is_in_memory = own.offloaded.is_none();
@@ -41,7 +43,7 @@ impl ShardedBuffer {
         let master = CheckpointTensor {
             index: 0,
             tensor: self.read_updated_parameters(own)?,
-            is_stable: own.master.is_some() || !gathered,
+            is_stable: own.master.is_some() || !is_lent(&self.trainable),
             is_detachable: match own.master {
                 Some(_) => is_on_host && is_in_memory,
                 None => is_on_host && self.trainable.keeps_only_own(),
@@ -61,8 +63,8 @@ impl ShardedBuffer {
         });
         let frozen = CheckpointTensor {
             index: 0,
-            tensor: self.frozen.shard(self.layout.groups.shard.rank()),
-            is_stable: !gathered,
+            tensor: self.frozen.read_shard(rank)?,
+            is_stable: !is_lent(&self.frozen),
             is_detachable: false,
         };
         std::iter::once(Ok(master)).chain(state).chain([Ok(frozen)]).collect()

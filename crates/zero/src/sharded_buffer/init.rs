@@ -38,7 +38,7 @@ impl ShardedBuffer {
             let (group, pool) = (layout.groups.shard.clone(), layout.pool.clone());
             FlatParameter::new(name, group, pool, layout.precision.param_dtype, len, layout.sharding.parameters)
         };
-        let (trainable, frozen) = (flat(trainable_len)?, flat(frozen_len)?);
+        let (mut trainable, mut frozen) = (flat(trainable_len)?, flat(frozen_len)?);
         let views = ranges
             .iter()
             .zip(specs)
@@ -52,6 +52,10 @@ impl ShardedBuffer {
         let frozen_ranges =
             ranges.iter().zip(specs).map(|(range, spec)| (!spec.trainable).then(|| range.clone())).collect();
 
+        if let Some(file) = &layout.files.parameters {
+            trainable.offload_to(file)?;
+            frozen.offload_to(file)?;
+        }
         let group = &layout.groups.shard;
         let masters = usize::from(layout.precision.has_masters());
         let owners = if layout.sharding.optimizer { group.rank()..group.rank() + 1 } else { 0..group.size() };
@@ -98,7 +102,8 @@ impl ShardedBuffer {
         }
         // The states start at zero.
         unit.for_offloaded(Buffer::Optimizer, |offloaded, tensors| offloaded.forget_zeros(tensors, masters))?;
-        unit.store()?;
+        unit.store(Buffer::Optimizer)?;
+        unit.store(Buffer::Parameters)?;
         Ok(unit)
     }
 
@@ -190,13 +195,13 @@ impl ShardedBuffer {
                 }
             }
         }
-        self.store()
+        self.store(Buffer::Optimizer)
     }
 
-    /// Stores masters and optimizer state on a disk, if they are offloaded.
-    fn store(&mut self) -> Result<()> {
-        self.start_store(Buffer::Optimizer)?;
-        self.finish_store(Buffer::Optimizer)
+    /// Stores a buffer on a disk, if it is offloaded.
+    fn store(&mut self, buffer: Buffer) -> Result<()> {
+        self.start_store(buffer)?;
+        self.finish_store(buffer)
     }
 }
 

@@ -1,6 +1,7 @@
 //! Builds the program of one stage, action by action.
 
 mod offload;
+mod parameters;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Range;
@@ -10,6 +11,7 @@ use crate::program::instruction::unit_tied_to;
 use crate::program::policy::{ActivationCheckpointing, Policy, UnitSpec};
 use crate::program::{Codec, Instruction, Keep, Message, Program};
 use offload::{Gradients, KeptInput};
+use parameters::offload_parameters;
 
 /// What a program is for.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -83,8 +85,8 @@ pub(super) struct Stage<'a> {
     updated: BTreeSet<usize>,
     /// The units for whose update everything is in memory, or being fetched.
     fetched: BTreeSet<usize>,
-    /// The units whose optimizer state is being stored.
-    storing_optimizer: VecDeque<usize>,
+    /// The units of which what an update has changed is being stored.
+    storing_updated: VecDeque<usize>,
     /// The unit whose gradients are being stored.
     storing: Option<usize>,
     /// Where the inputs of units and micro-batches are that are kept on a tier.
@@ -127,7 +129,7 @@ impl<'a> Stage<'a> {
             replicating: None,
             updated: BTreeSet::new(),
             fetched: BTreeSet::new(),
-            storing_optimizer: VecDeque::new(),
+            storing_updated: VecDeque::new(),
             storing: None,
             inputs: BTreeMap::new(),
             has_tied_parameters: vec![false; units.len()],
@@ -140,7 +142,11 @@ impl<'a> Stage<'a> {
 
     pub(super) fn finish(self) -> Draft {
         let units = self.units.iter().map(|unit| unit.name.clone()).collect();
-        Draft { program: Program { units, instructions: self.instructions }, starts: self.starts }
+        let (instructions, starts) = match self.policy.parameter_tier {
+            Some(tier) => offload_parameters(&self.instructions, &self.starts, tier),
+            None => (self.instructions, self.starts),
+        };
+        Draft { program: Program { units, instructions }, starts }
     }
 
     pub(super) fn count_tokens(&mut self) {
@@ -167,7 +173,7 @@ impl<'a> Stage<'a> {
             self.push(Instruction::ReduceTotals);
             self.update_units(&left);
         }
-        self.wait_store_optimizer(0);
+        self.wait_store_updated(0);
     }
 
     /// Waits until a unit's gradients are reduced, and adds their norm to the totals.
@@ -186,7 +192,7 @@ impl<'a> Stage<'a> {
         }
     }
 
-    /// Updates a unit, and starts to store its optimizer state.
+    /// Updates a unit, and starts to store what has changed.
     fn update_unit(&mut self, unit: usize) {
         self.fetch_for_update(unit);
         if self.policy.update_in_backward {
@@ -195,9 +201,9 @@ impl<'a> Stage<'a> {
         self.for_fetched(unit, Instruction::WaitFetch);
         self.push(Instruction::Update(unit));
         self.updated.insert(unit);
-        self.for_optimizer(unit, Instruction::StartStore);
-        self.storing_optimizer.push_back(unit);
-        self.wait_store_optimizer(self.policy.prefetch);
+        self.for_updated(unit, Instruction::StartStore);
+        self.storing_updated.push_back(unit);
+        self.wait_store_updated(self.policy.prefetch);
     }
 
     /// Sends parameters to the stages whose units are tied to them. They stay gathered if the first action needs them.

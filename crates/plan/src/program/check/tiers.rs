@@ -1,6 +1,6 @@
 //! [`Rule::Tiers`]: where buffers are that leave the device.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::scope::Scope;
 use super::violation::{Problem, Rule};
@@ -28,17 +28,25 @@ impl Place {
 /// Where the buffers of units are that are not always on the device.
 type Places = BTreeMap<(usize, Buffer), Place>;
 
+struct State {
+    places: Places,
+    /// The units whose parameters have changed since they were stored.
+    updated: BTreeSet<usize>,
+}
+
 pub(super) fn check(program: &Program, scope: &Scope<'_>) -> Result<(), Problem> {
     let is_offload = |instruction: &Instruction| offload_of(instruction).is_some();
-    if scope.policy.optimizer_tier.is_none() && !program.instructions.iter().any(is_offload) {
+    let policy = scope.policy;
+    let offloads = policy.optimizer_tier.is_some() || policy.parameter_tier.is_some();
+    if !offloads && !program.instructions.iter().any(is_offload) {
         return Ok(());
     }
     let at_start = at_start(program, scope);
-    let mut places = at_start.clone();
+    let mut state = State { places: at_start.clone(), updated: BTreeSet::new() };
     for (position, instruction) in program.instructions.iter().enumerate() {
-        apply(&mut places, instruction, scope).map_err(|problem| Problem::at(position, Rule::Tiers, problem))?;
+        apply(&mut state, instruction, scope).map_err(|problem| Problem::at(position, Rule::Tiers, problem))?;
     }
-    let moved = places.iter().find(|(key, place)| at_start.get(key).copied().unwrap_or(Place::Device) != **place);
+    let moved = state.places.iter().find(|(key, place)| at_start.get(key).copied().unwrap_or(Place::Device) != **place);
     match moved {
         Some(((unit, buffer), place)) => {
             let what = describe(scope, *unit, *buffer);
@@ -49,23 +57,12 @@ pub(super) fn check(program: &Program, scope: &Scope<'_>) -> Result<(), Problem>
     }
 }
 
-/// Optimizer state is where the policy keeps it, and there are no gradients. Any other buffer that the step fetches before it stores it was
-/// stored in the step before.
+/// Optimizer state and parameters are where the policy keeps them. There are no gradients, and no activations.
 fn at_start(program: &Program, scope: &Scope<'_>) -> Places {
     let named = || program.instructions.iter().filter_map(Instruction::unit);
-    let kept = |tier| named().map(move |unit| ((unit, Buffer::Optimizer), Place::Stored(tier)));
-    let mut places: Places = scope.policy.optimizer_tier.into_iter().flat_map(kept).collect();
-    for instruction in &program.instructions {
-        if let Some(Offload { unit, buffer, tier }) = offload_of(instruction) {
-            let is_fetch = matches!(instruction, Instruction::StartFetch(_));
-            let is_kept = buffer == Buffer::Parameters;
-            let place = if is_fetch && is_kept { Place::Stored(tier) } else { Place::Device };
-            places.entry((unit, buffer)).or_insert(place);
-        }
-    }
-    // Activations exist once they are computed.
-    places.retain(|(_, buffer), _| !matches!(buffer, Buffer::Activations { .. }));
-    places
+    let kept = [(Buffer::Optimizer, scope.policy.optimizer_tier), (Buffer::Parameters, scope.policy.parameter_tier)];
+    let kept = kept.into_iter().filter_map(|(buffer, tier)| Some((buffer, tier?)));
+    kept.flat_map(|(buffer, tier)| named().map(move |unit| ((unit, buffer), Place::Stored(tier)))).collect()
 }
 
 fn offload_of(instruction: &Instruction) -> Option<Offload> {
@@ -73,12 +70,14 @@ fn offload_of(instruction: &Instruction) -> Option<Offload> {
         Instruction::StartFetch(offload)
         | Instruction::WaitFetch(offload)
         | Instruction::StartStore(offload)
-        | Instruction::WaitStore(offload) => Some(offload),
+        | Instruction::WaitStore(offload)
+        | Instruction::Evict(offload) => Some(offload),
         _ => None,
     }
 }
 
-fn apply(places: &mut Places, instruction: &Instruction, scope: &Scope<'_>) -> Result<(), String> {
+fn apply(state: &mut State, instruction: &Instruction, scope: &Scope<'_>) -> Result<(), String> {
+    let State { places, updated } = state;
     let mut change = |Offload { unit, buffer, tier }: Offload, from: Place, to: Place| {
         check_tier(scope, unit, buffer, tier)?;
         expect(places, scope, unit, buffer, from)?;
@@ -87,7 +86,20 @@ fn apply(places: &mut Places, instruction: &Instruction, scope: &Scope<'_>) -> R
     };
     match *instruction {
         Instruction::StartStore(offload) => change(offload, Place::Device, Place::Storing(offload.tier)),
-        Instruction::WaitStore(offload) => change(offload, Place::Storing(offload.tier), Place::Stored(offload.tier)),
+        Instruction::WaitStore(offload) => {
+            change(offload, Place::Storing(offload.tier), Place::Stored(offload.tier))?;
+            if offload.buffer == Buffer::Parameters {
+                updated.remove(&offload.unit);
+            }
+            Ok(())
+        }
+        Instruction::Evict(Offload { unit, buffer, .. }) if buffer != Buffer::Parameters => {
+            Err(format!("{} may have changed since they were stored", describe(scope, unit, buffer)))
+        }
+        Instruction::Evict(Offload { unit, buffer, .. }) if updated.contains(&unit) => {
+            Err(format!("{} have changed since they were stored", describe(scope, unit, buffer)))
+        }
+        Instruction::Evict(offload) => change(offload, Place::Device, Place::Stored(offload.tier)),
         Instruction::StartFetch(offload) => change(offload, Place::Stored(offload.tier), Place::Fetching(offload.tier)),
         Instruction::WaitFetch(offload) => change(offload, Place::Fetching(offload.tier), Place::Device),
         Instruction::Forward { unit, micro_batch, keep } => {
@@ -118,20 +130,27 @@ fn apply(places: &mut Places, instruction: &Instruction, scope: &Scope<'_>) -> R
         }
         Instruction::Update(unit) => {
             expect(places, scope, unit, Buffer::Gradients, Place::Device)?;
-            expect(places, scope, unit, Buffer::Parameters, Place::Device)?;
-            expect(places, scope, unit, Buffer::Optimizer, Place::Device)
+            expect(places, scope, unit, Buffer::Optimizer, Place::Device)?;
+            let parameters = (unit, Buffer::Parameters);
+            if !scope.units[unit].update_reads_parameters
+                && let Some(Place::Stored(_)) = places.get(&parameters)
+            {
+                places.insert(parameters, Place::Device);
+            }
+            updated.insert(unit);
+            expect(places, scope, unit, Buffer::Parameters, Place::Device)
         }
         _ => Ok(()),
     }
 }
 
-/// Optimizer state, gradients and activations are offloaded only to where the policy says.
+/// Buffers are offloaded only to where the policy says.
 fn check_tier(scope: &Scope<'_>, unit: usize, buffer: Buffer, tier: Tier) -> Result<(), String> {
     let expected = match buffer {
         Buffer::Optimizer => scope.policy.optimizer_tier,
         Buffer::Gradients => scope.policy.gradient_tier,
         Buffer::Activations { .. } => scope.policy.activation_tier,
-        Buffer::Parameters => return Ok(()),
+        Buffer::Parameters => scope.policy.parameter_tier,
     };
     match expected == Some(tier) {
         true => Ok(()),

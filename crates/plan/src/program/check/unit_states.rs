@@ -2,7 +2,7 @@
 
 use super::scope::Scope;
 use super::violation::{Problem, Rule};
-use crate::program::{Instruction, Message, Payload, Policy, Program, UnitSpec};
+use crate::program::{Buffer, Instruction, Message, Offload, Payload, Policy, Program, UnitSpec};
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Parameters {
@@ -72,6 +72,13 @@ fn apply(units: &[Unit<'_>], instruction: &Instruction, scope: &Scope<'_>) -> Re
         Instruction::WaitGather(unit) => {
             expect(units, unit, Parameters::Gathering)?;
             Ok(Some((unit, Parameters::Whole)))
+        }
+        // The gather reads the shard.
+        Instruction::StartStore(Offload { unit, buffer: Buffer::Parameters, .. })
+        | Instruction::Evict(Offload { unit, buffer: Buffer::Parameters, .. })
+            if units[unit].parameters == Parameters::Gathering =>
+        {
+            Err(format!("the parameters of {} are being gathered", units[unit].spec.name))
         }
         Instruction::Release(_) if !policy.sharding.parameters => {
             Err("parameters that are not sharded cannot be released".to_string())

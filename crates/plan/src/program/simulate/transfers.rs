@@ -40,6 +40,10 @@ impl Transfers {
             Instruction::StartFetch(Offload { unit, buffer, .. }) => {
                 self.stored.remove(&(unit, buffer));
             }
+            // It writes what it has not read.
+            Instruction::Update(unit) => {
+                self.stored.remove(&(unit, Buffer::Parameters));
+            }
             _ => (),
         }
     }
@@ -52,7 +56,7 @@ impl Transfers {
         bytes: impl Fn(usize, Buffer) -> usize,
     ) {
         match *instruction {
-            Instruction::WaitStore(Offload { unit, buffer, .. }) => {
+            Instruction::WaitStore(Offload { unit, buffer, .. }) | Instruction::Evict(Offload { unit, buffer, .. }) => {
                 self.stored.insert((unit, buffer), bytes(unit, buffer));
             }
             Instruction::Backward { unit, micro_batch } | Instruction::BackwardWeight { unit, micro_batch } => {

@@ -1,4 +1,5 @@
-//! What leaves the device between its uses: optimizer state, reduced gradients, and the inputs of recomputed units.
+//! What leaves the device between its uses: what an update reads and writes, reduced gradients, and the inputs of recomputed units. The
+//! parameters that are gathered are in `parameters`.
 
 use super::Stage;
 use crate::program::{Buffer, Instruction, Offload};
@@ -21,11 +22,11 @@ pub(super) enum KeptInput {
 }
 
 impl Stage<'_> {
-    /// Waits until the optimizer state of all but `left` units is stored.
-    pub(super) fn wait_store_optimizer(&mut self, left: usize) {
-        while self.storing_optimizer.len() > left {
-            let stored = self.storing_optimizer.pop_front();
-            stored.into_iter().for_each(|unit| self.for_optimizer(unit, Instruction::WaitStore));
+    /// Waits until what updates have changed is stored of all but `left` units.
+    pub(super) fn wait_store_updated(&mut self, left: usize) {
+        while self.storing_updated.len() > left {
+            let stored = self.storing_updated.pop_front();
+            stored.into_iter().for_each(|unit| self.for_updated(unit, Instruction::WaitStore));
         }
     }
 
@@ -39,15 +40,31 @@ impl Stage<'_> {
     /// An instruction for each buffer that an update needs and that is on a tier.
     pub(super) fn for_fetched(&mut self, unit: usize, instruction: fn(Offload) -> Instruction) {
         self.for_optimizer(unit, instruction);
+        if self.units[unit].update_reads_parameters {
+            self.for_parameters(unit, instruction);
+        }
         if self.gradients[unit] == Gradients::Stored {
             self.for_gradients(unit, instruction);
         }
     }
 
+    /// An instruction for each buffer that an update changes and that is on a tier.
+    pub(super) fn for_updated(&mut self, unit: usize, instruction: fn(Offload) -> Instruction) {
+        self.for_optimizer(unit, instruction);
+        self.for_parameters(unit, instruction);
+    }
+
     /// An instruction for a unit's optimizer state, if it is on a tier.
-    pub(super) fn for_optimizer(&mut self, unit: usize, instruction: fn(Offload) -> Instruction) {
+    fn for_optimizer(&mut self, unit: usize, instruction: fn(Offload) -> Instruction) {
         if let Some(tier) = self.policy.optimizer_tier {
             self.push(instruction(Offload { unit, buffer: Buffer::Optimizer, tier }));
+        }
+    }
+
+    /// An instruction for a unit's parameters, if they are on a tier.
+    fn for_parameters(&mut self, unit: usize, instruction: fn(Offload) -> Instruction) {
+        if let Some(tier) = self.policy.parameter_tier {
+            self.push(instruction(Offload { unit, buffer: Buffer::Parameters, tier }));
         }
     }
 
