@@ -533,6 +533,33 @@ private:
 
 WithoutMeta without_meta;
 
+// libtorch's AdamW computes the last few elements of a tensor without vectors, and rounds them differently. Shardwise's kernel for CPUs
+// rounds all as the vectors do, so here all elements are in vectors.
+void adamw_in_whole_vectors(const c10::OperatorHandle &op, torch::jit::Stack &stack) {
+  constexpr int64_t VECTOR = 64;
+  std::vector<std::pair<at::Tensor, at::Tensor>> padded;
+  // Parameters, gradients and both moments.
+  for (size_t at = 0; at < 4; at++) {
+    c10::List<at::Tensor> list;
+    for (const at::Tensor &tensor : stack[at].toTensorVector()) {
+      const int64_t missing = (VECTOR - tensor.numel() % VECTOR) % VECTOR;
+      padded.emplace_back(tensor, at::constant_pad_nd(tensor.reshape(-1), {0, missing}));
+      list.push_back(padded.back().second);
+    }
+    stack[at] = list;
+  }
+  op.callBoxed(&stack);
+  for (const auto &[tensor, whole] : padded)
+    tensor.copy_(whole.narrow(0, 0, tensor.numel()).view_as(tensor));
+}
+
+void call_on_cpu(const c10::OperatorHandle &op, torch::jit::Stack &stack) {
+  if (op.operator_name().name == "aten::_fused_adamw_")
+    adamw_in_whole_vectors(op, stack);
+  else
+    op.callBoxed(&stack);
+}
+
 class Call {
 public:
   Call(const c10::OperatorHandle &op, torch::jit::Stack *stack) : op(op), stack(stack), inputs(op.schema().arguments().size()) {}
@@ -551,7 +578,7 @@ public:
     drain();
     {
       at::AutoDispatchBelowADInplaceOrView guard;
-      op.callBoxed(&host);
+      call_on_cpu(op, host);
     }
     for (const Argument &argument : arguments)
       take_resized(argument);
@@ -581,7 +608,7 @@ private:
     if (!arguments.empty())
       kernel += c10::toString(arguments[0].host.scalar_type());
     launch([op = op, host, targets, kernel]() mutable {
-      op.callBoxed(&host);
+      call_on_cpu(op, host);
       end_before_variables_of(kernel);
       size_t next = 0;
       replace_tensors(host, host.size(), at::kCPU, [&](const at::Tensor &result) {

@@ -26,6 +26,7 @@ mod pipeline;
 mod pipeline_hosts;
 mod program;
 mod setting;
+mod slow_disk;
 mod supervision;
 mod tensor;
 mod text;

@@ -15,6 +15,7 @@ use shardwise_harness::launcher;
 use crate::claim::{Claim, Verdict};
 use crate::mutants;
 use crate::setting::{BASE, M124, M213, Setting, compare_memory, number, profile, shardwise};
+use crate::slow_disk;
 use crate::workspace::{Scratch, build, median, output_of, root};
 
 pub(crate) const CLAIMS: &[Claim] = &[
@@ -60,6 +61,13 @@ pub(crate) const CLAIMS: &[Claim] = &[
         what: "a step with optimizer state on a disk is faster than DeepSpeed's, and takes less memory",
         heavy: true,
         measure: peers,
+    },
+    Claim {
+        group: "offload",
+        name: "slow-disk",
+        what: "a rank whose disk hardly answers any more is named with what it waits for, and the run resumes with the same numbers",
+        heavy: true,
+        measure: slow_disk::measure,
     },
     Claim {
         group: "offload",
@@ -192,7 +200,7 @@ fn overlap() -> Result<Verdict> {
 
 /// Stage 3 of DeepSpeed with its optimizer state on a disk, FSDP2 with its own in memory, and ours on the disk, in turn.
 fn peers() -> Result<Verdict> {
-    let workload = Workload { offloads: true, ..Workload::new(Size::Medium, Precision::Bf16) };
+    let workload = Workload { offloads: true, ..Workload::new(Size::Medium, Precision::F32) };
     let bench = Bench::new(&workload)?;
     let frameworks = [Framework::Shardwise(3), Framework::DeepSpeed(3), Framework::Fsdp2];
     let rounds = run_rounds(&bench, &workload, &frameworks, Layout::data_parallel(RANKS), 3)?;

@@ -16,6 +16,7 @@
 //! small shim in `shim/`: C++ exceptions arrive here as [`Error`], and no Rust panic unwinds into C++. The code does not depend
 //! on the device, because it takes and replaces a storage's memory through the storage's own allocator.
 
+mod adamw;
 pub mod attention;
 pub mod autograd;
 mod block;

@@ -11,7 +11,7 @@ use std::fmt::Debug;
 use std::sync::Arc;
 
 use shardwise_torch::Result;
-use shardwise_torch::optim::{AdamW, AdamWTensors, adamw_step};
+use shardwise_torch::optim::{AdamW, AdamWOnCpu, AdamWTensors, adamw_step};
 use shardwise_torch::tch::{Device, Kind, TchError, Tensor, no_grad};
 
 /// An optimizer with its hyperparameters.
@@ -224,13 +224,19 @@ impl Run<'_> {
     /// the update reads them next, while they are in the cache.
     fn chunks(&self) -> impl Iterator<Item = std::result::Result<Run<'_>, TchError>> {
         (0..self.parameters.numel()).step_by(self.chunk_len()).map(|start| {
-            for (to, from) in &self.moved {
-                let len = self.chunk_len().min(to.numel() - start) as i64;
-                let from = from.f_narrow(0, start as i64, len)?;
-                to.f_narrow(0, start as i64, len)?.f_copy_(&from)?;
-            }
+            self.move_chunk(start, self.chunk_len())?;
             self.chunk(start)
         })
+    }
+
+    /// Copies the contents of a chunk to their new place, if they have moved.
+    fn move_chunk(&self, start: usize, chunk_len: usize) -> std::result::Result<(), TchError> {
+        for (to, from) in &self.moved {
+            let len = chunk_len.min(to.numel() - start) as i64;
+            let from = from.f_narrow(0, start as i64, len)?;
+            to.f_narrow(0, start as i64, len)?.f_copy_(&from)?;
+        }
+        Ok(())
     }
 
     /// The chunks again, for the second pass over a run.
@@ -243,7 +249,11 @@ impl Run<'_> {
     }
 
     pub(crate) fn adamw(&self, adamw: AdamW) -> Result<()> {
-        let weight_decay = if self.decays { adamw.weight_decay } else { 0. };
+        let adamw = AdamW { weight_decay: if self.decays { adamw.weight_decay } else { 0. }, ..adamw };
+        let rounded = self.rounded.as_ref().map(Tensor::f_kind).transpose()?;
+        if AdamWOnCpu::supports(self.grads.f_kind()?, self.parameters.f_kind()?, rounded) {
+            return self.adamw_in_one_pass(adamw);
+        }
         for chunk in self.chunks() {
             let Run { mut parameters, grads, state, step, rounded, .. } = chunk?;
             let [mut first_moments, mut second_moments] = pair(state);
@@ -254,8 +264,32 @@ impl Run<'_> {
                 second_moments: &mut second_moments,
                 step,
             };
-            adamw_step(AdamW { weight_decay, ..adamw }, &mut [tensors])?;
+            adamw_step(adamw, &mut [tensors])?;
             round(&parameters, rounded)?;
+        }
+        Ok(())
+    }
+
+    /// AdamW at once if nothing has moved, and otherwise a chunk at a time, which is in the cache once it has been copied.
+    fn adamw_in_one_pass(&self, adamw: AdamW) -> Result<()> {
+        let len = self.parameters.numel();
+        let chunk_len = if self.moved.is_empty() { len.max(1) } else { CHUNK };
+        for start in (0..len).step_by(chunk_len) {
+            self.move_chunk(start, chunk_len)?;
+            let part = |whole: &Tensor| whole.f_narrow(0, start as i64, chunk_len.min(len - start) as i64);
+            let [mut first_moments, mut second_moments] =
+                pair(self.state.iter().map(part).collect::<std::result::Result<_, _>>()?);
+            let (mut parameters, mut rounded) = (part(&self.parameters)?, self.rounded.as_ref().map(part).transpose()?);
+            let update = AdamWOnCpu {
+                parameters: &mut parameters,
+                grads: &part(&self.grads)?,
+                grad_factor: self.factor,
+                first_moments: &mut first_moments,
+                second_moments: &mut second_moments,
+                rounded: rounded.as_mut(),
+                step: self.step_number,
+            };
+            update.step(adamw)?;
         }
         Ok(())
     }

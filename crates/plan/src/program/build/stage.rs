@@ -2,6 +2,7 @@
 
 mod offload;
 mod parameters;
+mod places;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Range;
@@ -10,8 +11,8 @@ use crate::pipeline::{Action, Pass};
 use crate::program::instruction::unit_tied_to;
 use crate::program::policy::{ActivationCheckpointing, Policy, UnitSpec};
 use crate::program::{Codec, Instruction, Keep, Message, Program};
-use offload::{Gradients, KeptInput};
 use parameters::offload_parameters;
+use places::{Gradients, KeptInput};
 
 /// What a program is for.
 #[derive(Clone, Copy, PartialEq, Eq)]

@@ -2,24 +2,8 @@
 //! parameters that are gathered are in `parameters`.
 
 use super::Stage;
+use super::places::{Gradients, KeptInput};
 use crate::program::{Buffer, Instruction, Offload};
-
-/// Where a unit's reduced gradients are.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Gradients {
-    /// In memory, or there are none.
-    InMemory,
-    Stored,
-    Fetching,
-}
-
-/// Where an input is that a recomputed unit keeps.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum KeptInput {
-    Storing,
-    Stored,
-    Fetching,
-}
 
 impl Stage<'_> {
     /// Waits until what updates have changed is stored of all but `left` units.
