@@ -2,7 +2,7 @@
 //!
 //! # Note: the same bits as libtorch
 //! The vector code of libtorch's fused kernel does these operations in this order, with fused multiply-adds in the same two places, so
-//! parameters have the same bits. This kernel also widens and scales gradients and rounds the result, which would take three more passes; it
+//! parameters have the same bits, except that libtorch does not use vectors for the last few elements of a tensor. This kernel also widens and scales gradients and rounds the result, which would take three more passes; it
 //! fetches what it needs next into the cache; and its bits depend neither on the processor nor on where an element is in a tensor.
 
 use half::bf16;
@@ -19,7 +19,10 @@ const ELEMENTS_PER_THREAD: usize = 1 << 17;
 pub(crate) struct Coefficients {
     pub(crate) grad_factor: f32,
     pub(crate) decay: f32,
+    /// Of the gradient's distance from the first moment. It is added to the first moment or, if it is large, subtracted from the gradient, so
+    /// that no digit is lost.
     pub(crate) first_rate: f32,
+    pub(crate) starts_from_grad: bool,
     pub(crate) second_decay: f32,
     pub(crate) second_rate: f32,
     pub(crate) step_size: f32,
@@ -79,16 +82,34 @@ impl<G: Gradient, R: Rounded> Elements<'_, G, R> {
         if len <= part_len {
             return self.update_here(coefficients);
         }
-        let grads = self.grads.chunks(part_len);
-        let moments = self.first_moments.chunks_mut(part_len).zip(self.second_moments.chunks_mut(part_len));
-        let parameters = self.parameters.chunks_mut(part_len).zip(self.rounded.chunks_mut(part_len));
         std::thread::scope(|scope| {
-            for ((grads, (first_moments, second_moments)), (parameters, rounded)) in grads.zip(moments).zip(parameters)
-            {
-                let part = Elements { parameters, grads, first_moments, second_moments, rounded };
+            let mut rest = self;
+            while rest.parameters.len() > part_len {
+                let part;
+                (part, rest) = rest.split_at(part_len);
                 scope.spawn(|| part.update_here(coefficients));
             }
+            // The last part is this thread's.
+            rest.update_here(coefficients);
         });
+    }
+
+    fn split_at(self, at: usize) -> (Self, Self) {
+        let (parameters, more_parameters) = self.parameters.split_at_mut(at);
+        let (grads, more_grads) = self.grads.split_at(at);
+        let (first_moments, more_first_moments) = self.first_moments.split_at_mut(at);
+        let (second_moments, more_second_moments) = self.second_moments.split_at_mut(at);
+        let (rounded, more_rounded) = self.rounded.split_at_mut(at);
+        (
+            Elements { parameters, grads, first_moments, second_moments, rounded },
+            Elements {
+                parameters: more_parameters,
+                grads: more_grads,
+                first_moments: more_first_moments,
+                second_moments: more_second_moments,
+                rounded: more_rounded,
+            },
+        )
     }
 
     /// Updates all elements on this thread, with the widest instructions of the processor.
@@ -168,7 +189,7 @@ fn update_block<G: Gradient, R: Rounded>(elements: Elements<'_, G, R>, c: &Coeff
     let parameters = parameters.iter_mut().zip(rounded);
     for ((&grad, (first, second)), (parameter, rounded)) in grads.iter().zip(moments).zip(parameters) {
         let grad = grad.widen() * c.grad_factor;
-        *first = c.first_rate.mul_add(grad - *first, *first);
+        *first = c.first_rate.mul_add(grad - *first, if c.starts_from_grad { grad } else { *first });
         *second = (c.second_rate * grad).mul_add(grad, *second * c.second_decay);
         let root = second.sqrt() / c.root_correction + c.eps;
         *parameter = *parameter * c.decay - c.step_size * *first / root;

@@ -32,6 +32,9 @@ pub enum Error {
     /// The tensor is not contiguous.
     #[error("the tensor is not contiguous; call contiguous() first")]
     NotContiguous,
+    /// Tensors that are written share memory with others.
+    #[error("tensors that are written share memory with others; work on copies")]
+    Overlap,
     /// The memory is not on the CPU.
     #[error("the memory is on {0:?}, which the CPU cannot read; copy it to the CPU first")]
     NotOnCpu(Device),

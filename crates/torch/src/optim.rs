@@ -1,5 +1,6 @@
 //! AdamW: libtorch's fused kernel, and one for the CPU that does more in one pass.
 
+use std::ops::Range;
 use std::ptr::NonNull;
 
 use half::bf16;
@@ -36,10 +37,13 @@ impl AdamW {
     fn coefficients(&self, step: u32, grad_factor: f64) -> Coefficients {
         let AdamW { lr, beta1, beta2, weight_decay, eps } = *self;
         let correction = |beta: f64| 1. - beta.powf(f64::from(step));
+        let first_rate = (1. - beta1) as f32;
+        let starts_from_grad = first_rate >= 0.5;
         Coefficients {
             grad_factor: grad_factor as f32,
             decay: (1. - lr * weight_decay) as f32,
-            first_rate: (1. - beta1) as f32,
+            first_rate: if starts_from_grad { first_rate - 1. } else { first_rate },
+            starts_from_grad,
             second_decay: beta2 as f32,
             second_rate: (1. - beta2) as f32,
             step_size: (lr / correction(beta1)) as f32,
@@ -142,6 +146,14 @@ impl AdamWOnCpu<'_> {
         ] {
             tensor.map_or(Ok(()), |tensor| check_like(self.parameters, what, tensor, kinds))?;
         }
+        let written =
+            [Some(&*self.parameters), Some(&*self.first_moments), Some(&*self.second_moments), self.rounded.as_deref()];
+        let mut memory: Vec<Range<usize>> =
+            written.into_iter().flatten().chain([self.grads]).map(addresses).collect::<Result<_>>()?;
+        memory.sort_by_key(|range| range.start);
+        if memory.windows(2).any(|pair| pair[1].start < pair[0].end) {
+            return Err(Error::Overlap);
+        }
         if self.parameters.device() != Device::Cpu {
             return Err(Error::WrongDevice { expected: Device::Cpu, found: self.parameters.device() });
         }
@@ -154,7 +166,7 @@ impl AdamWOnCpu<'_> {
     fn step_with_gradients<G: Gradient>(mut self, adamw: AdamW) -> Result<()> {
         match self.rounded.take() {
             Some(rounded) => {
-                // SAFETY: the tensor has elements of this type, and is borrowed mutably.
+                // SAFETY: the tensor has elements of this type, and its memory overlaps with that of no other.
                 let rounded = unsafe { elements_mut::<bf16>(rounded)? };
                 self.step_into::<G, bf16>(adamw, rounded)
             }
@@ -167,7 +179,7 @@ impl AdamWOnCpu<'_> {
 
     fn step_into<G: Gradient, R: Rounded>(self, adamw: AdamW, rounded: &mut [R]) -> Result<()> {
         let coefficients = adamw.coefficients(self.step, self.grad_factor);
-        // SAFETY: the tensors have elements of these types, and what is written is borrowed mutably.
+        // SAFETY: the tensors have elements of these types, and their memory does not overlap.
         let elements = unsafe {
             Elements {
                 parameters: elements_mut(self.parameters)?,
@@ -182,10 +194,16 @@ impl AdamWOnCpu<'_> {
     }
 }
 
+/// The addresses of a contiguous tensor's elements.
+fn addresses(tensor: &Tensor) -> Result<Range<usize>> {
+    let start = first_element::<u8>(tensor)?.addr();
+    Ok(start..start + tensor.numel() * tensor.f_kind()?.elt_size_in_bytes())
+}
+
 /// The elements of a contiguous tensor on the CPU, to read.
 ///
 /// # Safety
-/// They are of type `T`.
+/// They are of type `T`, and nobody writes them while the slice exists.
 unsafe fn elements<T>(tensor: &Tensor) -> Result<&[T]> {
     // SAFETY: the tensor has that many elements there, and the caller has promised their type.
     Ok(unsafe { std::slice::from_raw_parts(first_element(tensor)?, tensor.numel()) })
@@ -194,7 +212,7 @@ unsafe fn elements<T>(tensor: &Tensor) -> Result<&[T]> {
 /// The elements of a contiguous tensor on the CPU, to write.
 ///
 /// # Safety
-/// They are of type `T`.
+/// They are of type `T`, and nobody else uses them while the slice exists.
 unsafe fn elements_mut<T>(tensor: &mut Tensor) -> Result<&mut [T]> {
     // SAFETY: as above.
     Ok(unsafe { std::slice::from_raw_parts_mut(first_element(tensor)?, tensor.numel()) })
@@ -245,10 +263,12 @@ mod tests {
 
     #[test]
     fn one_pass_has_the_bits_of_libtorchs_passes() {
-        let adamw = AdamW { lr: 3e-3, beta1: 0.9, beta2: 0.95, weight_decay: 0.1, eps: 1e-8 };
-        for (len, kind, grad_factor) in
-            LENS.into_iter().flat_map(|len| [(len, Kind::Float, 1.), (len, Kind::BFloat16, 0.37)])
-        {
+        let kinds = [(Kind::Float, 1.), (Kind::BFloat16, 0.37)];
+        let cases = LENS.into_iter().flat_map(|len| kinds.map(|(kind, factor)| (len, kind, factor, 0.9)));
+        // Where the first moment follows the gradient closely, it is computed from the other end.
+        let betas = [0., 0.3, 0.5, 0.6].map(|beta1| (LENS[2], Kind::Float, 1., beta1));
+        for (len, kind, grad_factor, beta1) in cases.chain(betas) {
+            let adamw = AdamW { lr: 3e-3, beta1, beta2: 0.95, weight_decay: 0.1, eps: 1e-8 };
             let new = || [random(len, 1., 1), random(len, 1e-2, 2), random(len, 1e-4, 3).abs()];
             let ([mut expected, mut first, mut second], [mut found, mut own_first, mut own_second]) = (new(), new());
             let mut rounded = found.to_kind(Kind::BFloat16);
@@ -280,6 +300,30 @@ mod tests {
             }
             assert!(kind == Kind::Float || rounded.equal(&expected.to_kind(Kind::BFloat16)), "{len}");
         }
+    }
+
+    #[test]
+    fn tensors_that_share_memory_are_refused() {
+        let parameters = random(64, 1., 1);
+        let (mut first, mut second) = (random(64, 1., 2), random(64, 1., 3));
+        let step = |parameters: &Tensor, grads: &Tensor, first: &mut Tensor, second: &mut Tensor| {
+            let parameters = &mut parameters.shallow_clone();
+            let (first_moments, second_moments) = (first, second);
+            let update = AdamWOnCpu {
+                parameters,
+                grads,
+                grad_factor: 1.,
+                first_moments,
+                second_moments,
+                rounded: None,
+                step: 1,
+            };
+            update.step(AdamW::default())
+        };
+        let shares = |result: Result<()>| matches!(result, Err(Error::Overlap));
+        assert!(shares(step(&parameters, &parameters, &mut first, &mut second)));
+        assert!(shares(step(&parameters, &first.copy(), &mut parameters.shallow_clone(), &mut second)));
+        assert!(step(&parameters, &random(64, 1., 4), &mut first, &mut second).is_ok());
     }
 
     #[test]

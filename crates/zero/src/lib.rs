@@ -16,7 +16,7 @@
 //! # Note: the same bits at every stage
 //! An element is always reduced by the rank that owns it, in rank order, and always updated by the same kernel calls: one for
 //! each chunk of the range that its parameter occupies in its owner's shard. A rank that has everything (stage 0) makes these
-//! calls for each owner in turn, because a vector kernel may round an element at the end of its range differently from one in
+//! calls for each owner in turn, because libtorch's vector kernels may round an element at the end of its range differently from one in
 //! the middle. So the stages differ only in which rank does the work and which ranks keep the result.
 //!
 //! This crate does not know what a unit computes: it contains no attention and no loss.

@@ -12,13 +12,13 @@ use std::sync::Arc;
 
 use shardwise_torch::Result;
 use shardwise_torch::optim::{AdamW, AdamWOnCpu, AdamWTensors, adamw_step};
-use shardwise_torch::tch::{Device, Kind, TchError, Tensor, no_grad};
+use shardwise_torch::tch::{Device, Kind, TchError, Tensor, get_num_threads, no_grad};
 
 /// An optimizer with its hyperparameters.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Optimizer {
-    /// Adam with decoupled weight decay, using libtorch's fused kernel.
+    /// Adam with decoupled weight decay, in one pass over memory. On devices, in f64 and in f16, it is libtorch's fused kernel.
     AdamW(AdamW),
     /// Stochastic gradient descent with momentum.
     Sgd(Sgd),
@@ -273,7 +273,9 @@ impl Run<'_> {
     /// AdamW at once if nothing has moved, and otherwise a chunk at a time, which is in the cache once it has been copied.
     fn adamw_in_one_pass(&self, adamw: AdamW) -> Result<()> {
         let len = self.parameters.numel();
-        let chunk_len = if self.moved.is_empty() { len.max(1) } else { CHUNK };
+        // Enough for all threads.
+        let threads = usize::try_from(get_num_threads()).unwrap_or(1);
+        let chunk_len = if self.moved.is_empty() { len.max(1) } else { CHUNK * threads };
         for start in (0..len).step_by(chunk_len) {
             self.move_chunk(start, chunk_len)?;
             let part = |whole: &Tensor| whole.f_narrow(0, start as i64, chunk_len.min(len - start) as i64);

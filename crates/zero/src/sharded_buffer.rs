@@ -608,8 +608,12 @@ impl ShardedBuffer {
         self.for_offloaded(buffer, Offloaded::finish_store)
     }
 
-    /// Frees a buffer that has not changed since it was fetched, if it is offloaded.
+    /// Frees parameters that have not changed since they were fetched, if they are offloaded.
+    ///
+    /// # Panics
+    /// If the buffer is another one: nobody knows whether that has changed.
     pub(crate) fn evict(&mut self, buffer: Buffer) -> Result<()> {
+        assert_eq!(buffer, Buffer::Parameters, "{}: only parameters can be evicted", self.name());
         self.for_offloaded(buffer, Offloaded::evict)
     }
 

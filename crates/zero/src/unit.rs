@@ -234,7 +234,10 @@ impl ShardedUnit {
         self.buffers.iter_mut().try_for_each(|part| part.finish_store(buffer))
     }
 
-    /// Frees a buffer that has not changed since it was fetched, if it is offloaded. Fails if it has.
+    /// Frees parameters that have not changed since they were fetched, if they are offloaded. Fails if they have.
+    ///
+    /// # Panics
+    /// If the buffer is another one, or the parameters are being gathered.
     pub fn evict(&mut self, buffer: Buffer) -> Result<()> {
         self.buffers.iter_mut().try_for_each(|part| part.evict(buffer))
     }

@@ -147,10 +147,10 @@ pub(super) const ONE_ALLOWED_VALUE: &[(&str, &str, &str)] = &[
         "true",
         "a parameter without a gradient is reported here and does not end the run: write true",
     ),
-    ("zero_optimization.cpu_offload", "false", "offloading is not supported yet"),
-    ("zero_optimization.cpu_offload_params", "false", "offloading is not supported yet"),
-    ("zero_optimization.cpu_offload_param", "false", "offloading is not supported yet"),
-    ("zero_optimization.cpu_offload_use_pin_memory", "false", "offloading is not supported yet"),
+    ("zero_optimization.cpu_offload", "false", "offloading to the CPU is not supported yet"),
+    ("zero_optimization.cpu_offload_params", "false", "offloading to the CPU is not supported yet"),
+    ("zero_optimization.cpu_offload_param", "false", "offloading to the CPU is not supported yet"),
+    ("zero_optimization.cpu_offload_use_pin_memory", "false", "offloading to the CPU is not supported yet"),
     ("zero_optimization.legacy_stage1", "false", "there is only one stage 1: write false"),
     (
         "zero_optimization.zero_hpz_partition_size",
@@ -176,7 +176,7 @@ pub(super) const ONE_ALLOWED_VALUE: &[(&str, &str, &str)] = &[
         "gradients are sent in precision.reduce_dtype here: write false",
     ),
     ("activation_checkpointing.partition_activations", "false", "activations are not sharded here: write false"),
-    ("activation_checkpointing.cpu_checkpointing", "false", "offloading is not supported yet: write false"),
+    ("activation_checkpointing.cpu_checkpointing", "false", "offloading to the CPU is not supported yet: write false"),
     ("checkpoint.load_universal", "false", "DeepSpeed's checkpoints are not read: write false"),
     ("checkpoint.use_node_local_storage", "false", "checkpoints go to checkpoints.folder in the recipe: write false"),
 ];
@@ -240,7 +240,7 @@ const REFUSED: &[(&str, &str)] = &[
     ("tensor_parallel", "use parallel.tensor in the recipe; leave the section out"),
     ("pipeline", "use parallel.pipeline in the recipe; leave the section out"),
     ("checkpoint", "use [checkpoints] in the recipe"),
-    ("zero_optimization.zenflow", "offloading is not supported yet; leave it out"),
+    ("zero_optimization.zenflow", "offloading to the CPU is not supported yet; leave it out"),
     ("data_types", "the parameters' dtype is set by bf16.enabled and fp16.enabled; leave it out"),
 ];
 
