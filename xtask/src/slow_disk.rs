@@ -1,4 +1,4 @@
-//! A disk that hardly answers any more, for one of two ranks: a real one, limited by a cgroup.
+//! A disk that hardly answers any more, for one of two ranks: a real one, throttled by a cgroup.
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -121,21 +121,21 @@ impl SlowDisk {
         let group = PathBuf::from(format!("/sys/fs/cgroup/blkio/shardwise-{process}"));
         fs::create_dir(&group).context("this claim needs root, and version 1 of cgroups")?;
         let disk = SlowDisk { group, device };
-        disk.limit(4096)?;
+        disk.throttle(4096)?;
         fs::write(disk.group.join("cgroup.procs"), process.to_string())?;
         Ok(disk)
     }
 
-    /// Limits the bytes per second; 0 is no limit.
-    fn limit(&self, bytes: usize) -> Result<()> {
+    /// Throttles the disk to so many bytes per second in each direction; 0 lifts the throttle.
+    fn throttle(&self, bytes: usize) -> Result<()> {
         let write = |name: &str| fs::write(self.group.join(name), format!("{} {bytes}", self.device));
-        LIMITS.into_iter().try_for_each(write).context("the disk cannot be limited")
+        LIMITS.into_iter().try_for_each(write).context("the disk cannot be throttled")
     }
 }
 
 impl Drop for SlowDisk {
     fn drop(&mut self) {
-        drop(self.limit(0));
+        drop(self.throttle(0));
         // Its process has to leave it first.
         let processes = fs::read_to_string(self.group.join("cgroup.procs")).unwrap_or_default();
         let leave = |process: &str| drop(fs::write("/sys/fs/cgroup/blkio/cgroup.procs", process));

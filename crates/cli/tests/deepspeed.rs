@@ -214,6 +214,10 @@ fn a_section_removes_the_keys_it_replaces() {
     assert_eq!((value(&sgd, "optimizer.betas"), value(&sgd, "optimizer.eps")), (None, None), "{sgd}");
     let unclipped = apply(r#"{"gradient_clipping": 0.0}"#, &[]).unwrap();
     assert_eq!(value(&unclipped, "optimizer.max_grad_norm"), None);
+    let offloaded = r#"{"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": true}}}"#;
+    let on_gpu = apply(offloaded, &[("[run]", "[run]\ndevice = \"cuda\"")]).unwrap();
+    let expected = ("\"host\"".into(), "ds.json: zero_optimization.offload_optimizer.device".into());
+    assert_eq!(value(&on_gpu, "offload.optimizer"), Some(expected), "{on_gpu}");
     let off = apply(
         r#"{"bf16": {"enabled": false}}"#,
         &[("[optimizer]", "[precision]\nparam_dtype = \"bf16\"\n[optimizer]")],
@@ -282,7 +286,7 @@ fn keys_without_meaning_are_noted_and_others_refused() {
         (r#"{"zero_optimization": {"load_from_fp32_weights": false}}"#, "zero_optimization.load_from_fp32_weights"),
         (
             r#"{"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}"#,
-            "optimizer state can be offloaded only to \"nvme\" so far",
+            "a rank on a CPU already has its optimizer state in host memory",
         ),
         (
             r#"{"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}"#,
@@ -294,7 +298,7 @@ fn keys_without_meaning_are_noted_and_others_refused() {
         ),
         (
             r#"{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}"#,
-            "parameters can be offloaded only to \"nvme\" so far",
+            "a rank on a CPU already has its parameters in host memory",
         ),
         (
             r#"{"zero_optimization": {"stage": 2, "offload_param": {"device": "nvme", "nvme_path": "/x"}}}"#,

@@ -3,7 +3,7 @@
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use shardwise_plan::Dtype;
-use shardwise_torch::Element;
+use shardwise_torch::{Element, widen_bf16};
 
 /// A reduction operator (torch.distributed: `ReduceOp`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -202,8 +202,7 @@ reducible_as_it_is!(i64);
 impl Reducible for bf16 {
     type Wide = f32;
     fn wide(self) -> f32 {
-        // The upper half of an f32. Unlike `to_f32`, this has no branch.
-        f32::from_bits(u32::from(self.to_bits()) << 16)
+        widen_bf16(self)
     }
     fn narrow(from: &[f32], to: &mut [bf16]) {
         to.convert_from_f32_slice(from);

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use shardwise_plan::Partition;
 use shardwise_plan::program::{
-    ActivationCheckpointing, CallOp, CollectiveKind, Costs, GroupKind, Lane, Layout, LinkCost, MemoryKind,
-    ModelParallel, Policy, Sent, Sharding, Simulation, UnitCost, UnitSpec, build, calls, simulate_rank, traffic,
+    ActivationCheckpointing, CallOp, CollectiveKind, Costs, GroupKind, Instruction, Lane, Layout, LinkCost, MemoryKind,
+    ModelParallel, Policy, Sent, Sharding, Simulation, Tier, UnitCost, UnitSpec, build, calls, simulate_rank, traffic,
 };
 
 /// SplitMix64.
@@ -468,4 +468,30 @@ fn a_405b_step_on_16384_ranks_simulates_in_under_a_second() {
         assert!(simulation.memory.peak().bytes(MemoryKind::Parameters) <= 2 * elements / shard + 2 * units.len());
     }
     assert!(start.elapsed() < Duration::from_secs(1), "{:?}", start.elapsed());
+}
+
+#[test]
+fn frozen_parameters_stay_on_the_disk_during_an_update() {
+    let (trainable, frozen) = (100, 60);
+    let unit = UnitSpec { frozen, update_reads_parameters: false, ..UnitSpec::new("unit", trainable, true) };
+    let units = vec![unit; 3];
+    let policy = Policy { parameter_tier: Some(Tier::Disk), ..Policy::stage(3, 1) };
+    let layout = Layout { shard: 1, parameter_bytes: 2, ..FOUR };
+    let links = [LinkCost::FREE; GroupKind::ALL.len()];
+    let tier = LinkCost::new(0., 1.);
+    let units_costs = units.iter().map(|unit| UnitCost { name: unit.name.clone(), ..UnitCost::default() }).collect();
+    let costs = Costs { units: units_costs, links, tiers: [tier; 2], optimizer_element_bytes: 12 };
+    let program = build::train_step(&units, &policy);
+    let simulation = simulate_rank(&program, &units, &policy, &layout, &costs);
+    let bytes_during = |searched| {
+        let position = program.instructions.iter().position(|instruction| *instruction == searched).expect("no update");
+        simulation.memory.during[position].bytes(MemoryKind::Parameters)
+    };
+    // The first update writes its unit's shard; the second also holds what is being stored.
+    assert_eq!(bytes_during(Instruction::Update(0)), 2 * trainable);
+    // Nothing else takes time: each shard is fetched for the forward and the backward pass, which the last unit has at once, and its
+    // trainable part is stored.
+    let read_bytes = 5 * 2 * (trainable + frozen);
+    let written_bytes = 3 * 2 * trainable;
+    assert_eq!(simulation.step_s, (read_bytes + written_bytes) as f64);
 }

@@ -58,11 +58,15 @@ impl Recipe {
         for (key, what, folder) in folders {
             let Some(folder) = folder else { continue };
             let at = |problem: &str| Err(Invalid::at(key, format!("{key}: {problem}")));
-            if self.run.device != DeviceRecipe::Cpu {
-                return at("offloading runs only on CPUs so far; leave it out");
-            }
-            if folder == Path::new(HOST) {
-                return at(&format!("a rank on a CPU already has its {what} in host memory; give a folder on a disk"));
+            match (self.run.device == DeviceRecipe::Cpu, folder == Path::new(HOST)) {
+                (true, true) => {
+                    let problem = format!("a rank on a CPU already has its {what} in host memory");
+                    return at(&format!("{problem}; give a folder on a disk, or leave it out"));
+                }
+                (false, false) => {
+                    return at("a rank on a GPU can offload only to the memory of the host so far; set it to \"host\"");
+                }
+                (true, false) | (false, true) => (),
             }
         }
         if let Some(folder) = self.offload.parameters.as_ref().filter(|_| self.zero.stage < 3) {

@@ -16,7 +16,7 @@ use self::json::Json;
 pub use self::rules::KeyTable;
 use self::rules::is_within;
 use super::change::Change;
-use super::{Error, Result, Source};
+use super::{Error, HOST, Result, Source};
 
 /// The maximum `initial_scale_power`: far beyond the range of f16, and far below the limit of f32.
 const SCALE_POWER_MAX: i64 = 64;
@@ -499,7 +499,7 @@ impl Translation<'_> {
         self.offload();
     }
 
-    /// Optimizer state and parameters can be on a disk.
+    /// Optimizer state and parameters can be on a disk or in host memory.
     fn offload(&mut self) {
         for &(section, key, what) in rules::OFFLOAD {
             let [device_key, path_key, ratio_key] =
@@ -510,10 +510,11 @@ impl Translation<'_> {
             let Said::Value(device) = device else { continue };
             match (device.as_str(), path) {
                 ("none", _) => continue,
+                ("cpu", _) => self.set(key, HOST.to_string(), &device_key),
                 ("nvme", Said::Value(path)) => self.set(key, path, &path_key),
                 ("nvme", _) => self.refuse(&path_key, "it is missing"),
                 _ => {
-                    let why = format!("it is \"{device}\", but {what} can be offloaded only to \"nvme\" so far");
+                    let why = format!("it is \"{device}\", but {what} can be offloaded only to \"cpu\" or \"nvme\"");
                     self.refuse(&device_key, why);
                 }
             }

@@ -56,7 +56,8 @@ pub struct Recipe {
     /// What ZeRO shards, and how far ahead it prefetches.
     #[serde(default)]
     pub zero: ZeroRecipe,
-    /// What is kept on a disk, because it does not fit in memory.
+    /// What is elsewhere while it is not needed, because it does not fit in memory: in a folder on a fast disk or, for ranks on GPUs, in the
+    /// memory of the host (`"host"`).
     #[serde(default, skip_serializing_if = "OffloadRecipe::is_empty")]
     pub offload: OffloadRecipe,
     /// How ranks are arranged in a mesh.
@@ -320,23 +321,23 @@ impl Default for ZeroRecipe {
     }
 }
 
-/// What a folder of `[offload]` must not be called, because other programs mean the memory of the host by it.
-const HOST: &str = "host";
+/// What a value of `[offload]` that is not a folder says: the memory of the host.
+pub const HOST: &str = "host";
 
-/// `[offload]`: what is kept on a disk, because it does not fit in memory. Changes no result.
+/// `[offload]`: where buffers are while they are not needed, each a folder or "host". Changes no result.
 #[derive(Clone, Debug, Default, Deserialize, JsonSchema, Serialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct OffloadRecipe {
-    /// A folder on a fast disk for the optimizer state and, in mixed precision, the f32 master parameters. Those of a unit are in memory
-    /// only while it is updated. Each rank has a file without a name there, which the system deletes when the rank ends. Defaults to memory.
+    /// Where the optimizer state and, in mixed precision, the f32 master parameters are. Those of a unit are in memory only while it is
+    /// updated. In a folder, each rank has a file without a name, which the system deletes when the rank ends. Defaults to memory.
     pub optimizer: Option<PathBuf>,
-    /// A folder on a fast disk for this rank's shard of the parameters, with a file in the same way. That of a unit is in memory only until it
-    /// is gathered, and while it is updated. Needs `zero.stage = 3`. Defaults to memory.
+    /// Where this rank's shard of the parameters is. That of a unit is in memory only until it is gathered, and while it is updated. Needs
+    /// `zero.stage = 3`. Defaults to memory.
     pub parameters: Option<PathBuf>,
-    /// A folder on a fast disk for gradients, from their reduction to the update, with a file in the same way. Defaults to memory.
+    /// Where gradients are from their reduction to the update. Defaults to memory.
     pub gradients: Option<PathBuf>,
-    /// A folder on a fast disk for the activations that `activation_checkpointing = "full"` keeps: the input of each block, from its
-    /// forward pass until it is recomputed. Defaults to memory.
+    /// Where the activations are that `activation_checkpointing = "full"` keeps: the input of each block, from its forward pass until it is
+    /// recomputed. Defaults to memory.
     pub activations: Option<PathBuf>,
 }
 

@@ -3,6 +3,7 @@
 //! Defaults are those of `shardwise-recipe`. The tests below check that they agree with the defaults of the library.
 
 use std::ops::Range;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use shardwise_comm::mpi;
@@ -12,12 +13,12 @@ use shardwise_plan::pipeline_partition::{
 };
 use shardwise_plan::program::{ModelParallel, Programs};
 use shardwise_recipe::{
-    ActivationCheckpointingRecipe, DeviceRecipe, NonFiniteRecipe, Recipe, ResolvedOptimizer, SupervisionRecipe,
+    ActivationCheckpointingRecipe, DeviceRecipe, HOST, NonFiniteRecipe, Recipe, ResolvedOptimizer, SupervisionRecipe,
 };
 use shardwise_torch::device::accelerators;
 use shardwise_torch::tch::Device;
 use shardwise_train::{
-    ActivationCheckpointing, LossScale, OffloadFolders, OnNonFinite, Options, PipelineSchedule, StepShape,
+    ActivationCheckpointing, LossScale, OffloadPlace, Offloading, OnNonFinite, Options, PipelineSchedule, StepShape,
     checked_programs, unit_specs,
 };
 use shardwise_zero::{AdamW, Lamb, Optimizer, Precision, Sgd, Sharding};
@@ -140,11 +141,11 @@ pub fn options(recipe: &Recipe, device: Device) -> Result<Options> {
             NonFiniteRecipe::Stop => OnNonFinite::Stop,
             NonFiniteRecipe::Skip => OnNonFinite::Skip,
         },
-        offload: OffloadFolders {
-            optimizer: recipe.offload.optimizer.clone(),
-            parameters: recipe.offload.parameters.clone(),
-            gradients: recipe.offload.gradients.clone(),
-            activations: recipe.offload.activations.clone(),
+        offload: Offloading {
+            optimizer: offload_place(recipe.offload.optimizer.as_ref()),
+            parameters: offload_place(recipe.offload.parameters.as_ref()),
+            gradients: offload_place(recipe.offload.gradients.as_ref()),
+            activations: offload_place(recipe.offload.activations.as_ref()),
         },
         device,
     };
@@ -157,6 +158,14 @@ pub fn options(recipe: &Recipe, device: Device) -> Result<Options> {
 pub fn comm_options(supervision: &SupervisionRecipe) -> mpi::Options {
     let timeout = Duration::from_secs_f64(supervision.timeout_s);
     mpi::Options { timeout, verify_collectives: supervision.verify_collectives, ..Default::default() }
+}
+
+/// Where a value of `[offload]` says that something is.
+fn offload_place(value: Option<&PathBuf>) -> Option<OffloadPlace> {
+    value.map(|value| match value == Path::new(HOST) {
+        true => OffloadPlace::Host,
+        false => OffloadPlace::Disk(value.clone()),
+    })
 }
 
 fn optimizer(recipe: &Recipe) -> Optimizer {

@@ -11,7 +11,7 @@ use shardwise_journal::format::format_memory_fixed;
 use shardwise_model::Model;
 use shardwise_plan::program::{Layout, Memory, MemoryKind, MemoryUse, ModelParallel, Program, memory_use};
 use shardwise_plan::{Axis, Mesh};
-use shardwise_recipe::{ActivationCheckpointingRecipe, DeviceRecipe, FloatRecipe, Recipe};
+use shardwise_recipe::{ActivationCheckpointingRecipe, DeviceRecipe, FloatRecipe, HOST, Recipe};
 use shardwise_train::{Options, checked_programs, checkpoint_layouts, memory_costs, stages_of_units, unit_specs};
 
 use crate::build::{self, step_shape};
@@ -153,7 +153,7 @@ pub fn find_settings_that_fit(
     type Change<'a> = (&'static str, &'a dyn Fn(&mut Recipe) -> bool);
     let micro_batches = recipe.batch(ranks).ok()?.gradient_accumulation_steps;
     // Ordered from the smallest to the largest cost in speed. Each returns whether it changes anything.
-    let changes: [Change<'_>; 9] = [
+    let changes: [Change<'_>; 11] = [
         ("zero.stage = 3", &|recipe: &mut Recipe| std::mem::replace(&mut recipe.zero.stage, 3) != 3),
         ("activation_checkpointing = \"selective\"", &|recipe: &mut Recipe| {
             let none = recipe.activation_checkpointing == ActivationCheckpointingRecipe::None;
@@ -181,10 +181,18 @@ pub fn find_settings_that_fit(
             let is_possible = recipe.run.device == DeviceRecipe::Cpu && recipe.zero.stage == 3;
             is_possible && recipe.offload.parameters.replace(PathBuf::new()).is_none()
         }),
+        ("offload.optimizer = \"host\"", &|recipe: &mut Recipe| {
+            recipe.run.device != DeviceRecipe::Cpu && recipe.offload.optimizer.replace(HOST.into()).is_none()
+        }),
+        ("offload.parameters = \"host\"", &|recipe: &mut Recipe| {
+            let is_possible = recipe.run.device != DeviceRecipe::Cpu && recipe.zero.stage == 3;
+            is_possible && recipe.offload.parameters.replace(HOST.into()).is_none()
+        }),
     ];
     let mut subsets: Vec<u32> = (1..1 << changes.len()).collect();
-    // A disk is the last resort.
-    let offloads = |subset: u32| (subset >> (changes.len() - 2)).count_ones();
+    // Another tier is the last resort.
+    let is_slow = |&index: &usize| changes[index].0.starts_with("offload.");
+    let offloads = |subset: u32| (0..changes.len()).filter(is_slow).filter(|index| subset & (1 << index) != 0).count();
     subsets.sort_by_key(|&subset| (offloads(subset), subset.count_ones(), subset));
     subsets.into_iter().find_map(|subset| {
         let mut changed = recipe.clone();

@@ -12,7 +12,8 @@ use shardwise_plan::program::{
     Lane, Layout, LinkCost, ModelParallel, SharedLink, StepSimulation, Tier, Topology, UnitSpec, simulate,
 };
 use shardwise_recipe::Recipe;
-use shardwise_train::{ActivationCheckpointing, OffloadFolders, Options, checked_programs, memory_costs, unit_specs};
+use shardwise_torch::tch::Device;
+use shardwise_train::{ActivationCheckpointing, Offloading, Options, checked_programs, memory_costs, unit_specs};
 use shardwise_zero::Moved;
 
 use crate::build;
@@ -147,7 +148,11 @@ impl StepCosts {
         self.check_units(&units)?;
         let topology = self.topology(recipe, &options, ranks)?;
         let mut costs = memory_costs(&model, &options, &place, shape);
-        if options.offload != OffloadFolders::default() {
+        if options.offload != Offloading::default() {
+            if options.device != Device::Cpu {
+                let problem = "the time of offloading to the memory of the host cannot be predicted yet";
+                return Err(Error::Options(problem.to_string()));
+            }
             let Some(bytes_per_s) = self.disk_bytes_per_s else {
                 let problem = "the costs were measured without offloading; profile with it, or add disk_bytes_per_s";
                 return Err(Error::Options(problem.to_string()));

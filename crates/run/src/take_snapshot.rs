@@ -177,13 +177,13 @@ fn exchange(prepared: Vec<Prepared>, world: &Group, world_rank: impl Fn(usize) -
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test may fail")]
-    use std::path::Path;
-
     use shardwise_checkpoint::ByteSource;
     use shardwise_comm::single;
     use shardwise_model::{Batch, LlamaConfig, Model};
-    use shardwise_torch::tch::{Kind, Tensor};
-    use shardwise_train::{OffloadFolders, Options, Schedule, init};
+    use shardwise_plan::{Axis, Mesh};
+    use shardwise_pretend_device::device;
+    use shardwise_torch::tch::{self, Kind, Tensor};
+    use shardwise_train::{OffloadPlace, Offloading, Options, Schedule, init};
     use shardwise_zero::{AdamW, Optimizer, Precision, Sharding};
 
     use super::*;
@@ -191,17 +191,23 @@ mod tests {
 
     const STATE_BYTES_MIN: usize = 300_000;
 
-    fn trainer(stage: u8, precision: Precision, folder: Option<&Path>) -> Trainer {
+    fn trainer(stage: u8, precision: Precision, place: Option<OffloadPlace>) -> Trainer {
         let adamw = AdamW { lr: 0., beta1: 0.9, beta2: 0.95, weight_decay: 0.1, eps: 1e-8 };
         let sharding = Sharding::stage(stage).unwrap();
-        let folder = folder.map(Path::to_path_buf);
-        let parameters = folder.clone().filter(|_| stage == 3);
-        let offload = OffloadFolders { optimizer: folder, parameters, ..OffloadFolders::default() };
-        let options =
-            Options { precision, offload, ..Options::new(sharding, Optimizer::AdamW(adamw), Schedule::constant(3e-3)) };
+        let device = if place == Some(OffloadPlace::Host) { device() } else { Device::Cpu };
+        let parameters = place.clone().filter(|_| stage == 3);
+        let offload = Offloading { optimizer: place, parameters, ..Offloading::default() };
+        let options = Options::new(sharding, Optimizer::AdamW(adamw), Schedule::constant(3e-3));
+        let options = Options { precision, offload, device, ..options };
         let mut model = Model::from_config(LlamaConfig::new(101, 36, 3, 6, 53)).unwrap();
         model.freeze(&["model.layers.1.mlp.up_proj".to_string()]).unwrap();
-        let ranks = Ranks::sharded(Arc::new(single::group()));
+        let ranks = match device {
+            Device::Cpu => Ranks::sharded(Arc::new(single::group())),
+            device => {
+                let mesh = Mesh::new(&[(Axis::Shard, 1)]).unwrap();
+                Ranks::on_device(Arc::new(single::group()), mesh, |_| Ok(single::group_on(device))).unwrap()
+            }
+        };
         Trainer::new(model, ranks, options, &mut init::from_seed(5)).unwrap()
     }
 
@@ -231,15 +237,18 @@ mod tests {
 
     #[test]
     fn updates_during_a_save_change_neither_its_bytes_nor_the_training() {
+        // libtorch looks for devices at the first backward pass, which has threads of its own there.
+        device();
+        tch::set_num_threads(1);
         let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        let places = [None, Some(OffloadPlace::Disk(folder.path().to_path_buf())), Some(OffloadPlace::Host)];
         for (stage, precision) in (0..=3).flat_map(|stage| [(stage, Precision::F32), (stage, Precision::BF16)]) {
-            // Room for everything, or for less than a unit; optimizer state and sharded parameters in memory, or on a disk.
-            for (buffer_bytes, folder) in
-                [(usize::MAX, None), (20_000, None), (usize::MAX, Some(folder.path())), (20_000, Some(folder.path()))]
-            {
-                let what = format!("stage {stage}, {precision:?}, {buffer_bytes} bytes, {folder:?}");
+            // Room for everything, or for less than a unit; optimizer state and sharded parameters in memory, on a disk, or on the
+            // host of a device.
+            for (buffer_bytes, place) in places.iter().flat_map(|place| [(usize::MAX, place), (20_000, place)]) {
+                let what = format!("stage {stage}, {precision:?}, {buffer_bytes} bytes, {place:?}");
                 let mut plain = trainer(stage, precision, None);
-                let mut trainer = trainer(stage, precision, folder);
+                let mut trainer = trainer(stage, precision, place.clone());
                 for step in 0..2 {
                     plain.step(&batch(step)).unwrap();
                     trainer.step(&batch(step)).unwrap();

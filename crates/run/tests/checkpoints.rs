@@ -15,7 +15,9 @@ use shardwise_model::{Batch, IGNORED, LlamaConfig, Model};
 use shardwise_plan::Dtype;
 use shardwise_run::save;
 use shardwise_torch::tch::{Device, Kind, Tensor};
-use shardwise_train::{DynamicScale, LossScale, OffloadFolders, OnNonFinite, Options, Ranks, Schedule, Trainer, init};
+use shardwise_train::{
+    DynamicScale, LossScale, OffloadPlace, Offloading, OnNonFinite, Options, Ranks, Schedule, Trainer, init,
+};
 use shardwise_zero::{AdamW, FloatsMut, Optimizer, Precision, Sharding};
 
 const VOCAB_SIZE: i64 = 101;
@@ -52,10 +54,10 @@ fn options(stage: u8, precision: Precision) -> Options {
 }
 
 /// Optimizer state, gradients and, if they are sharded, parameters on a disk.
-fn offload(folder: &Path, stage: u8) -> OffloadFolders {
-    let folder = Some(folder.to_path_buf());
+fn offload(folder: &Path, stage: u8) -> Offloading {
+    let folder = Some(OffloadPlace::Disk(folder.to_path_buf()));
     let parameters = folder.clone().filter(|_| stage == 3);
-    OffloadFolders { optimizer: folder.clone(), parameters, gradients: folder, ..OffloadFolders::default() }
+    Offloading { optimizer: folder.clone(), parameters, gradients: folder, ..Offloading::default() }
 }
 
 fn world() -> Arc<Group> {

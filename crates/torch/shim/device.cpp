@@ -4,12 +4,14 @@
 
 #include <cstring>
 #include <dlfcn.h>
+#include <memory>
 #include <string>
 
 #include <ATen/ATen.h>
 #include <ATen/Context.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/Event.h>
+#include <c10/core/GradMode.h>
 #include <c10/core/Stream.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -86,6 +88,34 @@ Message sw_stream_synchronize(const c10::Stream *stream) {
 
 Message sw_stream_record(const c10::Stream *stream, const at::Tensor *tensor) {
   return guarded([&] { guard_of(*stream).recordDataPtrOnStream(tensor->storage().data_ptr(), *stream); });
+}
+
+Message sw_event_new(const c10::Stream *stream, c10::Event **out) {
+  return guarded([&] {
+    auto event = std::make_unique<c10::Event>(stream->device_type());
+    event->record(*stream);
+    *out = event.release();
+  });
+}
+
+void sw_event_free(c10::Event *event) { delete event; }
+
+Message sw_stream_wait_for_event(const c10::Stream *stream, const c10::Event *event) {
+  return guarded([&] { event->block(*stream); });
+}
+
+Message sw_event_synchronize(const c10::Event *event) {
+  return guarded([&] {
+    sw_count_host_wait();
+    event->synchronize();
+  });
+}
+
+Message sw_tensor_copy_async(at::Tensor *to, const at::Tensor *from) {
+  return guarded([&] {
+    c10::AutoGradMode no_grad(false);
+    to->copy_(*from, /*non_blocking=*/true);
+  });
 }
 
 Message sw_tensor_pin(at::Tensor *tensor) {

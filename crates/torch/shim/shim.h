@@ -8,6 +8,7 @@ namespace at {
 class Tensor;
 }
 namespace c10 {
+class Event;
 class Stream;
 }
 struct Block;
@@ -73,6 +74,15 @@ Message sw_stream_wait_for(const c10::Stream *stream, const c10::Stream *other);
 Message sw_stream_synchronize(const c10::Stream *stream);
 // The tensor's memory is not used again before the work that is queued when it is freed has ended.
 Message sw_stream_record(const c10::Stream *stream, const at::Tensor *tensor);
+
+// What is queued on a stream so far. The caller frees it.
+Message sw_event_new(const c10::Stream *stream, c10::Event **out);
+void sw_event_free(c10::Event *event);
+Message sw_stream_wait_for_event(const c10::Stream *stream, const c10::Event *event);
+Message sw_event_synchronize(const c10::Event *event);
+
+// Copies between a device and pinned memory on the current stream, while the host goes on.
+Message sw_tensor_copy_async(at::Tensor *to, const at::Tensor *from);
 // Replaces a tensor on the CPU by a copy in pinned memory.
 Message sw_tensor_pin(at::Tensor *tensor);
 // Copies a tensor's bytes to the host, through pinned memory, and waits for them.

@@ -2,10 +2,13 @@
 //!
 //! # Note: the same bits as libtorch
 //! The vector code of libtorch's fused kernel does these operations in this order, with fused multiply-adds in the same two places, so
-//! parameters have the same bits, except that libtorch does not use vectors for the last few elements of a tensor. This kernel also widens and scales gradients and rounds the result, which would take three more passes; it
-//! fetches what it needs next into the cache; and its bits depend neither on the processor nor on where an element is in a tensor.
+//! parameters have the same bits, except that libtorch does not use vectors for the last few elements of a tensor. This kernel also
+//! widens and scales gradients and rounds the result, which would take three more passes; it fetches what it needs next into the
+//! cache; and its bits depend neither on the processor nor on where an element is in a tensor.
 
 use half::bf16;
+
+use crate::widen_bf16;
 
 /// The number of elements that are fetched into the cache at once.
 const BLOCK: usize = 64;
@@ -43,7 +46,7 @@ impl Gradient for f32 {
 
 impl Gradient for bf16 {
     fn widen(self) -> f32 {
-        f32::from_bits(u32::from(self.to_bits()) << 16)
+        widen_bf16(self)
     }
 }
 

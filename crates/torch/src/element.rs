@@ -40,6 +40,11 @@ unsafe impl Element for u8 {
     const DTYPE: Dtype = Dtype::U8;
 }
 
+/// The same number in f32, whose upper half it is. Unlike `to_f32`, this has no branch.
+pub fn widen_bf16(number: bf16) -> f32 {
+    f32::from_bits(u32::from(number.to_bits()) << 16)
+}
+
 /// Returns libtorch's kind for a dtype.
 pub fn kind_of(dtype: Dtype) -> Kind {
     match dtype {

@@ -18,6 +18,11 @@ pub(crate) struct Stream {
 }
 
 #[repr(C)]
+pub(crate) struct Event {
+    _opaque: [u8; 0],
+}
+
+#[repr(C)]
 pub(crate) struct CompiledFunction {
     _opaque: [u8; 0],
 }
@@ -109,6 +114,11 @@ unsafe extern "C" {
     pub(crate) fn sw_stream_wait_for(stream: *const Stream, other: *const Stream) -> Message;
     pub(crate) fn sw_stream_synchronize(stream: *const Stream) -> Message;
     pub(crate) fn sw_stream_record(stream: *const Stream, tensor: *const Tensor) -> Message;
+    pub(crate) fn sw_event_new(stream: *const Stream, out: *mut *mut Event) -> Message;
+    pub(crate) fn sw_event_free(event: *mut Event);
+    pub(crate) fn sw_stream_wait_for_event(stream: *const Stream, event: *const Event) -> Message;
+    pub(crate) fn sw_event_synchronize(event: *const Event) -> Message;
+    pub(crate) fn sw_tensor_copy_async(to: *mut Tensor, from: *const Tensor) -> Message;
     pub(crate) fn sw_tensor_pin(tensor: *mut Tensor) -> Message;
     pub(crate) fn sw_tensor_read(tensor: *const Tensor, to: *mut c_void, bytes: usize) -> Message;
     pub(crate) fn sw_device_memory(device_type: i8, device_index: i8, out: *mut DeviceMemory) -> Message;

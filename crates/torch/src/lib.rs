@@ -8,7 +8,7 @@
 //! - [`enable_caching_allocator`], [`allocated_bytes`] and [`take_peak_bytes`]: a caching allocator for CPU tensors, and its
 //!   statistics.
 //! - [`exclusive`]: a tensor's elements as a Rust slice, if no other handle can access them.
-//! - [`device`], [`Stream`] and [`attention`]: the devices other than the CPU, their memory, queues and attention kernels.
+//! - [`device`], [`Stream`], [`Event`] and [`attention`]: the devices other than the CPU, their memory, queues and attention kernels.
 //! - [`count_operators`]: how often the host calls, waits for and copies to a device.
 //! - [`copy_bytes`]: copies between addresses on any two devices.
 //!
@@ -33,11 +33,11 @@ mod stream;
 
 pub use block::Block;
 pub use counts::{OperatorCounts, count_operators};
-pub use element::{Element, dtype_of, kind_of};
+pub use element::{Element, dtype_of, kind_of, widen_bf16};
 pub use error::{Error, OutOfMemory, Result};
 pub use memory::{allocated_bytes, copy_bytes, enable_caching_allocator, exclusive, take_peak_bytes};
 pub use package::{CompiledFunction, Signature, TensorType};
-pub use stream::{Stream, pin, read};
+pub use stream::{Event, Stream, copy_async, pin, read};
 pub use tch;
 
 /// The version of libtorch that this program was compiled against.

@@ -55,6 +55,12 @@ impl Stream {
         check(unsafe { ffi::sw_stream_wait_for(self.raw, other.raw) })
     }
 
+    /// Makes what is queued from now on wait for an event.
+    pub fn wait_for_event(&self, event: &Event) -> Result<()> {
+        // SAFETY: a live stream and a live event.
+        check(unsafe { ffi::sw_stream_wait_for_event(self.raw, event.raw) })
+    }
+
     /// Waits, on this thread, until everything that is queued has run.
     pub fn synchronize(&self) -> Result<()> {
         // SAFETY: a live stream.
@@ -79,6 +85,39 @@ impl Stream {
     }
 }
 
+/// What was queued on a stream at some point.
+#[derive(Debug)]
+pub struct Event {
+    raw: *mut ffi::Event,
+}
+// SAFETY: libtorch's events may be waited for and freed by any thread.
+unsafe impl Send for Event {}
+// SAFETY: as above; it never changes.
+unsafe impl Sync for Event {}
+
+impl Event {
+    /// Everything that is queued on `stream` so far.
+    pub fn record(stream: &Stream) -> Result<Event> {
+        let mut event = std::ptr::null_mut();
+        // SAFETY: a live stream; `event` is written if the call succeeds.
+        check(unsafe { ffi::sw_event_new(stream.raw, &mut event) })?;
+        Ok(Event { raw: event })
+    }
+
+    /// Waits for it on this thread.
+    pub fn synchronize(&self) -> Result<()> {
+        // SAFETY: a live event.
+        check(unsafe { ffi::sw_event_synchronize(self.raw) })
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        // SAFETY: nobody else has the pointer.
+        unsafe { ffi::sw_event_free(self.raw) }
+    }
+}
+
 impl Drop for Stream {
     fn drop(&mut self) {
         // SAFETY: nobody else has the pointer.
@@ -100,6 +139,12 @@ impl Drop for Restore {
 pub fn pin(tensor: &mut Tensor) -> Result<()> {
     // SAFETY: a live tensor, which is replaced.
     check(unsafe { ffi::sw_tensor_pin(tensor.as_mut_ptr()) })
+}
+
+/// Queues a copy between a device and pinned memory on the current stream, and returns before it runs.
+pub fn copy_async(from: &Tensor, to: &Tensor) -> Result<()> {
+    // SAFETY: live tensors.
+    check(unsafe { ffi::sw_tensor_copy_async(to.as_ptr().cast_mut(), from.as_ptr()) })
 }
 
 /// Copies a tensor's bytes from a device to the host, through pinned memory, on the current stream. Waits for them, and for nothing

@@ -75,7 +75,7 @@ pub use expert_groups::ExpertGroups;
 pub use generate::{Sampling, generate};
 pub use loss_scale::LossScale;
 pub use nonfinite::{NonFiniteValue, OnNonFinite};
-pub use options::{OffloadFolders, Options, Ranks};
+pub use options::{OffloadPlace, Offloading, Options, Ranks};
 pub use probe::{Probe, StepPhase};
 pub use progress::{Progress, SkippedBatch};
 pub use report::{Gradients, Report};

@@ -1,4 +1,4 @@
-//! Moves what a step does not need yet between memory and disks.
+//! Offloads what a step does not need yet.
 //!
 //! Parameters, optimizer state and gradients belong to units, which move them. Here are the inputs that recomputed units keep.
 
@@ -6,14 +6,14 @@ use shardwise_plan::Dtype;
 use shardwise_plan::program::{Buffer, Offload};
 use shardwise_torch::tch::Tensor;
 use shardwise_torch::{dtype_of, storage};
-use shardwise_zero::Offloaded;
+use shardwise_zero::{OffloadTarget, Offloaded};
 
 use crate::Trainer;
 use crate::error::{Error, Result};
 use crate::step_values::{StepValues, UnitPass};
 
 impl Trainer {
-    /// Starts to fetch a buffer from a disk.
+    /// Starts to fetch a buffer.
     pub(crate) fn start_fetch(&mut self, offload: Offload, step: &StepValues<'_>) -> Result<()> {
         match offload.buffer {
             Buffer::Activations { .. } => self.for_input(offload, step, Offloaded::start_fetch),
@@ -29,7 +29,7 @@ impl Trainer {
         }
     }
 
-    /// Starts to store a buffer on a disk.
+    /// Starts to store a buffer.
     pub(crate) fn start_store(&mut self, offload: Offload, step: &StepValues<'_>) -> Result<()> {
         match offload.buffer {
             Buffer::Activations { micro_batch } => {
@@ -40,7 +40,7 @@ impl Trainer {
         }
     }
 
-    /// Waits until a buffer is on a disk, and frees its memory.
+    /// Waits until a buffer is stored, and frees its memory.
     pub(crate) fn finish_store(&mut self, offload: Offload, step: &StepValues<'_>) -> Result<()> {
         match offload.buffer {
             Buffer::Activations { .. } => self.for_input(offload, step, Offloaded::finish_store),
@@ -51,7 +51,7 @@ impl Trainer {
     /// Reserves room for the input of a unit, unless there is room from an earlier step. An input that shares its memory stays there.
     fn reserve_input(&mut self, unit: usize, micro_batch: usize, step: &StepValues<'_>) -> Result<()> {
         let key = (unit, micro_batch);
-        let (Some(file), Some(pass)) = (&self.files.activations, &step.passes[micro_batch][unit]) else {
+        let (Some(target), Some(pass)) = (&self.offload.activations, &step.passes[micro_batch][unit]) else {
             return Ok(());
         };
         let owned = owned_tensor(pass).map_err(|error| Error::of_model(self.shards[unit].name(), error.into()))?;
@@ -64,7 +64,7 @@ impl Trainer {
             return Ok(());
         }
         let what = format!("the input of {}", self.shards[unit].name());
-        let reserved = Offloaded::new(file, [tensor].into_iter(), what);
+        let reserved = Offloaded::new(target, [tensor].into_iter(), what);
         self.offloaded_inputs.0.insert(key, reserved.map_err(|problem| self.offload_error(unit, problem))?);
         Ok(())
     }
@@ -83,13 +83,12 @@ impl Trainer {
     }
 
     fn offload_error(&self, unit: usize, problem: String) -> Error {
-        let folder = self.options.offload.activations.as_ref();
-        let folder = folder.map_or(String::new(), |folder| folder.display().to_string());
+        let target = self.offload.activations.as_ref().map_or(String::new(), OffloadTarget::name);
         let unit = self.shards[unit].name().to_string();
-        Error::Zero(shardwise_zero::Error::Offload { unit, what: "activations", folder, problem })
+        Error::Zero(shardwise_zero::Error::Offload { unit, what: "activations", target, problem })
     }
 
-    /// Waits until the inputs of a micro-batch are on the disk that are being stored, so that they can be read there.
+    /// Waits until the inputs of a micro-batch that are being stored are, so that they can be read there.
     pub(crate) fn finish_storing_inputs(&mut self, micro_batch: usize) -> Result<()> {
         for unit in 0..self.shards.model_len() {
             let Some(offloaded) = self.offloaded_inputs.0.get_mut(&(unit, micro_batch)) else { continue };

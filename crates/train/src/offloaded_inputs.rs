@@ -1,16 +1,16 @@
-//! Inputs of units that are on a disk until the units are recomputed.
+//! Inputs of units that are offloaded until the units are recomputed.
 
 use std::collections::HashMap;
 
 use shardwise_torch::tch::Tensor;
 use shardwise_zero::Offloaded;
 
-/// Where the inputs of units are on a disk, by unit and micro-batch.
+/// Where the inputs of units are, by unit and micro-batch.
 #[derive(Default)]
 pub(crate) struct OffloadedInputs(pub(crate) HashMap<(usize, usize), Offloaded>);
 
 impl OffloadedInputs {
-    /// The output of a unit, which is the input of the next one: from the disk, if it is there.
+    /// The output of a unit, which is the input of the next one: from where it is offloaded to, if it is.
     pub(crate) fn read_output(
         &self,
         unit: usize,

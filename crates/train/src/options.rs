@@ -20,18 +20,43 @@ use crate::loss_scale::{self, LossScale};
 use crate::message_groups::MessageGroups;
 use crate::nonfinite::OnNonFinite;
 
-/// Folders on disks, for what a rank keeps there because it does not fit in memory. It has the same bits as in memory.
+/// Where something is while a rank does not need it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum OffloadPlace {
+    /// In the host's memory, for ranks that compute on a device with memory of its own.
+    Host,
+    /// In a file in this folder, for ranks that compute on a CPU.
+    Disk(PathBuf),
+}
+
+impl OffloadPlace {
+    fn tier(&self) -> Tier {
+        match self {
+            OffloadPlace::Host => Tier::Host,
+            OffloadPlace::Disk(_) => Tier::Disk,
+        }
+    }
+}
+
+/// What is elsewhere while a rank does not need it, because it does not fit in memory. It has the same bits as in memory.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct OffloadFolders {
-    /// For masters and optimizer state. A unit's are in memory only while it is updated.
-    pub optimizer: Option<PathBuf>,
-    /// For this rank's shards of the parameters. A unit's is in memory only until it is gathered, and while it is updated. Needs sharded
+pub struct Offloading {
+    /// Masters and optimizer state. A unit's are in memory only while it is updated.
+    pub optimizer: Option<OffloadPlace>,
+    /// This rank's shards of the parameters. A unit's is in memory only until it is gathered, and while it is updated. Needs sharded
     /// parameters (stage 3).
-    pub parameters: Option<PathBuf>,
-    /// For gradients, from their reduction to the update.
-    pub gradients: Option<PathBuf>,
-    /// For the inputs of units, from their forward passes until they are recomputed. Needs [`ActivationCheckpointing::Full`].
-    pub activations: Option<PathBuf>,
+    pub parameters: Option<OffloadPlace>,
+    /// Gradients, from their reduction to the update.
+    pub gradients: Option<OffloadPlace>,
+    /// The inputs of units, from their forward passes until they are recomputed. Needs [`ActivationCheckpointing::Full`].
+    pub activations: Option<OffloadPlace>,
+}
+
+impl Offloading {
+    fn places(&self) -> impl Iterator<Item = &OffloadPlace> {
+        let Offloading { optimizer, parameters, gradients, activations } = self;
+        [optimizer, parameters, gradients, activations].into_iter().flatten()
+    }
 }
 
 /// The options of a trainer.
@@ -78,8 +103,8 @@ pub struct Options {
     pub update_in_backward: bool,
     /// What to do if the loss or a gradient is not finite.
     pub on_nonfinite: OnNonFinite,
-    /// What is kept on a disk.
-    pub offload: OffloadFolders,
+    /// What is offloaded, and where to.
+    pub offload: Offloading,
     /// The device of this rank.
     pub device: Device,
 }
@@ -104,7 +129,7 @@ impl Options {
             loss_scale: LossScale::Fixed(1.),
             update_in_backward: false,
             on_nonfinite: OnNonFinite::Stop,
-            offload: OffloadFolders::default(),
+            offload: Offloading::default(),
             device: Device::Cpu,
         }
     }
@@ -118,10 +143,10 @@ impl Options {
             reduce_each_micro_batch: self.reduce_each_micro_batch,
             micro_batches,
             update_in_backward: self.update_in_backward,
-            optimizer_tier: self.offload.optimizer.as_ref().map(|_| Tier::Disk),
-            parameter_tier: self.offload.parameters.as_ref().map(|_| Tier::Disk),
-            gradient_tier: self.offload.gradients.as_ref().map(|_| Tier::Disk),
-            activation_tier: self.offload.activations.as_ref().map(|_| Tier::Disk),
+            optimizer_tier: self.offload.optimizer.as_ref().map(OffloadPlace::tier),
+            parameter_tier: self.offload.parameters.as_ref().map(OffloadPlace::tier),
+            gradient_tier: self.offload.gradients.as_ref().map(OffloadPlace::tier),
+            activation_tier: self.offload.activations.as_ref().map(OffloadPlace::tier),
         }
     }
 
@@ -139,8 +164,16 @@ impl Options {
         if self.update_in_backward {
             self.check_update_in_backward()?;
         }
-        if self.offload != OffloadFolders::default() && self.device != Device::Cpu {
-            return refuse("only ranks that compute on CPUs can offload so far");
+        let is_on_cpu = self.device == Device::Cpu;
+        if is_on_cpu && self.offload.places().any(|place| *place == OffloadPlace::Host) {
+            return refuse(
+                "ranks that compute on CPUs have everything in the host's memory already: offload to a disk",
+            );
+        }
+        if !is_on_cpu && self.offload.places().any(|place| *place != OffloadPlace::Host) {
+            return refuse(
+                "only ranks that compute on CPUs can offload to a disk so far: offload to the host's memory",
+            );
         }
         if self.offload.parameters.is_some() && !self.sharding.parameters {
             return refuse("only sharded parameters can be offloaded: use stage 3");

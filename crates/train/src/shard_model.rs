@@ -1,18 +1,20 @@
 //! The sharding of a model: which rank keeps which elements of its parameters.
 
-use std::path::PathBuf;
+use std::fmt::Display;
 use std::sync::Arc;
 
 use shardwise_comm::Group;
 use shardwise_model::{Model, Parameter, Unit};
 use shardwise_plan::program::UnitSpec;
 use shardwise_plan::{FloatsMut, LayerPlace};
-use shardwise_zero::{Groups, Layout, OffloadFiles, ParameterSpec, Pool, ScratchFile, ShardedUnit};
+use shardwise_zero::{
+    Groups, HostMemory, Layout, OffloadTarget, OffloadTargets, ParameterSpec, Pool, ScratchFile, ShardedUnit,
+};
 
 use crate::costs::optimizer_element_bytes;
 use crate::error::{Error, Result};
 use crate::init::{ParameterInit, for_each_run};
-use crate::options::{OffloadFolders, Options, Ranks};
+use crate::options::{OffloadPlace, Offloading, Options, Ranks};
 use crate::own_units::OwnUnits;
 
 /// The index of the layout of parameters that tensor-parallel ranks split: those with the same part shard it.
@@ -29,11 +31,11 @@ pub(crate) fn shard_model(
     options: &Options,
     stage_of_unit: &[usize],
     pool: &Arc<Pool>,
-    files: &OffloadFiles,
+    offload: &OffloadTargets,
     init: &mut ParameterInit<'_>,
 ) -> Result<OwnUnits> {
     load_units(model, stage_of_unit, ranks.pipeline.rank())?;
-    let layouts = layouts(ranks, options, pool, files);
+    let layouts = layouts(ranks, options, pool, offload);
     let place = ranks.mesh().layer_place(ranks.world.rank());
     let mut shard = |unit: &Unit| -> Result<ShardedUnit> {
         let specs: Vec<ParameterSpec> =
@@ -53,31 +55,40 @@ pub(crate) fn shard_model(
     Ok(OwnUnits::new(units.map(|unit| unit.map(&mut shard).transpose()).collect::<Result<_>>()?))
 }
 
-/// The files for what this rank offloads. The disks have room for all of its parameters, optimizer state and gradients.
-pub(crate) fn offload_files(
+/// Where this rank offloads to. The disks have room for all of its parameters, optimizer state and gradients.
+pub(crate) fn offload_targets(
     units: &[UnitSpec],
     ranks: &Ranks,
     options: &Options,
     stage_of_unit: &[usize],
-) -> Result<OffloadFiles> {
+) -> Result<OffloadTargets> {
     let layout = ranks.layout(options.precision);
     let own = || units.iter().zip(stage_of_unit).filter(|(_, stage)| **stage == ranks.pipeline.rank());
     let elements = |sharded| own().map(|(unit, _)| layout.kept_trainable(unit, sharded)).sum::<usize>();
-    let create = |what: &str, folder: Option<&PathBuf>, bytes: usize| -> Result<Option<Arc<ScratchFile>>> {
-        let Some(folder) = folder else { return Ok(None) };
-        let file = ScratchFile::create(folder, bytes as u64).map_err(|error| {
-            let (gigabytes, folder) = (bytes as f64 / 1e9, folder.display());
-            Error::Options(format!("{gigabytes:.3} GB of {what} cannot be offloaded to {folder}: {error}"))
-        })?;
-        Ok(Some(Arc::new(file)))
+    let create = |what: &str, place: Option<&OffloadPlace>, bytes: usize| -> Result<Option<OffloadTarget>> {
+        let fail = |to: &dyn Display, error: &dyn Display| {
+            let gigabytes = bytes as f64 / 1e9;
+            Error::Options(format!("{gigabytes:.3} GB of {what} cannot be offloaded to {to}: {error}"))
+        };
+        Ok(match place {
+            None => None,
+            Some(OffloadPlace::Host) => {
+                let memory = HostMemory::new(options.device, bytes);
+                Some(OffloadTarget::Host(Arc::new(memory.map_err(|error| fail(&"host memory", &error))?)))
+            }
+            Some(OffloadPlace::Disk(folder)) => {
+                let file = ScratchFile::create(folder, bytes as u64);
+                Some(OffloadTarget::Disk(Arc::new(file.map_err(|error| fail(&folder.display(), &error))?)))
+            }
+        })
     };
     let (sharding, offload) = (options.sharding, &options.offload);
-    let OffloadFolders { optimizer, parameters, gradients, activations } = offload;
+    let Offloading { optimizer, parameters, gradients, activations } = offload;
     let frozen: usize = own().map(|(unit, _)| layout.kept_frozen(unit, sharding.parameters)).sum();
     let parameter_bytes = (elements(sharding.parameters) + frozen) * options.precision.param_dtype.bytes();
     let state_bytes = elements(sharding.optimizer) * optimizer_element_bytes(options);
     let gradient_bytes = elements(sharding.gradients) * options.precision.reduce_dtype.bytes();
-    Ok(OffloadFiles {
+    Ok(OffloadTargets {
         optimizer: create("optimizer state", optimizer.as_ref(), state_bytes)?,
         parameters: create("parameters", parameters.as_ref(), parameter_bytes)?,
         gradients: create("gradients", gradients.as_ref(), gradient_bytes)?,
@@ -93,7 +104,7 @@ fn load_units(model: &Model, stage_of_unit: &[usize], stage: usize) -> Result<()
 }
 
 /// The layouts of every unit, [`SPLIT`], [`REPLICATED`] and [`EXPERTS`].
-fn layouts(ranks: &Ranks, options: &Options, pool: &Arc<Pool>, files: &OffloadFiles) -> [Layout; 3] {
+fn layouts(ranks: &Ranks, options: &Options, pool: &Arc<Pool>, offload: &OffloadTargets) -> [Layout; 3] {
     let layout = |groups: &Groups, parts: Option<&Arc<Group>>| Layout {
         groups: groups.clone(),
         parts: parts.filter(|parts| parts.size() > 1).cloned(),
@@ -101,7 +112,7 @@ fn layouts(ranks: &Ranks, options: &Options, pool: &Arc<Pool>, files: &OffloadFi
         precision: options.precision,
         states: options.optimizer.states(),
         pool: pool.clone(),
-        files: files.clone(),
+        offload: offload.clone(),
     };
     let experts = &ranks.experts;
     [

@@ -13,7 +13,7 @@ use shardwise_plan::program::{Instruction, Keep, ModelParallel, Policy, Program,
 use shardwise_torch::autograd::{self, Graph};
 use shardwise_torch::tch::{Device, Tensor, no_grad};
 use shardwise_torch::{Stream, kind_of};
-use shardwise_zero::{Bytes, Moved, OffloadFiles, Optimizer, Pool, ShardedUnit};
+use shardwise_zero::{Bytes, Moved, OffloadTargets, Optimizer, Pool, ShardedUnit};
 
 use crate::error::{Error, Result};
 use crate::expert_biases::ExpertBiases;
@@ -26,7 +26,7 @@ use crate::own_units::OwnUnits;
 use crate::probe::{Probe, StepPhase};
 use crate::progress::SkippedBatch;
 use crate::report::{Gradients, Report};
-use crate::shard_model::{offload_files, shard_model};
+use crate::shard_model::{offload_targets, shard_model};
 use crate::step_programs::{
     check_executable, check_programs, check_ties, checked_programs, replay_programs, splits_backward, stages_of_units,
 };
@@ -44,8 +44,9 @@ pub struct Trainer {
     /// A parameter of another stage that a unit of this one is tied to, for the current step.
     pub(crate) tied_copy: Option<Tensor>,
     pool: Arc<Pool>,
-    pub(crate) files: OffloadFiles,
-    /// The inputs of units that are kept on a disk, by unit and micro-batch.
+    /// Where this rank offloads to.
+    pub(crate) offload: OffloadTargets,
+    /// The inputs of units that are offloaded, by unit and micro-batch.
     pub(crate) offloaded_inputs: OffloadedInputs,
     pub(crate) ranks: Ranks,
     pub(crate) options: Options,
@@ -114,8 +115,8 @@ impl Trainer {
         let positions = place.tensor.size * place.context.size();
         let shape = StepShape { sequences: 1, positions, micro_batches: 1 };
         let unit_specs = unit_specs(&model, &options, &place, shape);
-        let files = offload_files(&unit_specs, &ranks, &options, &stage_of_unit)?;
-        let shards = shard_model(&model, &ranks, &options, &stage_of_unit, &pool, &files, init)?;
+        let offload = offload_targets(&unit_specs, &ranks, &options, &stage_of_unit)?;
+        let shards = shard_model(&model, &ranks, &options, &stage_of_unit, &pool, &offload, init)?;
         let tensor_ranks = Arc::new(TensorRanks(ranks.tensor.clone()));
         let parallel = TensorParallel::new(tensor_ranks, options.splits_sequence(place.tensor))
             .with_async(options.async_tensor_parallel);
@@ -127,7 +128,7 @@ impl Trainer {
             stage_of_unit,
             tied_copy: None,
             pool,
-            files,
+            offload,
             offloaded_inputs: OffloadedInputs::default(),
             ranks,
             options,
@@ -315,7 +316,7 @@ impl Trainer {
 
     /// What this rank has moved between memory and disks so far, if it offloads anything.
     pub fn moved(&self) -> Option<Moved> {
-        self.files.moved()
+        self.offload.moved()
     }
 
     /// What the order of a step depends on, by unit.

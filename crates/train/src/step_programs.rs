@@ -2,7 +2,7 @@
 
 use shardwise_model::{Model, Unit};
 use shardwise_plan::pipeline::{Pipeline, ScheduleError};
-use shardwise_plan::program::{Codec, Instruction, Message, Policy, Program, Programs, Tier, UnitSpec, build, check};
+use shardwise_plan::program::{Codec, Instruction, Message, Policy, Program, Programs, UnitSpec, build, check};
 use shardwise_plan::{Axis, Mesh};
 
 use crate::error::{Error, Result};
@@ -58,14 +58,9 @@ pub(crate) fn splits_backward(program: &Program) -> bool {
     program.instructions.iter().any(|instruction| matches!(instruction, Instruction::BackwardInput { .. }))
 }
 
-/// Fails if a program has instructions that training cannot execute yet: codecs, and offloading to the host.
+/// Fails if a program has instructions that training cannot execute yet: codecs.
 pub(crate) fn check_executable(program: &Program) -> Result<()> {
     let is_unsupported = |instruction: &&Instruction| match instruction {
-        Instruction::StartFetch(offload)
-        | Instruction::WaitFetch(offload)
-        | Instruction::StartStore(offload)
-        | Instruction::WaitStore(offload)
-        | Instruction::Evict(offload) => offload.tier != Tier::Disk,
         Instruction::StartReduce { codec, .. } => !matches!(codec, Codec::None | Codec::ParamDtype),
         Instruction::StartGather { codec, .. }
         | Instruction::Send(Message { codec, .. })

@@ -12,10 +12,13 @@ use std::time::Duration;
 use shardwise_comm::{CallFault, CallFaultKind, Group, Verb, mpi, nccl, single};
 use shardwise_harness::{Launch, ranks, scale_timeout};
 use shardwise_model::{Batch, IGNORED, LlamaConfig, Model, MoeConfig, Parameter, RouterConfig};
+use shardwise_plan::program::Buffer;
 use shardwise_plan::{Axis, Mesh};
 use shardwise_pretend_device::{device, set_seed};
 use shardwise_torch::tch::{self, Device, Kind, Tensor};
-use shardwise_train::{ActivationCheckpointing, Options, Ranks, Sampling, Schedule, Trainer, generate, init};
+use shardwise_train::{
+    ActivationCheckpointing, OffloadPlace, Offloading, Options, Ranks, Sampling, Schedule, Trainer, generate, init,
+};
 use shardwise_zero::{AdamW, FloatsMut, Lamb, Optimizer, Precision, Sgd, Sharding};
 use support::{VOCAB_SIZE, gpt2, llama};
 
@@ -61,12 +64,15 @@ fn train(model: Model, ranks: &Ranks, options: Options) -> (Vec<u64>, Vec<u64>) 
     numbers.extend(generated.into_iter().map(i64::cast_unsigned));
     let mut parameters = Vec::new();
     for shard in trainer.shards_mut() {
+        shard.start_fetch(Buffer::Parameters).unwrap();
+        shard.finish_fetch(Buffer::Parameters).unwrap();
         shard.gather().unwrap();
         for tensor in shard.parameters() {
             let elements = Vec::<f64>::try_from(tensor.to_kind(Kind::Double).reshape(-1)).unwrap();
             parameters.extend(elements.into_iter().map(f64::to_bits));
         }
         shard.release().unwrap();
+        shard.evict(Buffer::Parameters).unwrap();
     }
     (numbers, parameters)
 }
@@ -92,6 +98,49 @@ fn updates_in_the_backward_pass_on_a_device_have_the_bits_of_the_cpu() {
         });
         assert_eq!(found.0, expected.0, "losses and norms at stage {stage}");
         assert!(found.1 == expected.1, "parameters at stage {stage}");
+    }
+}
+
+/// Everything that a stage can keep in the host's memory.
+fn on_host(options: Options) -> Options {
+    let host = || Some(OffloadPlace::Host);
+    let is_full = options.activation_checkpointing == ActivationCheckpointing::Full;
+    let offload = Offloading {
+        optimizer: host(),
+        parameters: host().filter(|_| options.sharding.parameters),
+        gradients: host().filter(|_| !options.update_in_backward),
+        activations: host().filter(|_| is_full),
+    };
+    Options { offload, ..options }
+}
+
+#[test]
+fn host_memory_changes_no_bit() {
+    // libtorch looks for devices at the first backward pass.
+    let device = device();
+    for stage in 0..=3 {
+        for precision in [Precision::F32, Precision::BF16] {
+            let full = ActivationCheckpointing::Full;
+            let options = |device| Options { precision, activation_checkpointing: full, ..options(stage, device) };
+            let expected = train(gpt2(), &alone(Device::Cpu), options(Device::Cpu));
+            let all = on_host(options(device));
+            let host = || Some(OffloadPlace::Host);
+            for offload in [
+                Offloading { optimizer: host(), ..Offloading::default() },
+                Offloading { parameters: host().filter(|_| stage == 3), ..Offloading::default() },
+                Offloading { gradients: host(), ..Offloading::default() },
+                Offloading { activations: host(), ..Offloading::default() },
+                all.offload.clone(),
+            ] {
+                let found = train(gpt2(), &alone(device), Options { offload: offload.clone(), ..all.clone() });
+                assert_eq!(found.0, expected.0, "losses and norms at stage {stage}, {precision:?}, {offload:?}");
+                assert!(found.1 == expected.1, "parameters at stage {stage}, {precision:?}, {offload:?}");
+            }
+            let in_backward = |options| Options { max_grad_norm: None, update_in_backward: true, ..options };
+            let expected = train(gpt2(), &alone(Device::Cpu), in_backward(options(Device::Cpu)));
+            let found = train(gpt2(), &alone(device), on_host(in_backward(options(device))));
+            assert!(found == expected, "in the backward pass at stage {stage}, {precision:?}");
+        }
     }
 }
 
@@ -180,9 +229,11 @@ fn two_ranks_on_devices_have_the_bits_of_the_cpu() {
                 let expected =
                     train(llama(), &Ranks::on_mesh(world.clone(), mesh).unwrap(), options(stage, Device::Cpu));
                 let ranks = Ranks::on_gpu(world.clone(), mesh, device).unwrap();
-                let found = train(llama(), &ranks, options(stage, device));
-                assert_eq!(found.0, expected.0, "{axis} at stage {stage}");
-                assert!(found.1 == expected.1, "{axis} at stage {stage}");
+                for options in [options(stage, device), on_host(options(stage, device))] {
+                    let found = train(llama(), &ranks, options.clone());
+                    assert_eq!(found.0, expected.0, "{axis} at stage {stage}, {:?}", options.offload);
+                    assert!(found.1 == expected.1, "{axis} at stage {stage}, {:?}", options.offload);
+                }
             }
         }
     });
@@ -202,19 +253,27 @@ fn two_ranks_on_devices_have_the_same_bits_for_every_seed() {
         let device = device();
         let world = mpi::world(mpi::Options { timeout: Duration::from_secs(60), ..mpi::Options::default() }).unwrap();
         let world = Arc::new(world);
-        let layouts = [(Axis::Shard, 3), (Axis::Shard, 2), (Axis::Tensor, 0), (Axis::Pipeline, 0)];
-        let settings = layouts.map(|(axis, stage)| {
+        let full = |options| Options { activation_checkpointing: ActivationCheckpointing::Full, ..options };
+        let settings = [
+            (Axis::Shard, options(3, device)),
+            (Axis::Shard, options(2, device)),
+            (Axis::Tensor, options(0, device)),
+            (Axis::Pipeline, options(0, device)),
+            (Axis::Shard, on_host(full(options(3, device)))),
+        ];
+        let settings = settings.map(|(axis, options)| {
             let ranks = Ranks::on_gpu(world.clone(), Mesh::new(&[(axis, 2)]).unwrap(), device).unwrap();
-            let expected = train(llama(), &ranks, options(stage, device));
-            (axis, stage, ranks, expected)
+            let expected = train(llama(), &ranks, Options { offload: Offloading::default(), ..options.clone() });
+            (axis, options, ranks, expected)
         });
         for seed in seeds() {
             set_seed(Some(seed));
             // The seeds take turns with the layouts.
-            let (axis, stage, ranks, expected) = &settings[seed.get() as usize % settings.len()];
-            let found = train(llama(), ranks, options(*stage, device));
-            assert_eq!(found.0, expected.0, "{axis} at stage {stage}, seed {seed}");
-            assert!(found.1 == expected.1, "{axis} at stage {stage}, seed {seed}");
+            let (axis, options, ranks, expected) = &settings[seed.get() as usize % settings.len()];
+            let found = train(llama(), ranks, options.clone());
+            let what = || format!("{axis}, {:?}, {:?}, seed {seed}", options.sharding, options.offload);
+            assert_eq!(found.0, expected.0, "{}", what());
+            assert!(found.1 == expected.1, "{}", what());
         }
     });
 }

@@ -18,8 +18,8 @@ use shardwise_model::Model;
 use shardwise_plan::{Axis, Mesh};
 use shardwise_torch::tch::{Device, no_grad};
 use shardwise_train::{
-    ActivationCheckpointing, DynamicScale, LossScale, OffloadFolders, OnNonFinite, Options, Probe, Ranks, Sampling,
-    StepPhase, Trainer, generate, init,
+    ActivationCheckpointing, DynamicScale, LossScale, OffloadPlace, Offloading, OnNonFinite, Options, Probe, Ranks,
+    Sampling, StepPhase, Trainer, generate, init,
 };
 use shardwise_zero::{Lamb, Optimizer, Precision};
 use support::bits::{batch, options, train, trainer, world};
@@ -31,15 +31,14 @@ fn folder() -> tempfile::TempDir {
 }
 
 fn offloaded(options: Options, folder: &Path) -> Options {
-    let folder = Some(folder.to_path_buf());
+    let folder = Some(OffloadPlace::Disk(folder.to_path_buf()));
     let parameters = folder.clone().filter(|_| options.sharding.parameters);
-    let offload =
-        OffloadFolders { optimizer: folder.clone(), parameters, gradients: folder, ..OffloadFolders::default() };
+    let offload = Offloading { optimizer: folder.clone(), parameters, gradients: folder, ..Offloading::default() };
     Options { offload, ..options }
 }
 
-fn parameters_on(folder: &Path) -> OffloadFolders {
-    OffloadFolders { parameters: Some(folder.to_path_buf()), ..OffloadFolders::default() }
+fn parameters_on(folder: &Path) -> Offloading {
+    Offloading { parameters: Some(OffloadPlace::Disk(folder.to_path_buf())), ..Offloading::default() }
 }
 
 /// As long as the shortest run in which a bit that differs has changed the loss many times.
@@ -69,9 +68,9 @@ fn neither_prefetch_nor_accumulation_nor_optimizer_nor_skipped_updates_matter() 
             let expected = train(new(options.clone()), 10, number);
             let folders = offloaded(options.clone(), folder.path()).offload;
             for offload in [
-                OffloadFolders { gradients: None, ..folders.clone() },
-                OffloadFolders { optimizer: None, ..folders.clone() },
-                OffloadFolders { optimizer: None, gradients: None, ..folders.clone() },
+                Offloading { gradients: None, ..folders.clone() },
+                Offloading { optimizer: None, ..folders.clone() },
+                Offloading { optimizer: None, gradients: None, ..folders.clone() },
                 folders,
             ] {
                 let found = train(new(Options { offload: offload.clone(), ..options.clone() }), 10, number);
@@ -248,9 +247,9 @@ fn activations_on_a_disk_change_no_bit() {
                 ..options(if ranks.pipeline.size() > 1 { 0 } else { 3 }, precision)
             };
             let expected = train(trainer(ranks, options.clone()), 10, 3);
-            let activations = Some(folder.path().to_path_buf());
-            let alone = OffloadFolders { activations: activations.clone(), ..OffloadFolders::default() };
-            let all = OffloadFolders { activations, ..offloaded(options.clone(), folder.path()).offload };
+            let activations = Some(OffloadPlace::Disk(folder.path().to_path_buf()));
+            let alone = Offloading { activations: activations.clone(), ..Offloading::default() };
+            let all = Offloading { activations, ..offloaded(options.clone(), folder.path()).offload };
             for offload in [alone, all] {
                 let trainer = trainer(ranks, Options { offload: offload.clone(), ..options.clone() });
                 assert!(train(trainer, 10, 3) == expected, "{precision:?}, prefetch {prefetch}, {offload:?}");
@@ -263,11 +262,11 @@ fn activations_on_a_disk_change_no_bit() {
 fn outputs_on_a_disk_are_searched_for_values_that_are_not_finite() {
     ranks!(1, || {
         let (ranks, folder) = (Ranks::sharded(world()), folder());
-        let activations = Some(folder.path().to_path_buf());
+        let activations = Some(OffloadPlace::Disk(folder.path().to_path_buf()));
         for activations in [None, activations] {
             let options = Options {
                 activation_checkpointing: ActivationCheckpointing::Full,
-                offload: OffloadFolders { activations, ..OffloadFolders::default() },
+                offload: Offloading { activations, ..Offloading::default() },
                 ..options(0, Precision::F32)
             };
             let mut trainer = trainer(&ranks, options);
@@ -295,8 +294,8 @@ fn unnamed_file(folder: &Path) -> PathBuf {
 
 fn all_offloaded(stage: u8, folder: &Path) -> Options {
     let options = offloaded(options(stage, Precision::BF16), folder);
-    let activations = Some(folder.to_path_buf());
-    let offload = OffloadFolders { activations, ..options.offload };
+    let activations = Some(OffloadPlace::Disk(folder.to_path_buf()));
+    let offload = Offloading { activations, ..options.offload };
     Options { activation_checkpointing: ActivationCheckpointing::Full, offload, ..options }
 }
 
@@ -370,10 +369,10 @@ fn a_disk_that_is_full_is_an_error_that_names_the_unit() {
     ranks!(1, || {
         let Some(disk) = SmallDisk::mount("16k") else { return };
         let ranks = Ranks::sharded(world());
-        let activations = Some(disk.0.path().to_path_buf());
+        let activations = Some(OffloadPlace::Disk(disk.0.path().to_path_buf()));
         let options = Options {
             activation_checkpointing: ActivationCheckpointing::Full,
-            offload: OffloadFolders { activations, ..OffloadFolders::default() },
+            offload: Offloading { activations, ..Offloading::default() },
             ..options(0, Precision::F32)
         };
         let mut trainer = trainer(&ranks, options.clone());
@@ -452,6 +451,9 @@ fn a_folder_that_cannot_be_used_is_refused() {
         assert!(refused(whole).contains("only sharded parameters can be offloaded"));
         let device = Options { device: Device::Cuda(0), ..offloaded(options(1, Precision::F32), Path::new("/tmp")) };
         let error = refused(device);
-        assert!(error.contains("only ranks that compute on CPUs can offload"), "{error}");
+        assert!(error.contains("only ranks that compute on CPUs can offload to a disk"), "{error}");
+        let host = Offloading { gradients: Some(OffloadPlace::Host), ..Offloading::default() };
+        let error = refused(Options { offload: host, ..options(1, Precision::F32) });
+        assert!(error.contains("have everything in the host's memory already"), "{error}");
     });
 }

@@ -13,8 +13,8 @@ use shardwise_plan::pipeline::PipelineSchedule;
 use shardwise_plan::{Axis, Mesh};
 use shardwise_torch::tch::no_grad;
 use shardwise_train::{
-    ActivationCheckpointing, DynamicScale, LossScale, OffloadFolders, OnNonFinite, Options, Ranks, Schedule, Trainer,
-    init,
+    ActivationCheckpointing, DynamicScale, LossScale, OffloadPlace, Offloading, OnNonFinite, Options, Ranks, Schedule,
+    Trainer, init,
 };
 use shardwise_zero::{Lamb, Optimizer, Precision};
 use support::bits::{batch, options, train, trainer, world};
@@ -28,10 +28,10 @@ fn unclipped(stage: u8, precision: Precision) -> Options {
 
 /// The options to compare: updates in the backward pass, in memory and on a disk.
 fn variants(options: &Options, folder: &Path) -> [Options; 2] {
-    let folder = Some(folder.to_path_buf());
+    let folder = Some(OffloadPlace::Disk(folder.to_path_buf()));
     let parameters = folder.clone().filter(|_| options.sharding.parameters);
-    let on_disk = OffloadFolders { optimizer: folder, parameters, ..OffloadFolders::default() };
-    [OffloadFolders::default(), on_disk].map(|offload| Options { update_in_backward: true, offload, ..options.clone() })
+    let on_disk = Offloading { optimizer: folder, parameters, ..Offloading::default() };
+    [Offloading::default(), on_disk].map(|offload| Options { update_in_backward: true, offload, ..options.clone() })
 }
 
 /// As long as the shortest run in which a bit that differs has changed the loss many times.
@@ -173,10 +173,10 @@ fn a_step_that_has_updated_units_cannot_be_abandoned() {
 
 #[test]
 fn what_needs_all_gradients_is_refused() {
-    let folder = Some("/tmp".into());
+    let folder = Some(OffloadPlace::Disk("/tmp".into()));
     let plain = Options { update_in_backward: true, ..unclipped(2, Precision::F32) };
     let dynamic = LossScale::Dynamic(DynamicScale::DEFAULT);
-    let gradients = OffloadFolders { gradients: folder, ..OffloadFolders::default() };
+    let gradients = Offloading { gradients: folder, ..Offloading::default() };
     for (options, reason) in [
         (Options { max_grad_norm: Some(1.), ..plain.clone() }, "clipping needs the norm of all gradients"),
         (Options { loss_scale: dynamic, ..plain.clone() }, "a dynamic loss scale skips updates"),

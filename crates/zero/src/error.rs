@@ -2,7 +2,7 @@
 
 use shardwise_torch::tch::TchError;
 
-use crate::ScratchFile;
+use crate::OffloadTarget;
 
 /// The result of an operation on a sharded unit.
 pub type Result<T> = std::result::Result<T, Error>;
@@ -35,15 +35,15 @@ pub enum Error {
         /// The error from the caller's init function.
         error: InitError,
     },
-    /// Optimizer state or gradients could not be fetched from a disk, or stored there.
-    #[error("unit {unit}: its {what} in {folder}: {problem}")]
+    /// A buffer could not be fetched from a disk or host memory, or stored there.
+    #[error("unit {unit}: its {what} in {target}: {problem}")]
     Offload {
         /// The unit at fault.
         unit: String,
         /// What could not be moved.
         what: &'static str,
-        /// The folder of the file.
-        folder: String,
+        /// The folder of the file, or "host memory".
+        target: String,
         /// What went wrong.
         problem: String,
     },
@@ -86,8 +86,8 @@ impl UnitErrors {
         self.torch(result.map_err(shardwise_torch::Error::from))
     }
 
-    pub(crate) fn offload(&self, what: &'static str, file: &ScratchFile, problem: String) -> Error {
-        Error::Offload { unit: self.0.clone(), what, folder: file.folder().display().to_string(), problem }
+    pub(crate) fn offload(&self, what: &'static str, target: &OffloadTarget, problem: String) -> Error {
+        Error::Offload { unit: self.0.clone(), what, target: target.name(), problem }
     }
 
     pub(crate) fn comm<T>(&self, result: shardwise_comm::Result<T>) -> Result<T> {

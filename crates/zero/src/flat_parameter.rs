@@ -11,7 +11,7 @@ use shardwise_torch::{Block, kind_of, storage};
 
 use crate::error::UnitErrors;
 use crate::offload::Offloaded;
-use crate::{Pool, Result, ScratchFile};
+use crate::{OffloadTarget, Pool, Result};
 
 /// A flat buffer of parameters, as one rank of a group holds it.
 pub(crate) struct FlatParameter {
@@ -67,12 +67,12 @@ impl FlatParameter {
         Ok(FlatParameter { errors, group, pool, dtype, partition, whole, state, offloaded: None })
     }
 
-    /// Reserves a range of a file for the shard, if parameters are sharded. It stays in memory until it is stored.
-    pub(crate) fn offload_to(&mut self, file: &Arc<ScratchFile>) -> Result<()> {
+    /// Makes room for the shard at a target, if parameters are sharded. It stays in memory until it is stored.
+    pub(crate) fn offload_to(&mut self, target: &OffloadTarget) -> Result<()> {
         if let State::Sharded { shard } = &self.state {
             let (tensors, what) = ([(self.dtype, shard.numel())], format!("the shard of {}", self.errors.unit()));
-            let offloaded = Offloaded::new(file, tensors.into_iter(), what);
-            self.offloaded = Some(offloaded.map_err(|problem| self.errors.offload("parameters", file, problem))?);
+            let offloaded = Offloaded::new(target, tensors.into_iter(), what);
+            self.offloaded = Some(offloaded.map_err(|problem| self.errors.offload("parameters", target, problem))?);
         }
         Ok(())
     }
@@ -89,7 +89,7 @@ impl FlatParameter {
         let (State::Sharded { shard } | State::Unsharded { shard }) = &self.state else {
             panic!("{}: its shard is being gathered", self.errors.unit());
         };
-        work(offloaded, &[shard]).map_err(|problem| self.errors.offload("parameters", offloaded.file(), problem))
+        work(offloaded, &[shard]).map_err(|problem| self.errors.offload("parameters", offloaded.target(), problem))
     }
 
     /// The type of the elements.
@@ -165,12 +165,12 @@ impl FlatParameter {
         }
     }
 
-    /// Whether the shard is kept on a disk.
+    /// Whether the shard is offloaded.
     pub(crate) fn is_offloaded(&self) -> bool {
         self.offloaded.is_some()
     }
 
-    /// The shard of `owner`, to read: from the file, if it is there.
+    /// The shard of `owner`, to read: from its target, if it is there.
     pub(crate) fn read_shard(&self, owner: usize) -> Result<Tensor> {
         match &self.offloaded {
             Some(offloaded) => self.errors.torch(offloaded.read(0, &self.shard(owner))),
@@ -178,7 +178,7 @@ impl FlatParameter {
         }
     }
 
-    /// The elements that this rank keeps, to read: from the file, if they are there.
+    /// The elements that this rank keeps, to read: from their target, if they are there.
     pub(crate) fn read_local_elements(&self) -> Result<Tensor> {
         match &self.state {
             State::Whole => Ok(self.whole.shallow_clone()),
@@ -203,7 +203,17 @@ impl FlatParameter {
     }
 
     /// Starts an all-gather of sharded parameters (FSDP2: `unshard(async_op=True)`).
+    ///
+    /// # Panics
+    /// If the shard is not in memory.
     pub(crate) fn start_gather(&mut self) -> Result<()> {
+        let is_missing = self.offloaded.as_ref().is_some_and(|offloaded| !offloaded.is_in_memory());
+        let needs_shard = matches!(self.state, State::Sharded { .. });
+        assert!(
+            !is_missing || !needs_shard,
+            "{}: its shard is offloaded; fetch it before it is gathered",
+            self.errors.unit()
+        );
         self.state = match self.take_state() {
             State::Sharded { shard } => {
                 let part = self.errors.torch(storage::take(&shard, "the shard is being gathered"))?;

@@ -26,7 +26,7 @@
 //!
 //! use shardwise_comm::single;
 //! use shardwise_torch::tch::{Device, Kind, Tensor};
-//! use shardwise_zero::{Groups, Layout, OffloadFiles, Optimizer, ParameterSpec, Pool, Precision, Sgd, ShardedUnit, Sharding};
+//! use shardwise_zero::{Groups, Layout, OffloadTargets, Optimizer, ParameterSpec, Pool, Precision, Sgd, ShardedUnit, Sharding};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let sgd = Optimizer::Sgd(Sgd { lr: 0.1, momentum: 0., weight_decay: 0. });
@@ -37,7 +37,7 @@
 //!     precision: Precision::F32,
 //!     states: sgd.states(),
 //!     pool: Arc::new(Pool::new(Device::Cpu)),
-//!     files: OffloadFiles::default(),
+//!     offload: OffloadTargets::default(),
 //! };
 //! let specs = [ParameterSpec { shape: vec![2, 3], decays: true, trainable: true, layout: 0, adds_gradient: true }];
 //! let mut unit = ShardedUnit::new("block.0", &specs, &[layout], &mut |_parameter, _range, elements| {
@@ -62,7 +62,9 @@
 
 mod error;
 mod flat_parameter;
+mod host_memory;
 mod offload;
+mod offload_target;
 mod optimizer;
 mod pool;
 mod scratch_file;
@@ -71,11 +73,13 @@ mod sharding;
 mod unit;
 
 pub use error::{Error, InitError, Result};
+pub use host_memory::HostMemory;
 pub use offload::Offloaded;
+pub use offload_target::OffloadTarget;
 pub use optimizer::{CustomOptimizer, Elements, Elementwise, Lamb, Optimizer, Sgd};
 pub use pool::Pool;
 pub use scratch_file::{Moved, ScratchFile};
-pub use sharded_buffer::{Bytes, CheckpointTensor, InitFn, Layout, OffloadFiles, ParameterSpec, StateInitFn};
+pub use sharded_buffer::{Bytes, CheckpointTensor, InitFn, Layout, OffloadTargets, ParameterSpec, StateInitFn};
 pub use sharding::{Groups, Precision};
 pub use shardwise_plan::FloatsMut;
 pub use shardwise_plan::program::{Sharding, StageError};

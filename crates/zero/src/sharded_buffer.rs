@@ -1,15 +1,17 @@
 //! Parameters of a unit that are sharded among the same ranks, with their gradients and optimizer state.
 //!
-//! Here they are gathered, reduced and updated. How they are initialized is `init`, and how they are saved `checkpoint`.
+//! Here they are gathered, reduced and updated. How they are initialized is `init`, how they are saved `checkpoint`, and how they
+//! are offloaded `offload`.
 
 mod checkpoint;
 mod init;
+mod offload;
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use shardwise_comm::{Group, Part, Pending, ReduceOp};
-use shardwise_plan::program::{Buffer, Codec};
+use shardwise_plan::program::Codec;
 use shardwise_plan::{Dtype, FloatsMut, Partition};
 use shardwise_torch::tch::{Device, Kind, TchError, Tensor, no_grad};
 use shardwise_torch::{Block, kind_of, storage};
@@ -18,7 +20,7 @@ use crate::error::{InitError, UnitErrors};
 use crate::flat_parameter::FlatParameter;
 use crate::offload::Offloaded;
 use crate::optimizer::{Run, Squares, sum_of_squares, sum_of_squares_on_device};
-use crate::{Error, Groups, Lamb, Moved, Optimizer, Pool, Precision, Result, ScratchFile, Sharding};
+use crate::{Error, Groups, Lamb, Moved, OffloadTarget, Optimizer, Pool, Precision, Result, Sharding};
 
 pub use checkpoint::CheckpointTensor;
 
@@ -52,33 +54,33 @@ pub struct Layout {
     pub states: usize,
     /// The memory for unsharded parameters and gradients; its device is the unit's.
     pub pool: Arc<Pool>,
-    /// What is on a disk while it is not needed. Only on the CPU.
-    pub files: OffloadFiles,
+    /// Where buffers are while they are not needed, if not in the device's memory.
+    pub offload: OffloadTargets,
 }
 
-/// The files for what does not fit in memory.
+/// Where a unit's buffers are while they are not needed. Those without a target stay in the device's memory.
 #[derive(Clone, Default)]
-pub struct OffloadFiles {
+pub struct OffloadTargets {
     /// For masters and optimizer state, between updates.
-    pub optimizer: Option<Arc<ScratchFile>>,
+    pub optimizer: Option<OffloadTarget>,
     /// For shards of parameters, until they are gathered.
-    pub parameters: Option<Arc<ScratchFile>>,
+    pub parameters: Option<OffloadTarget>,
     /// For reduced gradients, until the update.
-    pub gradients: Option<Arc<ScratchFile>>,
+    pub gradients: Option<OffloadTarget>,
     /// For the inputs of units, until they are recomputed.
-    pub activations: Option<Arc<ScratchFile>>,
+    pub activations: Option<OffloadTarget>,
 }
 
-impl OffloadFiles {
-    /// What has been moved so far, if there is a file.
+impl OffloadTargets {
+    /// What has been moved from and to disks so far, if there are any.
     pub fn moved(&self) -> Option<Moved> {
-        self.optimizer
-            .iter()
-            .chain(&self.parameters)
-            .chain(&self.gradients)
-            .chain(&self.activations)
-            .map(|file| file.moved())
-            .reduce(Moved::plus)
+        let OffloadTargets { optimizer, parameters, gradients, activations } = self;
+        let targets = [optimizer, parameters, gradients, activations].into_iter().flatten();
+        let moved = targets.filter_map(|target| match target {
+            OffloadTarget::Disk(file) => Some(file.moved()),
+            OffloadTarget::Host(_) => None,
+        });
+        moved.reduce(Moved::plus)
     }
 }
 
@@ -582,75 +584,6 @@ impl ShardedBuffer {
         if self.layout.sharding.optimizer { self.trainable.start_update_gather() } else { Ok(()) }
     }
 
-    // ---- what is on a disk --------------------------------------------------------------------------------------------
-
-    /// Starts to fetch a buffer from a disk, if it is there.
-    pub(crate) fn start_fetch(&mut self, buffer: Buffer) -> Result<()> {
-        self.for_offloaded(buffer, Offloaded::start_fetch)
-    }
-
-    /// Waits until a buffer is in memory.
-    pub(crate) fn finish_fetch(&mut self, buffer: Buffer) -> Result<()> {
-        self.for_offloaded(buffer, Offloaded::finish_fetch)
-    }
-
-    /// Starts to store a buffer on a disk, if it is offloaded.
-    pub(crate) fn start_store(&mut self, buffer: Buffer) -> Result<()> {
-        if buffer == Buffer::Parameters {
-            self.trainable.for_offloaded(Offloaded::start_store)?;
-            return self.frozen.for_offloaded(Offloaded::start_store_once);
-        }
-        self.for_offloaded(buffer, Offloaded::start_store)
-    }
-
-    /// Waits until a buffer is on the disk, and frees its memory.
-    pub(crate) fn finish_store(&mut self, buffer: Buffer) -> Result<()> {
-        self.for_offloaded(buffer, Offloaded::finish_store)
-    }
-
-    /// Frees parameters that have not changed since they were fetched, if they are offloaded.
-    ///
-    /// # Panics
-    /// If the buffer is another one: nobody knows whether that has changed.
-    pub(crate) fn evict(&mut self, buffer: Buffer) -> Result<()> {
-        assert_eq!(buffer, Buffer::Parameters, "{}: only parameters can be evicted", self.name());
-        self.for_offloaded(buffer, Offloaded::evict)
-    }
-
-    /// An update changes the shard of the parameters. If there are masters, it overwrites the shard.
-    fn prepare_shard_for_update(&mut self) -> Result<()> {
-        let has_masters = self.layout.precision.has_masters();
-        self.trainable.for_offloaded(|offloaded, shard| {
-            offloaded.mark_changed();
-            if has_masters { offloaded.allocate(shard) } else { Ok(()) }
-        })
-    }
-
-    fn for_offloaded(
-        &mut self,
-        buffer: Buffer,
-        mut move_tensors: impl FnMut(&mut Offloaded, &[&Tensor]) -> std::result::Result<(), String>,
-    ) -> Result<()> {
-        if buffer == Buffer::Parameters {
-            self.trainable.for_offloaded(&mut move_tensors)?;
-            return self.frozen.for_offloaded(&mut move_tensors);
-        }
-        let errors = &self.errors;
-        let mut work = |what, offloaded: &mut Offloaded, tensors: &[&Tensor]| {
-            move_tensors(offloaded, tensors).map_err(|problem| errors.offload(what, offloaded.file(), problem))
-        };
-        match (buffer, &self.reduced_grads, &mut self.offloaded_grads) {
-            (Buffer::Optimizer, ..) => self.shards.iter_mut().try_for_each(|shard| {
-                let tensors: Vec<&Tensor> = shard.master.iter().chain(&shard.state).collect();
-                let offloaded = shard.offloaded.as_mut();
-                offloaded.map_or(Ok(()), |offloaded| work("optimizer state", offloaded, &tensors))
-            }),
-            (Buffer::Gradients, ReducedGrads::Sum(sums), Some(offloaded)) => work("gradients", offloaded, &[sums]),
-            (Buffer::Gradients, ..) => Ok(()),
-            (buffer, ..) => panic!("{}: {buffer:?} cannot be on a disk", errors.unit()),
-        }
-    }
-
     // ---- parts of the update ------------------------------------------------------------------------------------------
 
     /// LAMB's update: the moments, then the norms of whole parameters, summed over all owners, then the step.
@@ -744,7 +677,7 @@ impl ShardedBuffer {
         }
     }
 
-    /// The same to read, also if the masters are on a disk.
+    /// The same to read, also if the masters are offloaded.
     fn read_updated_parameters(&self, shard: &OptimizerShard) -> Result<Tensor> {
         match (&shard.master, &shard.offloaded) {
             (Some(master), Some(offloaded)) => self.errors.torch(offloaded.read(0, master)),
@@ -802,7 +735,7 @@ impl ShardedBuffer {
         }
     }
 
-    /// The same to read, also if they are on a disk.
+    /// The same to read, also if they are offloaded.
     fn read_reduced_shard(&self, owner: usize) -> Result<Tensor> {
         match (&self.reduced_grads, &self.offloaded_grads) {
             (ReducedGrads::Sum(sums), Some(offloaded)) => {

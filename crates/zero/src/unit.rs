@@ -214,7 +214,7 @@ impl ShardedUnit {
         self.buffers.iter_mut().try_for_each(|buffer| buffer.update(optimizer, factor))
     }
 
-    /// Starts to fetch a buffer from a disk, if it is there. A gather needs parameters in memory, and an update everything that it reads.
+    /// Starts to fetch a buffer, if it is offloaded. A gather needs parameters in memory, and an update everything that it reads.
     pub fn start_fetch(&mut self, buffer: Buffer) -> Result<()> {
         self.buffers.iter_mut().try_for_each(|part| part.start_fetch(buffer))
     }
@@ -224,12 +224,12 @@ impl ShardedUnit {
         self.buffers.iter_mut().try_for_each(|part| part.finish_fetch(buffer))
     }
 
-    /// Starts to store a buffer on a disk, if it is offloaded.
+    /// Starts to store a buffer, if it is offloaded.
     pub fn start_store(&mut self, buffer: Buffer) -> Result<()> {
         self.buffers.iter_mut().try_for_each(|part| part.start_store(buffer))
     }
 
-    /// Waits until a buffer is on the disk, and frees its memory.
+    /// Waits until a buffer is stored, and frees its memory.
     pub fn finish_store(&mut self, buffer: Buffer) -> Result<()> {
         self.buffers.iter_mut().try_for_each(|part| part.finish_store(buffer))
     }

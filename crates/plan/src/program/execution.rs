@@ -31,8 +31,10 @@ pub(super) trait Durations {
     fn call_cpu_s(&self, party: usize, collective: &Collective) -> f64;
     /// A message, from its sender to its receiver.
     fn message_s(&self, from: usize, to: usize, sent: &Message) -> f64;
-    /// A copy from or to another tier.
-    fn copy_s(&self, party: usize, offload: &Offload) -> f64;
+    /// A copy from another tier.
+    fn fetch_s(&self, party: usize, offload: &Offload) -> f64;
+    /// A copy to another tier.
+    fn store_s(&self, party: usize, offload: &Offload) -> f64;
 }
 
 /// A call that still runs at the end of a step. Times are since then.
@@ -168,9 +170,8 @@ impl Execution<'_> {
                     self.transfer(sender, party);
                 }
             }
-            Instruction::StartFetch(offload) | Instruction::StartStore(offload) => {
-                self.copy(party, offload, durations.copy_s(party, &offload));
-            }
+            Instruction::StartFetch(offload) => self.copy(party, offload, durations.fetch_s(party, &offload)),
+            Instruction::StartStore(offload) => self.copy(party, offload, durations.store_s(party, &offload)),
             _ => (),
         }
     }

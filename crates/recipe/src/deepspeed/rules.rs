@@ -44,7 +44,7 @@ const TRANSLATED: &[(&str, &str)] = &[
     ("scheduler.params.cos_min_ratio", "`schedule.min_lr_ratio`"),
 ];
 
-/// Sections that are allowed if their `device` is `"none"` or `"nvme"`, with the key that their `nvme_path` becomes and what they are about.
+/// Sections that move something to another tier, with the key that their `device` or `nvme_path` becomes and what they are about.
 pub(super) const OFFLOAD: &[(&str, &str, &str)] = &[
     ("zero_optimization.offload_optimizer", "offload.optimizer", "optimizer state"),
     ("zero_optimization.offload_param", "offload.parameters", "parameters"),
@@ -147,10 +147,26 @@ pub(super) const ONE_ALLOWED_VALUE: &[(&str, &str, &str)] = &[
         "true",
         "a parameter without a gradient is reported here and does not end the run: write true",
     ),
-    ("zero_optimization.cpu_offload", "false", "offloading to the CPU is not supported yet"),
-    ("zero_optimization.cpu_offload_params", "false", "offloading to the CPU is not supported yet"),
-    ("zero_optimization.cpu_offload_param", "false", "offloading to the CPU is not supported yet"),
-    ("zero_optimization.cpu_offload_use_pin_memory", "false", "offloading to the CPU is not supported yet"),
+    (
+        "zero_optimization.cpu_offload",
+        "false",
+        "it is deprecated, and offload_optimizer or offload_param says it today: write false",
+    ),
+    (
+        "zero_optimization.cpu_offload_params",
+        "false",
+        "it is deprecated, and offload_optimizer or offload_param says it today: write false",
+    ),
+    (
+        "zero_optimization.cpu_offload_param",
+        "false",
+        "it is deprecated, and offload_optimizer or offload_param says it today: write false",
+    ),
+    (
+        "zero_optimization.cpu_offload_use_pin_memory",
+        "false",
+        "it is deprecated, and offload_optimizer or offload_param says it today: write false",
+    ),
     ("zero_optimization.legacy_stage1", "false", "there is only one stage 1: write false"),
     (
         "zero_optimization.zero_hpz_partition_size",
@@ -176,7 +192,11 @@ pub(super) const ONE_ALLOWED_VALUE: &[(&str, &str, &str)] = &[
         "gradients are sent in precision.reduce_dtype here: write false",
     ),
     ("activation_checkpointing.partition_activations", "false", "activations are not sharded here: write false"),
-    ("activation_checkpointing.cpu_checkpointing", "false", "offloading to the CPU is not supported yet: write false"),
+    (
+        "activation_checkpointing.cpu_checkpointing",
+        "false",
+        "offload.activations of the recipe moves activations: write false",
+    ),
     ("checkpoint.load_universal", "false", "DeepSpeed's checkpoints are not read: write false"),
     ("checkpoint.use_node_local_storage", "false", "checkpoints go to checkpoints.folder in the recipe: write false"),
 ];
@@ -240,7 +260,7 @@ const REFUSED: &[(&str, &str)] = &[
     ("tensor_parallel", "use parallel.tensor in the recipe; leave the section out"),
     ("pipeline", "use parallel.pipeline in the recipe; leave the section out"),
     ("checkpoint", "use [checkpoints] in the recipe"),
-    ("zero_optimization.zenflow", "offloading to the CPU is not supported yet; leave it out"),
+    ("zero_optimization.zenflow", "it updates most parameters with gradients of earlier steps; leave it out"),
     ("data_types", "the parameters' dtype is set by bf16.enabled and fp16.enabled; leave it out"),
 ];
 
@@ -267,7 +287,7 @@ pub(super) fn key_tables() -> [KeyTable; 5] {
     let translated = TRANSLATED.iter().map(|&(key, becomes)| (key, becomes.to_string()));
     let one_allowed = ONE_ALLOWED_VALUE.iter().map(|&(key, value, why)| (key, format!("`{value}`: {}", reason(why))));
     let offload = OFFLOAD.iter().map(|(section, key, _)| {
-        (*section, format!("if its `device` is `\"cpu\"`; with `\"nvme\"`, `nvme_path` is `{key}`"))
+        (*section, format!("if only part is offloaded (`ratio`); otherwise `{key}` is \"host\" for `\"cpu\"`, and `nvme_path` for `\"nvme\"`"))
     });
     let refused_if_enabled =
         REFUSED_IF_ENABLED.iter().map(|&(section, why)| (section, format!("if it is enabled: {why}")));

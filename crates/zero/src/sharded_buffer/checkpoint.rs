@@ -34,10 +34,10 @@ impl ShardedBuffer {
     pub(crate) fn checkpoint_tensors(&self) -> Result<Vec<CheckpointTensor>> {
         let (own, rank) = (self.own_shard(), self.layout.groups.shard.rank());
         assert!(own.detached.is_empty(), "{}: its tensors were detached, but not updated", self.name());
-        // A gather borrows the memory of a shard, unless it reads the shard from a disk first.
+        // A gather borrows the memory of a shard, unless it fetches the shard first.
         let is_lent = |parameters: &FlatParameter| self.layout.sharding.parameters && !parameters.is_offloaded();
         let is_on_host = self.layout.pool.device() == Device::Cpu;
-        // What is on a disk is read from there, and not kept in memory.
+        // What is offloaded is read where it is, and not kept in memory.
         let is_in_memory = own.offloaded.is_none();
         let masters = usize::from(own.master.is_some());
         let master = CheckpointTensor {

@@ -1,7 +1,6 @@
 //! The initial contents of a buffer: parameters, and the optimizer state of a checkpoint. Each rank initializes only what it keeps.
 
 use std::ops::Range;
-use std::sync::Arc;
 
 use shardwise_plan::program::Buffer;
 use shardwise_plan::{Dtype, FloatsMut};
@@ -15,7 +14,7 @@ use super::{
 use crate::error::{InitError, UnitErrors};
 use crate::flat_parameter::FlatParameter;
 use crate::offload::Offloaded;
-use crate::{Error, Result, ScratchFile};
+use crate::{Error, OffloadTarget, Result};
 
 /// The number of elements that are initialized at once: few enough to stay in the cache, and in memory that is already mapped.
 const INIT_CHUNK: usize = 1 << 18;
@@ -52,9 +51,9 @@ impl ShardedBuffer {
         let frozen_ranges =
             ranges.iter().zip(specs).map(|(range, spec)| (!spec.trainable).then(|| range.clone())).collect();
 
-        if let Some(file) = &layout.files.parameters {
-            trainable.offload_to(file)?;
-            frozen.offload_to(file)?;
+        if let Some(target) = &layout.offload.parameters {
+            trainable.offload_to(target)?;
+            frozen.offload_to(target)?;
         }
         let group = &layout.groups.shard;
         let masters = usize::from(layout.precision.has_masters());
@@ -71,7 +70,7 @@ impl ShardedBuffer {
                     Some(ParameterSpan { parameter, range, decays: spec.decays })
                 });
                 let tensors = vec![(layout.precision.state_dtype(), range.len()); masters + layout.states];
-                let offloaded = reserve(&errors, layout.files.optimizer.as_ref(), "optimizer state", tensors)?;
+                let offloaded = reserve(&errors, layout.offload.optimizer.as_ref(), "optimizer state", tensors)?;
                 Ok(OptimizerShard { owner, master, state, spans: spans.collect(), detached: Vec::new(), offloaded })
             })
             .collect::<Result<_>>()?;
@@ -80,7 +79,7 @@ impl ShardedBuffer {
             false => trainable.partition().len(),
         };
         let gradients = vec![(layout.precision.reduce_dtype, reduced_len)];
-        let offloaded_grads = reserve(&errors, layout.files.gradients.as_ref(), "gradients", gradients)?;
+        let offloaded_grads = reserve(&errors, layout.offload.gradients.as_ref(), "gradients", gradients)?;
         let mut unit = ShardedBuffer {
             errors,
             local_dtype: layout.precision.reduce_dtype,
@@ -198,25 +197,25 @@ impl ShardedBuffer {
         self.store(Buffer::Optimizer)
     }
 
-    /// Stores a buffer on a disk, if it is offloaded.
+    /// Stores a buffer, if it is offloaded.
     fn store(&mut self, buffer: Buffer) -> Result<()> {
         self.start_store(buffer)?;
         self.finish_store(buffer)
     }
 }
 
-/// Reserves ranges of a file for tensors, if there is one.
+/// Makes room for tensors at a target, if there is one.
 fn reserve(
     errors: &UnitErrors,
-    file: Option<&Arc<ScratchFile>>,
+    target: Option<&OffloadTarget>,
     what: &'static str,
     tensors: Vec<(Dtype, usize)>,
 ) -> Result<Option<Offloaded>> {
-    let reserve = |file| {
-        let offloaded = Offloaded::new(file, tensors.into_iter(), format!("the {what} of {}", errors.unit()));
-        offloaded.map_err(|problem| errors.offload(what, file, problem))
+    let reserve = |target| {
+        let offloaded = Offloaded::new(target, tensors.into_iter(), format!("the {what} of {}", errors.unit()));
+        offloaded.map_err(|problem| errors.offload(what, target, problem))
     };
-    file.map(reserve).transpose()
+    target.map(reserve).transpose()
 }
 
 /// Allocates zeros. On the CPU this touches no page, so moments become resident in the first update, not at startup.

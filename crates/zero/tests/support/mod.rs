@@ -10,7 +10,7 @@ use shardwise_plan::{Axis, Dtype, Mesh};
 use shardwise_torch::kind_of;
 use shardwise_torch::tch::{Device, Kind, Tensor};
 use shardwise_zero::{
-    Elements, Elementwise, Groups, Layout, OffloadFiles, Optimizer, ParameterSpec, Pool, Precision, ShardedUnit,
+    Elements, Elementwise, Groups, Layout, OffloadTargets, Optimizer, ParameterSpec, Pool, Precision, ShardedUnit,
     Sharding,
 };
 
@@ -59,7 +59,7 @@ impl Ranks {
             precision,
             states: optimizer.states(),
             pool: Arc::new(Pool::new(Device::Cpu)),
-            files: OffloadFiles::default(),
+            offload: OffloadTargets::default(),
         }
     }
 }

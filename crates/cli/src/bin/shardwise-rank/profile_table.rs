@@ -192,16 +192,14 @@ fn machine(profiled: &ProfileReport) -> Vec<String> {
     }
     if let Some(moved) = profiled.offload {
         let OffloadedBytes { read_bytes, written_bytes, read_bytes_per_s, write_bytes_per_s } = moved;
-        let sum = |of: fn(&UnitTime) -> f64| profiled.profile.units.iter().map(of).sum::<f64>();
-        let (waited_s, update_s) = (sum(|unit| unit.offload_s), sum(|unit| unit.optimizer_s));
+        let waited_s = profiled.profile.units.iter().map(|unit| unit.offload_s).sum();
         lines.push(format!(
-            "Disk: a rank reads {:.1} MB per step at {}, writes {:.1} MB at {}, and waits for {}; at {} it would take as long as the update",
+            "Disk: a rank reads {:.1} MB per step at {}, writes {:.1} MB at {}, and waits for {}",
             read_bytes / 1e6,
             format_bytes_per_s(read_bytes_per_s),
             written_bytes / 1e6,
             format_bytes_per_s(write_bytes_per_s),
             format_step_time(waited_s),
-            format_bytes_per_s((read_bytes + written_bytes) / update_s.max(1e-9)),
         ));
     }
     let limit =

@@ -190,7 +190,11 @@ impl Durations for NoTime {
         0.
     }
 
-    fn copy_s(&self, _: usize, _: &Offload) -> f64 {
+    fn fetch_s(&self, _: usize, _: &Offload) -> f64 {
+        0.
+    }
+
+    fn store_s(&self, _: usize, _: &Offload) -> f64 {
         0.
     }
 }

@@ -7,7 +7,7 @@ use super::super::execution::Durations;
 use super::super::instruction::{Buffer, Instruction, Keep, Message, Offload};
 use super::super::policy::{Policy, UnitSpec};
 use super::super::traffic::Layout;
-use super::memory::buffer_bytes;
+use super::memory::{buffer_bytes, frozen_bytes};
 
 /// What a rank computes and sends with.
 pub(super) struct Machine {
@@ -75,7 +75,23 @@ impl<L: Fn(usize, usize) -> LinkCost> Durations for Machines<'_, L> {
         (self.message_links)(from, to).duration_s(bytes)
     }
 
-    fn copy_s(&self, party: usize, offload: &Offload) -> f64 {
+    fn fetch_s(&self, party: usize, offload: &Offload) -> f64 {
+        self.copy_s(party, offload, 0)
+    }
+
+    fn store_s(&self, party: usize, offload: &Offload) -> f64 {
+        // Frozen parameters were stored before the first step.
+        let frozen_bytes = match offload.buffer {
+            Buffer::Parameters => frozen_bytes(&self.units[offload.unit], self.policy, &self.machines[party].layout),
+            _ => 0,
+        };
+        self.copy_s(party, offload, frozen_bytes)
+    }
+}
+
+impl<L: Fn(usize, usize) -> LinkCost> Machines<'_, L> {
+    /// The time in which a buffer is copied, except for some of its bytes.
+    fn copy_s(&self, party: usize, offload: &Offload, left_out_bytes: usize) -> f64 {
         let Machine { layout, costs, keeps, .. } = &self.machines[party];
         let cost = &costs.units[offload.unit];
         let bytes = match (offload.buffer, keeps[offload.unit]) {
@@ -87,6 +103,6 @@ impl<L: Fn(usize, usize) -> LinkCost> Durations for Machines<'_, L> {
             }
             (buffer, _) => buffer_bytes(&self.units[offload.unit], buffer, self.policy, layout, costs),
         };
-        costs.tiers[offload.tier as usize].duration_s(bytes)
+        costs.tiers[offload.tier as usize].duration_s(bytes - left_out_bytes)
     }
 }

@@ -214,7 +214,8 @@ impl<'a> Tracker<'a> {
 
     /// Executes an instruction: first it allocates, then it frees. Returns what is held in between.
     fn execute(&mut self, instruction: &Instruction) -> Memory {
-        self.transfers.allocate(instruction, self.costs);
+        let frozen = |unit: usize| frozen_bytes(&self.units[unit], self.policy, self.layout);
+        self.transfers.allocate(instruction, self.costs, frozen);
         let temporaries = self.allocate(instruction);
         let memory = self.memory(temporaries);
         let bytes = |unit: usize, buffer| match buffer {
@@ -436,11 +437,16 @@ pub(super) fn buffer_bytes(
     let sharding = policy.sharding;
     match buffer {
         UnitBuffer::Parameters => {
-            (layout.kept_trainable(unit, sharding.parameters) + layout.kept_frozen(unit, sharding.parameters))
-                * layout.parameter_bytes
+            layout.kept_trainable(unit, sharding.parameters) * layout.parameter_bytes
+                + frozen_bytes(unit, policy, layout)
         }
         UnitBuffer::Optimizer => layout.kept_trainable(unit, sharding.optimizer) * costs.optimizer_element_bytes,
         UnitBuffer::Gradients => layout.kept_trainable(unit, sharding.gradients) * layout.gradient_bytes,
         UnitBuffer::Activations { .. } => 0,
     }
+}
+
+/// The bytes of a unit's frozen parameters that a rank keeps.
+pub(super) fn frozen_bytes(unit: &UnitSpec, policy: &Policy, layout: &Layout) -> usize {
+    layout.kept_frozen(unit, policy.sharding.parameters) * layout.parameter_bytes
 }

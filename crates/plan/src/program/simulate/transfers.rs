@@ -30,8 +30,8 @@ impl Transfers {
         Transfers { received: BTreeMap::new(), stored }
     }
 
-    /// Allocates what an instruction receives or fetches.
-    pub(super) fn allocate(&mut self, instruction: &Instruction, costs: &Costs) {
+    /// Allocates what an instruction receives, fetches or overwrites. `frozen_bytes` is the size of a unit's frozen parameters.
+    pub(super) fn allocate(&mut self, instruction: &Instruction, costs: &Costs, frozen_bytes: impl Fn(usize) -> usize) {
         match *instruction {
             Instruction::StartReceive(Message { payload, unit, micro_batch, .. }) if !payload.is_tied() => {
                 let producer = if payload == Payload::Activations { unit.saturating_sub(1) } else { unit };
@@ -40,9 +40,10 @@ impl Transfers {
             Instruction::StartFetch(Offload { unit, buffer, .. }) => {
                 self.stored.remove(&(unit, buffer));
             }
-            // It writes what it has not read.
+            // It overwrites what was not fetched.
             Instruction::Update(unit) => {
-                self.stored.remove(&(unit, Buffer::Parameters));
+                let stored = self.stored.entry((unit, Buffer::Parameters)).or_default();
+                *stored = (*stored).min(frozen_bytes(unit));
             }
             _ => (),
         }
