@@ -82,6 +82,18 @@ public:
     return streams.size() - 1;
   }
 
+  // Streams of a pool take turns, as libtorch's streams of CUDA do.
+  StreamId from_pool() {
+    constexpr size_t POOL = 32;
+    std::lock_guard<std::mutex> guard(pool_mutex);
+    size_t turn = turns++;
+    if (turn >= POOL)
+      return pool.at(turn % POOL);
+    StreamId id = create();
+    pool.push_back(id);
+    return id;
+  }
+
   CUstream get(StreamId id) {
     std::lock_guard<std::mutex> guard(mutex);
     return streams.at(id);
@@ -93,8 +105,10 @@ public:
   }
 
 private:
-  std::mutex mutex;
+  std::mutex mutex, pool_mutex;
   std::vector<CUstream> streams;
+  std::vector<StreamId> pool;
+  size_t turns = 0;
 };
 
 Streams &streams() {
@@ -333,7 +347,7 @@ template <DeviceType TYPE> struct Guard final : c10::impl::DeviceGuardImplInterf
 
   c10::Stream getStream(c10::Device device) const override { return named(device, current_stream); }
   c10::Stream getDefaultStream(c10::Device device) const override { return named(device, 0); }
-  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return named(device, streams().create()); }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return named(device, streams().from_pool()); }
   c10::Stream getNewStream(c10::Device device, int) const override { return named(device, streams().create()); }
   c10::Stream exchangeStream(c10::Stream stream) const override {
     return named(stream.device(), std::exchange(current_stream, stream.id()));

@@ -17,6 +17,7 @@ fn all() -> impl Iterator<Item = &'static Claim> {
         crate::context::CLAIMS,
         crate::experts::CLAIMS,
         crate::offload::CLAIMS,
+        crate::links::CLAIMS,
         crate::pipeline::CLAIMS,
         crate::compiled::CLAIMS,
         crate::device::CLAIMS,

@@ -17,6 +17,7 @@ mod fuzz;
 mod hosts;
 mod install;
 mod licenses;
+mod links;
 mod mutants;
 mod observability;
 mod offload;

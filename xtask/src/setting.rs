@@ -46,6 +46,8 @@ pub(crate) struct Setting {
     pub(crate) in_backward: bool,
     /// What is offloaded: keys of `[offload]`. The folder is that of the recipe.
     pub(crate) offload: &'static [&'static str],
+    /// Whether parameters are sent in 8 bits.
+    pub(crate) is_quantized: bool,
     /// Whether the model's layers are compiled.
     pub(crate) compiled: bool,
 }
@@ -124,6 +126,7 @@ pub(crate) const BASE: Setting = Setting {
     reduce_each_micro_batch: false,
     in_backward: false,
     offload: &[],
+    is_quantized: false,
     compiled: false,
 };
 
@@ -141,6 +144,7 @@ impl Setting {
             )
         });
         let in_backward = self.in_backward;
+        let codec = if self.is_quantized { "int8" } else { "none" };
         let offload: String = self.offload.iter().map(|key| format!("{key} = \".\"\n")).collect();
         format!(
             "activation_checkpointing = \"{checkpointing}\"\n[model]\ncompiled = {compiled}\n{chunk}[model.llama]\nvocab_size = {vocab_size}\nhidden_size = \
@@ -149,7 +153,7 @@ impl Setting {
              {positions}\ngradient_accumulation_steps = {micro_batches}\n[zero]\nstage = {stage}\nprefetch = {prefetch}\n\
              reduce_each_micro_batch = {each}\n[parallel]\nreplicate = {replicate}\ntensor = {tensor}\nsequence = {sequence}\n\
              async_tensor = {async_tensor}\ncontext = {context}\nulysses = {ulysses}\nexpert = {expert}\npipeline = {pipeline}\npipeline_schedule = \"{schedule}\"\n\
-             [precision]\nparam_dtype = \"{dtype}\"\n[offload]\n{offload}\
+             [precision]\nparam_dtype = \"{dtype}\"\n[compression]\nparameters = \"{codec}\"\n[offload]\n{offload}\
              [optimizer]\nlr = 1e-4\nin_backward = {in_backward}\n[run]\nsteps = 12\n"
         )
     }
@@ -165,6 +169,7 @@ impl Setting {
             self;
         let each = if self.reduce_each_micro_batch { ", reduced each" } else { "" };
         let compiled = if self.compiled { ", compiled" } else { "" };
+        let quantized = if self.is_quantized { ", quantized" } else { "" };
         let shared = match (self.tensor, self.sequence) {
             (1, _) => String::new(),
             (tensor, true) => format!(", tensor {tensor}"),
@@ -193,7 +198,7 @@ impl Setting {
         };
         format!(
             "{}{experts}, {ranks} ranks{divided}, {replicate} replicas, stage {stage}, prefetch {prefetch}, {checkpointing}, {dtype}, \
-             {micro_batches} × {} tokens{each}{chunks}{shared}{staged}{updated}{offloaded}{compiled}",
+             {micro_batches} × {} tokens{each}{chunks}{shared}{staged}{updated}{offloaded}{quantized}{compiled}",
             size.name,
             sequences * self.positions
         )

@@ -193,6 +193,12 @@ fn every_honoured_key_has_its_effect() {
             "\"/fast\"",
             "",
         ),
+        (
+            r#"{"zero_optimization": {"stage": 3, "zero_quantized_weights": true}}"#.into(),
+            "compression.parameters",
+            "\"int8\"",
+            "zero_optimization.zero_quantized_weights",
+        ),
         (r#"{"steps_per_print": 25}"#.into(), "run.log_every", "25", "steps_per_print"),
     ];
     for (json, key, expected, source) in cases {

@@ -16,6 +16,7 @@
 
 pub mod build;
 mod check;
+mod codec;
 mod collectives;
 mod costs;
 mod execution;
@@ -30,10 +31,11 @@ mod topology;
 mod traffic;
 
 pub use check::{Rule, Violation, check};
+pub use codec::Codec;
 pub use collectives::{Call, CallOp, Collective, Element, calls, collectives_of};
 pub use costs::{Costs, LinkCost, UnitCost};
 pub use groups::{CollectiveKind, GroupKind};
-pub use instruction::{Buffer, Codec, Instruction, Keep, Message, Offload, Payload};
+pub use instruction::{Buffer, Instruction, Keep, Message, Offload, Payload};
 pub use policy::{
     ActivationCheckpointing, ElementCounts, InnerCollective, InnerCollectives, Policy, Sharding, StageError,
     UnevenBytes, UnitSpec,

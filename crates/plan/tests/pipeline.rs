@@ -14,7 +14,7 @@ use shardwise_plan::program::{
 use shardwise_plan::{Axis, Mesh};
 use support::pipeline::{assert_close, blocks, costs, pipeline, tie, topology};
 use support::{
-    Mutation, Random, drops_a_wait_that_the_next_one_includes, issues, mutate, random_mutation, share_a_group,
+    Mutation, Random, drops_what_comes_later_anyway, issues, mutate, random_mutation, share_a_group,
     touch_different_state, without_positions,
 };
 
@@ -120,7 +120,7 @@ fn assert_equivalent(case: &Case, program: &Program, mutant: &Program, mutation:
             assert!(touch_different_state(one, other, units), "{}", context());
             assert!(is_on_all_ranks || !share_a_group(&before, first, second), "{}", context());
         }
-        _ => assert!(drops_a_wait_that_the_next_one_includes(program, mutation), "{}", context()),
+        _ => assert!(drops_what_comes_later_anyway(program, mutation), "{}", context()),
     }
 }
 

@@ -6,8 +6,8 @@ mod support;
 
 use shardwise_plan::pipeline::{Action, Actions, Pipeline, PipelineSchedule, ScheduleError};
 use shardwise_plan::program::{
-    ActivationCheckpointing, Costs, Instruction, Lane, MemoryKind, Policy, Program, Programs, Rule, StepSimulation,
-    Tier, UnitCost, UnitSpec, build, check, simulate,
+    ActivationCheckpointing, Codec, Costs, Instruction, Lane, MemoryKind, Policy, Program, Programs, Rule,
+    StepSimulation, Tier, UnitCost, UnitSpec, build, check, simulate,
 };
 use shardwise_plan::{Axis, Mesh};
 use support::Random;
@@ -44,6 +44,7 @@ fn every_schedule_works_for_any_number_of_stages_and_micro_batches() {
                     optimizer_tier: random.percent(20).then_some(Tier::Disk),
                     parameter_tier: (stage == 3 && random.percent(40)).then_some(Tier::Disk),
                     update_in_backward: random.percent(20),
+                    gather_codec: if stage == 3 && random.percent(30) { Codec::Int8 } else { Codec::None },
                     gradient_tier: random.percent(20).then_some(Tier::Disk),
                     activation_tier: random.percent(20).then_some(Tier::Disk),
                     ..Policy::stage(stage, micro_batches)

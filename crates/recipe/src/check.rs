@@ -15,7 +15,7 @@ use super::resolve::{
 use super::source::Invalid;
 use super::{
     ActivationCheckpointingRecipe, DeviceRecipe, FloatRecipe, HOST, NonFiniteRecipe, OptimizerKind, ParallelRecipe,
-    Recipe, Result, ScheduleKind, SpikeRecipe,
+    ParameterCodecRecipe, Recipe, Result, ScheduleKind, SpikeRecipe,
 };
 
 type Checked = Either<(), Invalid>;
@@ -33,6 +33,7 @@ impl Recipe {
         self.check_schedule()?;
         self.check_zero()?;
         self.check_offload()?;
+        self.check_compression()?;
         self.check_precision()?;
         self.check_checkpoints()?;
         self.check_supervision()?;
@@ -45,6 +46,28 @@ impl Recipe {
         let schedule = self.read_pipeline_schedule()?;
         self.check_chunks(&schedule)?;
         self.check_model()
+    }
+
+    /// Checks what parameters can be sent as.
+    fn check_compression(&self) -> Checked {
+        const KEY: &str = "compression.parameters";
+        if self.compression.parameters == ParameterCodecRecipe::None {
+            return Ok(());
+        }
+        let value = (KEY, word(&self.compression.parameters));
+        if self.zero.stage < 3 {
+            let values = [("zero.stage", self.zero.stage.to_string()), value];
+            return Err(Invalid::between(&values, "only sharded parameters are sent to passes; set zero.stage = 3"));
+        }
+        let dtype = self.precision.param_dtype;
+        if !matches!(dtype, FloatRecipe::F32 | FloatRecipe::Bf16) {
+            let values = [("precision.param_dtype", word(&dtype)), value];
+            return Err(Invalid::between(&values, "only parameters in f32 or bf16 can be quantized"));
+        }
+        if self.run.device != DeviceRecipe::Cpu {
+            return Err(Invalid::at(KEY, format!("{KEY}: only ranks on CPUs can quantize so far; leave it out")));
+        }
+        Ok(())
     }
 
     /// Checks where parameters, optimizer state, gradients and activations can be kept.

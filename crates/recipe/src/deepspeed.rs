@@ -464,6 +464,12 @@ impl Translation<'_> {
         {
             self.set("zero.stage", 0, "zero_optimization, by default");
         }
+        let quantized = "zero_optimization.zero_quantized_weights";
+        match self.flag(quantized) {
+            Said::Value(true) => self.set("compression.parameters", "int8", quantized),
+            Said::Value(false) => self.remove("compression.parameters", quantized),
+            Said::Absent | Said::Auto => {}
+        }
         for &(key, wanted, why) in rules::ONE_ALLOWED_VALUE {
             match self.take(key) {
                 Said::Value(value) if value.is(wanted) => {}

@@ -60,6 +60,9 @@ pub struct Recipe {
     /// memory of the host (`"host"`).
     #[serde(default, skip_serializing_if = "OffloadRecipe::is_empty")]
     pub offload: OffloadRecipe,
+    /// What is sent with fewer bytes than it has in memory. This changes the results.
+    #[serde(default, skip_serializing_if = "CompressionRecipe::is_default")]
+    pub compression: CompressionRecipe,
     /// How ranks are arranged in a mesh.
     #[serde(default)]
     pub parallel: ParallelRecipe,
@@ -319,6 +322,33 @@ impl Default for ZeroRecipe {
     fn default() -> Self {
         ZeroRecipe { stage: 3, prefetch: 1, reduce_each_micro_batch: false }
     }
+}
+
+/// `[compression]`
+#[derive(Clone, Debug, Default, Deserialize, JsonSchema, Serialize, PartialEq, Eq)]
+#[serde(deny_unknown_fields, default)]
+pub struct CompressionRecipe {
+    /// How parameters are sent to the ranks that compute with them. int8 quantizes them for the passes of training steps, in blocks of 256
+    /// with a scale each (ZeRO++: qwZ): a quarter of the bytes in f32, and half in bf16. Updates and evaluations use the exact parameters.
+    /// Needs `zero.stage = 3`.
+    pub parameters: ParameterCodecRecipe,
+}
+
+impl CompressionRecipe {
+    fn is_default(&self) -> bool {
+        *self == CompressionRecipe::default()
+    }
+}
+
+/// `parameters` of `[compression]`
+#[derive(Clone, Copy, Debug, Default, Deserialize, JsonSchema, Serialize, PartialEq, Eq)]
+#[serde(rename_all = "lowercase")]
+pub enum ParameterCodecRecipe {
+    /// As they are.
+    #[default]
+    None,
+    /// Quantized to 8 bits.
+    Int8,
 }
 
 /// What a value of `[offload]` that is not a folder says: the memory of the host.

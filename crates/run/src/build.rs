@@ -11,9 +11,10 @@ use shardwise_model::{Model, Unit};
 use shardwise_plan::pipeline_partition::{
     Constraints, GradientReduction, Replication, StateBytes, UnitProfile, Workers, partition_stages,
 };
-use shardwise_plan::program::{ModelParallel, Programs};
+use shardwise_plan::program::{Codec, ModelParallel, Programs};
 use shardwise_recipe::{
-    ActivationCheckpointingRecipe, DeviceRecipe, HOST, NonFiniteRecipe, Recipe, ResolvedOptimizer, SupervisionRecipe,
+    ActivationCheckpointingRecipe, DeviceRecipe, HOST, NonFiniteRecipe, ParameterCodecRecipe, Recipe,
+    ResolvedOptimizer, SupervisionRecipe,
 };
 use shardwise_torch::device::accelerators;
 use shardwise_torch::tch::Device;
@@ -137,6 +138,10 @@ pub fn options(recipe: &Recipe, device: Device) -> Result<Options> {
         max_grad_norm: recipe.optimizer.max_grad_norm,
         loss_scale: recipe.resolve_loss_scale().map_or(LossScale::Fixed(1.), LossScale::Dynamic),
         update_in_backward: recipe.optimizer.in_backward,
+        gather_codec: match recipe.compression.parameters {
+            ParameterCodecRecipe::None => Codec::None,
+            ParameterCodecRecipe::Int8 => Codec::Int8,
+        },
         on_nonfinite: match recipe.resolve_on_nonfinite() {
             NonFiniteRecipe::Stop => OnNonFinite::Stop,
             NonFiniteRecipe::Skip => OnNonFinite::Skip,

@@ -8,7 +8,7 @@
 
 use half::bf16;
 
-use crate::widen_bf16;
+use crate::{round_to_bf16, widen_bf16};
 
 /// The number of elements that are fetched into the cache at once.
 const BLOCK: usize = 64;
@@ -62,9 +62,7 @@ impl Rounded for () {
 impl Rounded for bf16 {
     /// To the nearest, ties to even.
     fn round(parameter: f32) -> Self {
-        let bits = parameter.to_bits();
-        let nearest = bits.wrapping_add(0x7FFF + ((bits >> 16) & 1));
-        bf16::from_bits(if parameter.is_nan() { 0x7FC0 } else { (nearest >> 16) as u16 })
+        round_to_bf16(parameter)
     }
 }
 

@@ -45,6 +45,13 @@ pub fn widen_bf16(number: bf16) -> f32 {
     f32::from_bits(u32::from(number.to_bits()) << 16)
 }
 
+/// The nearest bf16, ties to even. Unlike `from_f32`, this has no branch.
+pub(crate) fn round_to_bf16(wide: f32) -> bf16 {
+    let bits = wide.to_bits();
+    let nearest = bits.wrapping_add(0x7FFF + ((bits >> 16) & 1));
+    bf16::from_bits(if wide.is_nan() { 0x7FC0 } else { (nearest >> 16) as u16 })
+}
+
 /// Returns libtorch's kind for a dtype.
 pub fn kind_of(dtype: Dtype) -> Kind {
     match dtype {

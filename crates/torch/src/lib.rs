@@ -10,6 +10,7 @@
 //! - [`exclusive`]: a tensor's elements as a Rust slice, if no other handle can access them.
 //! - [`device`], [`Stream`], [`Event`] and [`attention`]: the devices other than the CPU, their memory, queues and attention kernels.
 //! - [`count_operators`]: how often the host calls, waits for and copies to a device.
+//! - [`encode_int8`] and [`decode_int8`]: blockwise quantization.
 //! - [`copy_bytes`]: copies between addresses on any two devices.
 //!
 //! This is not a second tensor library: it works on `tch`'s tensors, and knows nothing about ranks or models. The C++ side is a
@@ -25,6 +26,7 @@ pub mod device;
 mod element;
 mod error;
 mod ffi;
+mod int8;
 mod memory;
 pub mod optim;
 mod package;
@@ -33,8 +35,10 @@ mod stream;
 
 pub use block::Block;
 pub use counts::{OperatorCounts, count_operators};
+use element::round_to_bf16;
 pub use element::{Element, dtype_of, kind_of, widen_bf16};
 pub use error::{Error, OutOfMemory, Result};
+pub use int8::{decode_int8, encode_int8};
 pub use memory::{allocated_bytes, copy_bytes, enable_caching_allocator, exclusive, take_peak_bytes};
 pub use package::{CompiledFunction, Signature, TensorType};
 pub use stream::{Event, Stream, copy_async, pin, read};

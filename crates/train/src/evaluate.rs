@@ -82,7 +82,7 @@ impl Trainer {
                     Instruction::StartFetch(offload) => trainer.shards[offload.unit].start_fetch(offload.buffer)?,
                     Instruction::WaitFetch(offload) => trainer.shards[offload.unit].finish_fetch(offload.buffer)?,
                     Instruction::Evict(offload) => trainer.shards[offload.unit].evict(offload.buffer)?,
-                    Instruction::StartGather { unit, .. } => trainer.shards[unit].start_gather()?,
+                    Instruction::StartGather { unit, codec } => trainer.shards[unit].start_gather_as(codec)?,
                     Instruction::WaitGather(unit) => trainer.shards[unit].gather()?,
                     Instruction::StartReceive(message) => {
                         let shape = trainer.message_shape(&message, batch, parallel)?;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use shardwise_comm::{Group, ReduceOp};
 use shardwise_plan::pipeline::PipelineSchedule;
-use shardwise_plan::program::{ActivationCheckpointing, GroupKind, Layout, Place, Policy, Tier};
+use shardwise_plan::program::{ActivationCheckpointing, Codec, GroupKind, Layout, Place, Policy, Tier};
 use shardwise_plan::schedule::Schedule;
 use shardwise_plan::{Axis, Dtype, DynamicScale, Mesh};
 use shardwise_torch::Block;
@@ -101,6 +101,9 @@ pub struct Options {
     /// memory of a few units if a step has one micro-batch, and updates overlap with the backward pass. Nothing may depend on all
     /// gradients: no clipping, no dynamic loss scale, and no skipping of updates.
     pub update_in_backward: bool,
+    /// How parameters travel to the passes of training steps. [`Codec::Int8`] quantizes them for these passes: a quarter of the bytes in f32,
+    /// and half in bf16. Needs sharded parameters (stage 3) in f32 or bf16, on CPUs.
+    pub gather_codec: Codec,
     /// What to do if the loss or a gradient is not finite.
     pub on_nonfinite: OnNonFinite,
     /// What is offloaded, and where to.
@@ -128,6 +131,7 @@ impl Options {
             max_grad_norm: None,
             loss_scale: LossScale::Fixed(1.),
             update_in_backward: false,
+            gather_codec: Codec::None,
             on_nonfinite: OnNonFinite::Stop,
             offload: Offloading::default(),
             device: Device::Cpu,
@@ -143,6 +147,7 @@ impl Options {
             reduce_each_micro_batch: self.reduce_each_micro_batch,
             micro_batches,
             update_in_backward: self.update_in_backward,
+            gather_codec: self.gather_codec,
             optimizer_tier: self.offload.optimizer.as_ref().map(OffloadPlace::tier),
             parameter_tier: self.offload.parameters.as_ref().map(OffloadPlace::tier),
             gradient_tier: self.offload.gradients.as_ref().map(OffloadPlace::tier),
@@ -165,6 +170,9 @@ impl Options {
             self.check_update_in_backward()?;
         }
         let is_on_cpu = self.device == Device::Cpu;
+        if self.gather_codec != Codec::None {
+            self.check_gather_codec()?;
+        }
         if is_on_cpu && self.offload.places().any(|place| *place == OffloadPlace::Host) {
             return refuse(
                 "ranks that compute on CPUs have everything in the host's memory already: offload to a disk",
@@ -211,6 +219,22 @@ impl Options {
             return refuse(&format!("a loss scale of {value} cannot be used; it must be positive and fit into f32"));
         }
         Ok(())
+    }
+
+    /// Fails if parameters cannot be gathered as the options say.
+    fn check_gather_codec(&self) -> Result<()> {
+        let problem = if self.gather_codec != Codec::Int8 {
+            "parameters can be gathered as int8 only"
+        } else if !self.sharding.parameters {
+            "only sharded parameters are gathered for passes: use stage 3"
+        } else if !matches!(self.precision.param_dtype, Dtype::F32 | Dtype::Bf16) {
+            "only parameters in f32 or bf16 can be quantized"
+        } else if self.device != Device::Cpu {
+            "only ranks that compute on CPUs can quantize so far"
+        } else {
+            return Ok(());
+        };
+        Err(Error::Options(format!("gather_codec: {problem}")))
     }
 
     /// Fails if an update depends on the gradients of all units, or gradients are offloaded that are used up at once.

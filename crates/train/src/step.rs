@@ -385,7 +385,7 @@ impl Trainer {
             self.enter(&instruction);
             match instruction {
                 Instruction::CountTokens => self.count_targets(step)?,
-                Instruction::StartGather { unit, .. } => self.shards[unit].start_gather()?,
+                Instruction::StartGather { unit, codec } => self.shards[unit].start_gather_as(codec)?,
                 Instruction::WaitGather(unit) => self.shards[unit].gather()?,
                 Instruction::Release(unit) => self.shards[unit].release()?,
                 Instruction::Forward { unit, micro_batch, keep } => self.forward(unit, micro_batch, keep, step)?,

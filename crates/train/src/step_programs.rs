@@ -62,9 +62,10 @@ pub(crate) fn splits_backward(program: &Program) -> bool {
 pub(crate) fn check_executable(program: &Program) -> Result<()> {
     let is_unsupported = |instruction: &&Instruction| match instruction {
         Instruction::StartReduce { codec, .. } => !matches!(codec, Codec::None | Codec::ParamDtype),
-        Instruction::StartGather { codec, .. }
-        | Instruction::Send(Message { codec, .. })
-        | Instruction::StartReceive(Message { codec, .. }) => *codec != Codec::None,
+        Instruction::StartGather { codec, .. } => !matches!(codec, Codec::None | Codec::Int8),
+        Instruction::Send(Message { codec, .. }) | Instruction::StartReceive(Message { codec, .. }) => {
+            *codec != Codec::None
+        }
         _ => false,
     };
     match program.instructions.iter().find(is_unsupported) {

@@ -9,7 +9,7 @@ use std::time::Duration;
 use shardwise_comm::{Count, Group, Verb, mpi};
 use shardwise_harness::{Launch, ranks};
 use shardwise_model::{Batch, Gpt2Config, LlamaConfig, Model};
-use shardwise_plan::program::{Call, CallOp, CollectiveKind, GroupKind, ModelParallel, Sent, calls, traffic};
+use shardwise_plan::program::{Call, CallOp, Codec, CollectiveKind, GroupKind, ModelParallel, Sent, calls, traffic};
 use shardwise_plan::{Axis, Dtype, Mesh};
 use shardwise_torch::tch::{Device, Kind, Tensor};
 use shardwise_train::{
@@ -126,7 +126,9 @@ fn compare_all(size: usize) {
                     for (param_dtype, reduce_dtype) in [(Dtype::F32, Dtype::F32), (Dtype::Bf16, Dtype::F32)] {
                         let sharding = Sharding::stage(stage).unwrap();
                         let optimizer = Optimizer::AdamW(AdamW::default());
+                        let is_quantized = stage == 3 && micro_batches == 3;
                         let options = Options {
+                            gather_codec: if is_quantized { Codec::Int8 } else { Codec::None },
                             reduce_each_micro_batch: each && sharding.gradients,
                             precision: Precision { param_dtype, reduce_dtype },
                             prefetch: micro_batches - 1,
@@ -134,7 +136,7 @@ fn compare_all(size: usize) {
                         };
                         let setting = format!(
                             "stage {stage}, {replicas} replicas, {micro_batches} micro-batches, tied {is_tied}, frozen \
-                             {frozen:?}, {param_dtype}",
+                             {frozen:?}, {param_dtype}, quantized {is_quantized}",
                         );
                         compare(model(is_tied, frozen), &ranks, options, micro_batches, &setting);
                     }

@@ -5,9 +5,10 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use shardwise_comm::{Group, Pending};
-use shardwise_plan::{Dtype, Partition};
-use shardwise_torch::tch::Tensor;
-use shardwise_torch::{Block, kind_of, storage};
+use shardwise_plan::program::Codec;
+use shardwise_plan::{Dtype, Partition, int8_bytes};
+use shardwise_torch::tch::{self, Tensor};
+use shardwise_torch::{Block, decode_int8, encode_int8, kind_of, storage};
 
 use crate::error::UnitErrors;
 use crate::offload::Offloaded;
@@ -35,12 +36,20 @@ enum State {
     Updating(Pending<Block>),
     /// This rank's shard only.
     Sharded { shard: Tensor },
-    /// Like `Sharded`, plus memory of the pool for all parameters, which an all-gather is filling.
-    Unsharding { shard: Tensor, pending: Pending<(Block, Block)> },
+    /// Like `Sharded`, plus memory of the pool, which an all-gather is filling.
+    Unsharding { shard: Tensor, gather: Gather },
     /// Like `Sharded`, plus all parameters, in memory of the pool.
     Unsharded { shard: Tensor },
     /// Between two of the other states. An error in the transition leaves the parameters here for good.
     Moving,
+}
+
+/// An all-gather of sharded parameters.
+enum Gather {
+    /// Of the shards themselves, whose memory it borrows, into memory for all parameters.
+    Exact(Pending<(Block, Block)>),
+    /// Of quantized shards, in memory of the pool. Memory for all parameters is allocated when they are decoded.
+    Int8(Pending<(Block, Block)>),
 }
 
 impl FlatParameter {
@@ -205,39 +214,76 @@ impl FlatParameter {
     /// Starts an all-gather of sharded parameters (FSDP2: `unshard(async_op=True)`).
     ///
     /// # Panics
-    /// If the shard is not in memory.
-    pub(crate) fn start_gather(&mut self) -> Result<()> {
+    /// If the shard is not in memory, or parameters cannot travel like this.
+    pub(crate) fn start_gather(&mut self, codec: Codec) -> Result<()> {
         let is_missing = self.offloaded.as_ref().is_some_and(|offloaded| !offloaded.is_in_memory());
         let needs_shard = matches!(self.state, State::Sharded { .. });
-        assert!(
-            !is_missing || !needs_shard,
-            "{}: its shard is offloaded; fetch it before it is gathered",
-            self.errors.unit()
-        );
+        let unit = self.errors.unit();
+        assert!(!is_missing || !needs_shard, "{unit}: its shard is offloaded; fetch it before it is gathered");
         self.state = match self.take_state() {
             State::Sharded { shard } => {
-                let part = self.errors.torch(storage::take(&shard, "the shard is being gathered"))?;
-                let whole = self.errors.torch(self.pool.allocate(self.dtype, self.partition.len()))?;
-                State::Unsharding { shard, pending: self.group.all_gather(self.errors.unit(), part, whole) }
+                let gather = match codec {
+                    Codec::None => Gather::Exact(self.gather_exactly(&shard)?),
+                    Codec::Int8 => Gather::Int8(self.gather_as_int8(&shard)?),
+                    other => panic!("{}: its parameters cannot travel as {other:?}", self.errors.unit()),
+                };
+                State::Unsharding { shard, gather }
             }
             other => other,
         };
         Ok(())
     }
 
+    fn gather_exactly(&self, shard: &Tensor) -> Result<Pending<(Block, Block)>> {
+        let part = self.errors.torch(storage::take(shard, "the shard is being gathered"))?;
+        let whole = self.errors.torch(self.pool.allocate(self.dtype, self.partition.len()))?;
+        Ok(self.group.all_gather(self.errors.unit(), part, whole))
+    }
+
+    /// Every rank sends as many bytes, those of the longest shard.
+    fn gather_as_int8(&self, shard: &Tensor) -> Result<Pending<(Block, Block)>> {
+        let bytes = int8_bytes(self.partition.part_len(0));
+        let mut part = self.errors.torch(self.pool.allocate(Dtype::U8, bytes))?;
+        let whole = self.errors.torch(self.pool.allocate(Dtype::U8, bytes * self.group.size()))?;
+        let exact = self.errors.torch(storage::take(shard, "the shard is being quantized"))?;
+        let encoded = encode_int8(&exact, &mut part, threads());
+        self.put(shard, exact)?;
+        self.errors.torch(encoded)?;
+        Ok(self.group.all_gather(self.errors.unit(), part, whole))
+    }
+
     /// All-gathers sharded parameters (FSDP2: `unshard`), and waits for updates of whole ones.
     pub(crate) fn gather(&mut self) -> Result<()> {
-        self.start_gather()?;
+        self.start_gather(Codec::None)?;
         self.state = match self.take_state() {
-            State::Unsharding { shard, pending } => {
-                let (part, whole) = self.errors.comm(pending.wait())?;
-                self.put(&shard, part)?;
+            State::Unsharding { shard, gather } => {
+                let whole = match gather {
+                    Gather::Exact(pending) => {
+                        let (part, whole) = self.errors.comm(pending.wait())?;
+                        self.put(&shard, part)?;
+                        whole
+                    }
+                    Gather::Int8(pending) => self.decode(self.errors.comm(pending.wait())?)?,
+                };
                 self.put(&self.whole, whole)?;
                 State::Unsharded { shard }
             }
             other => other,
         };
         self.wait_for_update()
+    }
+
+    /// Decodes the parameters of all ranks, this one's own as well, so that all compute with the same.
+    fn decode(&self, (part, encoded): (Block, Block)) -> Result<Block> {
+        let mut whole = self.errors.torch(self.pool.allocate(self.dtype, self.partition.len()))?;
+        let bytes = self.errors.torch(encoded.as_slice::<u8>())?;
+        for (rank, bytes) in bytes.chunks(part.len().max(1)).enumerate() {
+            let range = self.partition.range(rank);
+            self.errors.torch(decode_int8(&bytes[..int8_bytes(range.len())], &mut whole, range, threads()))?;
+        }
+        self.pool.free(part);
+        self.pool.free(encoded);
+        Ok(whole)
     }
 
     /// Waits for the all-gather of the other ranks' updates, if there is one.
@@ -294,4 +340,9 @@ fn updating_message(unit: &str) -> String {
 
 fn freed_message(unit: &str) -> String {
     format!("the parameters of {unit} are released; gather them before they are used")
+}
+
+/// The number of threads that a rank computes with.
+fn threads() -> usize {
+    tch::get_num_threads().try_into().unwrap_or(1)
 }

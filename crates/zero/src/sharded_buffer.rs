@@ -252,15 +252,15 @@ impl ShardedBuffer {
     // ---- parameters ---------------------------------------------------------------------------------------------------
 
     /// Starts an all-gather of the parameters, if they are sharded: a prefetch (FSDP2: `unshard(async_op=True)`).
-    pub(crate) fn start_gather(&mut self) -> Result<()> {
-        self.trainable.start_gather()?;
-        self.frozen.start_gather()
+    pub(crate) fn start_gather(&mut self, codec: Codec) -> Result<()> {
+        self.trainable.start_gather(codec)?;
+        self.frozen.start_gather(codec)
     }
 
     /// Makes the parameters available: all-gathers them if they are sharded (FSDP2: `unshard`); otherwise waits for the
     /// all-gather after the last update, if there is one.
     pub(crate) fn gather(&mut self) -> Result<()> {
-        self.start_gather()?;
+        self.start_gather(Codec::None)?;
         self.trainable.gather()?;
         self.frozen.gather()
     }

@@ -79,7 +79,16 @@ impl ShardedUnit {
 
     /// Starts an all-gather of the parameters, if they are sharded: a prefetch (FSDP2: `unshard(async_op=True)`).
     pub fn start_gather(&mut self) -> Result<()> {
-        self.buffers.iter_mut().try_for_each(ShardedBuffer::start_gather)
+        self.start_gather_as(Codec::None)
+    }
+
+    /// Like [`ShardedUnit::start_gather`], with parameters that travel like this. [`Codec::Int8`] quantizes what is gathered, on all ranks
+    /// alike, and leaves the shards as they are. It is for f32 and bf16 on CPUs.
+    ///
+    /// # Panics
+    /// If parameters cannot travel like this.
+    pub fn start_gather_as(&mut self, codec: Codec) -> Result<()> {
+        self.buffers.iter_mut().try_for_each(|buffer| buffer.start_gather(codec))
     }
 
     /// Makes the parameters available: all-gathers them if they are sharded (FSDP2: `unshard`); otherwise waits for the

@@ -7,6 +7,7 @@ mod support;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use shardwise_harness::ranks;
+use shardwise_plan::program::Codec;
 use shardwise_torch::tch::{Device, Kind, Tensor};
 use shardwise_zero::{AdamW, Bytes, Error, Lamb, Optimizer, ParameterSpec, Precision, Sgd, ShardedUnit, Sharding};
 use support::{
@@ -356,6 +357,49 @@ fn sparse_gradients_count_like_dense_ones_on_1_rank() {
 #[test]
 fn sparse_gradients_count_like_dense_ones_on_3_ranks() {
     ranks!(3, || add_sparse_gradients(&Ranks::launched(3)));
+}
+
+/// Every rank computes with the same numbers, those of the shards' blocks, and the shards stay as they are.
+fn gather_quantized(ranks: &Ranks) {
+    let specs = [spec(&[40, 50], true, true), spec(&[3], false, false), spec(&[700], false, true)];
+    for precision in [Precision::F32, Precision::BF16] {
+        let mut unit = new_unit(&specs, ranks.layout(3, precision, &sgd()));
+        unit.gather().unwrap();
+        let exact = values_of(&unit);
+        unit.release().unwrap();
+        unit.start_gather_as(Codec::Int8).unwrap();
+        assert!(read_error(&unit, 0).unwrap().contains("released"));
+        unit.gather().unwrap();
+        let found = values_of(&unit);
+        unit.release().unwrap();
+        let quantized = |flat: &[f32]| -> Vec<f32> {
+            let partition = ranks.groups.shard.partition(flat.len());
+            let shards = (0..ranks.world.size()).map(|rank| &flat[partition.range(rank)]);
+            let near: Vec<f32> = shards.flat_map(|shard| shard.chunks(256)).flat_map(nearest_multiples).collect();
+            rounded(&near, precision.param_dtype)
+        };
+        assert_eq!([&found[0][..], &found[2]].concat(), quantized(&[&exact[0][..], &exact[2]].concat()));
+        assert_eq!(found[1], quantized(&exact[1]));
+        assert_ne!(found, exact);
+        unit.gather().unwrap();
+        assert_eq!(values_of(&unit), exact);
+    }
+}
+
+/// The elements of a block as multiples of its scale.
+fn nearest_multiples(block: &[f32]) -> Vec<f32> {
+    let largest = block.iter().fold(0f32, |largest, x| largest.max(x.abs()));
+    block.iter().map(|x| (x * (127. / largest)).round_ties_even() * (largest / 127.)).collect()
+}
+
+#[test]
+fn quantized_gathers_leave_the_shards_as_they_are_on_1_rank() {
+    gather_quantized(&Ranks::alone());
+}
+
+#[test]
+fn quantized_gathers_leave_the_shards_as_they_are_on_3_ranks() {
+    ranks!(3, || gather_quantized(&Ranks::launched(3)));
 }
 
 fn misuse_parameters(ranks: &Ranks) {

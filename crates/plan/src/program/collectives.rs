@@ -4,8 +4,9 @@
 //! traffic is the sum of their bytes, and the simulator gives them a duration.
 
 use super::Program;
+use super::codec::Codec;
 use super::groups::{CollectiveKind, GroupKind};
-use super::instruction::{Codec, Instruction};
+use super::instruction::Instruction;
 use super::policy::{InnerCollective, Policy, Sharding, UnevenBytes, UnitSpec};
 
 /// A collective.

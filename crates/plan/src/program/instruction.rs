@@ -1,5 +1,6 @@
 //! The instructions of a step.
 
+use super::codec::Codec;
 use super::policy::UnitSpec;
 use super::tier::Tier;
 
@@ -209,33 +210,6 @@ impl Payload {
 /// The first unit that is tied to another. If they are on different stages, it is the only one.
 pub(super) fn unit_tied_to(units: &[UnitSpec], owner: usize) -> Option<usize> {
     units.iter().position(|unit| unit.tied == Some(owner))
-}
-
-/// The encoding in which elements travel.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Codec {
-    /// As they are.
-    #[default]
-    None,
-    /// Gradients in the dtype of the parameters, in which a backward pass has computed them. That loses nothing, unless several were
-    /// added up in a wider dtype.
-    ParamDtype,
-    /// Rounded to bf16.
-    Bf16,
-    /// Quantized to 8 bits. The scales of blocks are not counted.
-    Int8,
-}
-
-impl Codec {
-    /// The bytes of an element that has this many bytes in memory. A parameter has `parameter_bytes`.
-    pub fn element_bytes(self, in_memory: usize, parameter_bytes: usize) -> usize {
-        match self {
-            Codec::None => in_memory,
-            Codec::ParamDtype => parameter_bytes,
-            Codec::Bf16 => 2,
-            Codec::Int8 => 1,
-        }
-    }
 }
 
 /// A buffer that is kept outside the device for a part of the step.

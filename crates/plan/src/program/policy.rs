@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use super::codec::Codec;
 use super::groups::{CollectiveKind, GroupKind};
 use super::tier::Tier;
 
@@ -50,7 +51,7 @@ pub enum ActivationCheckpointing {
     Full,
 }
 
-/// How a step is carried out. No choice changes the result.
+/// How a step is carried out. No choice changes the result, except for [`Policy::gather_codec`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Policy {
     /// What is sharded; corresponds to the ZeRO stage.
@@ -66,6 +67,9 @@ pub struct Policy {
     pub micro_batches: usize,
     /// Whether to update each unit as soon as its gradients are reduced, in the backward pass, instead of after the totals.
     pub update_in_backward: bool,
+    /// How parameters travel when they are gathered for passes of a training step. Without [`Codec::None`], passes compute with other
+    /// numbers. Needs sharded parameters.
+    pub gather_codec: Codec,
     /// Where masters and optimizer state are between updates, if not in memory.
     pub optimizer_tier: Option<Tier>,
     /// Where this rank's shards of parameters are until they are gathered, if not in memory. Needs sharded parameters.
@@ -89,6 +93,7 @@ impl Policy {
             reduce_each_micro_batch: false,
             micro_batches,
             update_in_backward: false,
+            gather_codec: Codec::None,
             optimizer_tier: None,
             parameter_tier: None,
             gradient_tier: None,

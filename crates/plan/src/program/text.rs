@@ -4,7 +4,8 @@ use std::fmt;
 use std::str::FromStr;
 
 use super::Program;
-use super::instruction::{Buffer, Codec, Instruction, Keep, Message, Offload, Payload};
+use super::codec::Codec;
+use super::instruction::{Buffer, Instruction, Keep, Message, Offload, Payload};
 use super::tier::Tier;
 
 /// A line that is not part of a program.

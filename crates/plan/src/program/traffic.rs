@@ -5,13 +5,14 @@
 //! counts, losses and norms.
 
 use super::Program;
+use super::codec::Codec;
 use super::collectives::{CallOp, Collective, Element, calls};
 use super::groups::{CollectiveKind, GroupKind};
 use super::instruction::{Instruction, Message, Payload};
 use super::policy::{Policy, UnitSpec};
-use crate::Partition;
 use crate::context_parallel::ContextPlace;
 use crate::mesh::{Axis, LayerPlace, Mesh, Place};
+use crate::{Partition, int8_bytes};
 
 /// Where a rank is among the others, and the size of the elements that they send.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -185,7 +186,12 @@ impl Layout {
         };
         let size = self.group_size(collective.group);
         let (rows, row_len) = (len / collective.row_len, collective.row_len);
-        let part = Partition::of_rows(rows, row_len, size).part_len(index_in(collective.group));
+        let partition = Partition::of_rows(rows, row_len, size);
+        if (collective.kind, collective.codec) == (CollectiveKind::AllGather, Codec::Int8) {
+            // All parts are as long as the longest.
+            return int8_bytes(partition.part_len(0)) * (size - 1);
+        }
+        let part = partition.part_len(index_in(collective.group));
         let (gathered, scattered) = (part * (size - 1), len - part);
         let elements = match collective.kind {
             CollectiveKind::AllGather => gathered,

@@ -205,9 +205,11 @@ pub(crate) fn without_positions(issues: &[(usize, Collective)]) -> Vec<Collectiv
 }
 
 /// A wait-reduce without a wait-reduce-scatter before it does the work of both.
-pub(crate) fn drops_a_wait_that_the_next_one_includes(program: &Program, mutation: Mutation) -> bool {
+pub(crate) fn drops_what_comes_later_anyway(program: &Program, mutation: Mutation) -> bool {
     match mutation {
-        Mutation::Drop(position) => matches!(program.instructions[position], Instruction::WaitReduceScatter(_)),
+        Mutation::Drop(position) => {
+            matches!(program.instructions[position], Instruction::WaitReduceScatter(_) | Instruction::Evict(_))
+        }
         _ => false,
     }
 }

@@ -9,6 +9,7 @@ const TRANSLATED: &[(&str, &str)] = &[
     ("gradient_clipping", "`optimizer.max_grad_norm`; 0 means none"),
     ("steps_per_print", "`run.log_every`"),
     ("zero_optimization.stage", "`zero.stage`"),
+    ("zero_optimization.zero_quantized_weights", "true: `compression.parameters = \"int8\"`"),
     ("bf16.enabled", "`precision.param_dtype = \"bf16\"`"),
     ("fp16.enabled", "`precision.param_dtype = \"f16\"`"),
     ("fp16.loss_scale", "0 only: the loss scale is dynamic"),
@@ -180,11 +181,10 @@ pub(super) const ONE_ALLOWED_VALUE: &[(&str, &str, &str)] = &[
         "false",
         "hybrid sharding is parallel.replicate in the recipe",
     ),
-    ("zero_optimization.zero_quantized_weights", "false", "weights are sent in their own dtype here: write false"),
     (
         "zero_optimization.zero_quantized_nontrainable_weights",
         "false",
-        "weights are sent in their own dtype here: write false",
+        "frozen weights are quantized like others, while they are sent: write false",
     ),
     (
         "zero_optimization.zero_quantized_gradients",

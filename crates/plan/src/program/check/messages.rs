@@ -2,7 +2,8 @@
 
 use super::violation::{Problem, Rule, Violation};
 use crate::mesh::{Axis, Mesh};
-use crate::program::instruction::{Codec, Instruction, Message, Payload};
+use crate::program::codec::Codec;
+use crate::program::instruction::{Instruction, Message, Payload};
 use crate::program::programs::Party;
 use crate::program::{Program, UnitSpec};
 

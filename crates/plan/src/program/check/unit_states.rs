@@ -1,8 +1,8 @@
 //! [`Rule::UnitStates`]: where the parameters of each unit are.
 
-use super::scope::Scope;
+use super::scope::{Purpose, Scope};
 use super::violation::{Problem, Rule};
-use crate::program::{Buffer, Instruction, Message, Offload, Payload, Policy, Program, UnitSpec};
+use crate::program::{Buffer, Codec, Instruction, Message, Offload, Payload, Policy, Program, UnitSpec};
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Parameters {
@@ -65,8 +65,12 @@ type Change = Option<(usize, Parameters)>;
 fn apply(units: &[Unit<'_>], instruction: &Instruction, scope: &Scope<'_>) -> Result<Change, String> {
     let policy = scope.policy;
     match *instruction {
-        Instruction::StartGather { unit, .. } => {
+        Instruction::StartGather { unit, codec } => {
             expect(units, unit, Parameters::Sharded)?;
+            let expected = if scope.purpose == Purpose::Inference { Codec::None } else { policy.gather_codec };
+            if codec != expected {
+                return Err("it is gathered in another encoding than the policy says".to_string());
+            }
             Ok(Some((unit, Parameters::Gathering)))
         }
         Instruction::WaitGather(unit) => {

@@ -10,6 +10,7 @@ use super::super::traffic::Layout;
 use super::super::{Buffer as UnitBuffer, Codec, Instruction, Keep, Message, Payload, Program};
 use super::pool::{Buffer, Pool};
 use super::transfers::Transfers;
+use crate::{Partition, int8_bytes};
 
 /// What memory is held for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -148,6 +149,8 @@ struct Tracker<'a> {
 struct Held {
     /// Unsharded parameters: buffers of the pool.
     gathered: Vec<Buffer>,
+    /// Encoded parameters that are being gathered: buffers of the pool, two for each that they will be decoded to.
+    encoded: Vec<Buffer>,
     /// Unsharded gradients that will be sharded: a buffer of the pool.
     local_grads: Option<Buffer>,
     /// A shard of gradients that will be added to those of earlier micro-batches: a buffer of the pool.
@@ -268,14 +271,30 @@ impl<'a> Tracker<'a> {
     /// Allocates what an instruction needs. Returns the size of its temporaries.
     fn allocate(&mut self, instruction: &Instruction) -> usize {
         match *instruction {
-            Instruction::StartGather { unit, .. } => {
-                let UnitSpec { trainable, frozen, .. } = self.units[unit];
+            Instruction::StartGather { unit, codec } => {
                 if self.policy.sharding.parameters && self.held[unit].gathered.is_empty() {
-                    for elements in [trainable, frozen].into_iter().filter(|&elements| elements > 0) {
-                        let buffer = self.pool.allocate(elements * self.layout.parameter_bytes);
-                        self.held[unit].gathered.push(buffer);
+                    for elements in self.gathered_elements(unit) {
+                        if codec == Codec::Int8 {
+                            // This rank's part, and all parts, each as long as the longest.
+                            let part_bytes = int8_bytes(Partition::new(elements, self.layout.shard).part_len(0));
+                            for bytes in [part_bytes, part_bytes * self.layout.shard] {
+                                let buffer = self.pool.allocate(bytes);
+                                self.held[unit].encoded.push(buffer);
+                            }
+                        } else {
+                            self.allocate_gathered(unit, elements);
+                        }
                     }
                 }
+                0
+            }
+            Instruction::WaitGather(unit) if !self.held[unit].encoded.is_empty() => {
+                for (index, elements) in self.gathered_elements(unit).into_iter().enumerate() {
+                    self.allocate_gathered(unit, elements);
+                    let encoded = self.held[unit].encoded[2 * index..][..2].to_vec();
+                    encoded.into_iter().for_each(|buffer| self.pool.free(buffer));
+                }
+                self.held[unit].encoded.clear();
                 0
             }
             Instruction::Forward { unit, micro_batch, keep } => {
@@ -340,6 +359,17 @@ impl<'a> Tracker<'a> {
             }
             _ => 0,
         }
+    }
+
+    /// The lengths of a unit's flat buffers that have elements.
+    fn gathered_elements(&self, unit: usize) -> Vec<usize> {
+        let UnitSpec { trainable, frozen, .. } = self.units[unit];
+        [trainable, frozen].into_iter().filter(|&elements| elements > 0).collect()
+    }
+
+    fn allocate_gathered(&mut self, unit: usize, elements: usize) {
+        let buffer = self.pool.allocate(elements * self.layout.parameter_bytes);
+        self.held[unit].gathered.push(buffer);
     }
 
     /// The most that a unit's backward pass holds in addition to what was held before it.
