@@ -43,7 +43,7 @@ pub use policy::{
 pub use programs::Programs;
 pub use simulate::{
     CommunicationTime, Lane, Memory, MemoryKind, MemoryUse, Simulation, Span, StepSimulation, WaitingTime, memory_use,
-    simulate, simulate_rank,
+    simulate, simulate_rank, tier_bytes,
 };
 pub use text::ParseError;
 pub use tier::Tier;

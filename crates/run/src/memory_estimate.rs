@@ -9,7 +9,9 @@ use std::path::PathBuf;
 use shardwise_checkpoint::SaveId;
 use shardwise_journal::format::format_memory_fixed;
 use shardwise_model::Model;
-use shardwise_plan::program::{Layout, Memory, MemoryKind, MemoryUse, ModelParallel, Program, memory_use};
+use shardwise_plan::program::{
+    Layout, Memory, MemoryKind, MemoryUse, ModelParallel, Program, Tier, memory_use, tier_bytes,
+};
 use shardwise_plan::{Axis, Mesh};
 use shardwise_recipe::{ActivationCheckpointingRecipe, DeviceRecipe, FloatRecipe, HOST, Recipe};
 use shardwise_train::{Options, checked_programs, checkpoint_layouts, memory_costs, stages_of_units, unit_specs};
@@ -37,6 +39,8 @@ pub struct MemoryEstimate {
     pub saving: usize,
     /// The process without a model: libtorch, MPI and the program.
     pub process: usize,
+    /// What a rank that computes on a device offloads to its host.
+    pub offloaded: usize,
 }
 
 impl MemoryEstimate {
@@ -45,7 +49,7 @@ impl MemoryEstimate {
         // Attention needs less memory on a GPU.
         let device = build::intended_device(recipe);
         let (options, model) = (build::options(recipe, device)?, build::model(recipe)?);
-        let (program, memory) = simulate_memory(recipe, &model, &options, ranks)?;
+        let StepMemory { program, memory, offloaded } = simulate_memory(recipe, &model, &options, ranks)?;
         let peak_instruction = program.instructions.get(memory.peak_position);
         let mesh = recipe.mesh(ranks)?;
         let stages = stages_of_units(model.units().len(), &options, &mesh)?;
@@ -58,6 +62,7 @@ impl MemoryEstimate {
                 saving(&model, &options, &mesh, &stages, buffer)
             }),
             process: PROCESS_BYTES,
+            offloaded,
         })
     }
 
@@ -74,9 +79,8 @@ impl MemoryEstimate {
     }
 
     /// What a rank that computes on a device needs on its host.
-    #[must_use]
-    pub fn on_host(&self) -> Self {
-        MemoryEstimate { step: Memory::default(), peak_instruction: String::new(), ..self.clone() }
+    pub fn host_bytes(&self) -> usize {
+        self.saving + self.process + self.offloaded
     }
 
     /// The tensors of a step and of a save.
@@ -97,17 +101,25 @@ impl fmt::Display for MemoryEstimate {
             writeln!(f, "  {what:16} {:>10}", format_memory_fixed(bytes))?;
         }
         writeln!(f, "  {:16} {:>10}", "total", format_memory_fixed(self.total()))?;
+        if self.offloaded > 0 {
+            writeln!(f, "  {:16} {:>10}", "on the host", format_memory_fixed(self.offloaded))?;
+        }
         write!(f, "  at the peak, in: {}", self.peak_instruction)
     }
 }
 
-/// The program of a step of a recipe, and the memory that it holds on the rank that holds the most.
-pub(crate) fn simulate_memory(
-    recipe: &Recipe,
-    model: &Model,
-    options: &Options,
-    ranks: usize,
-) -> Result<(Program, MemoryUse)> {
+/// The memory of the rank that holds the most.
+pub(crate) struct StepMemory {
+    /// The program of a step.
+    pub(crate) program: Program,
+    /// What it holds.
+    pub(crate) memory: MemoryUse,
+    /// What it offloads to the memory of the host.
+    pub(crate) offloaded: usize,
+}
+
+/// The memory of a step of a recipe.
+pub(crate) fn simulate_memory(recipe: &Recipe, model: &Model, options: &Options, ranks: usize) -> Result<StepMemory> {
     let shape = step_shape(recipe, ranks)?;
     // The first rank has the largest parts.
     let mesh = recipe.mesh(ranks)?;
@@ -120,10 +132,12 @@ pub(crate) fn simulate_memory(
     let costs = memory_costs(model, options, &place, shape);
     let of_stage = |program: Program| {
         let memory = memory_use(&program, &units, &policy, &layout, &costs);
-        (program, memory)
+        let offloaded = tier_bytes(&program, &units, &policy, &layout, &costs, Tier::Host);
+        StepMemory { program, memory, offloaded }
     };
     let stages = programs.stages.into_iter().map(of_stage);
-    Ok(stages.max_by_key(|(_, memory)| memory.peak().total_bytes()).expect("a pipeline has at least one stage"))
+    let peak_bytes = |stage: &StepMemory| stage.memory.peak().total_bytes();
+    Ok(stages.max_by_key(peak_bytes).expect("a pipeline has at least one stage"))
 }
 
 /// The memory of a save on the rank that needs the most: the shards of others that it writes, and a copy of its own shards up to

@@ -25,7 +25,7 @@ use crate::data::Data;
 use crate::device_counts::{DeviceCounts, count_step};
 use crate::error::{Error, Result};
 use crate::host;
-use crate::memory_estimate::{MemoryEstimate, simulate_memory};
+use crate::memory_estimate::{MemoryEstimate, StepMemory, simulate_memory};
 use crate::memory_limit::{MemoryLimit, memory_now_and_peak};
 use crate::memory_probe::{MemoryProbe, PhaseMemory, compare_memory};
 use crate::peak_flops::measure_peak_flops;
@@ -308,7 +308,8 @@ fn trace_steps(
         return Ok((device, None));
     }
     let read = Trace::read(&path).map_err(|error| Error::Options(error.to_string()))?;
-    let (program, simulated) = simulate_memory(recipe, trainer.model(), trainer.options(), world.size())?;
+    let StepMemory { program, memory: simulated, .. } =
+        simulate_memory(recipe, trainer.model(), trainer.options(), world.size())?;
     let baseline = Baseline {
         memory: compare_memory(&program, &simulated, &peaks),
         device: counts,

@@ -118,6 +118,13 @@ Message sw_tensor_copy_async(at::Tensor *to, const at::Tensor *from) {
   });
 }
 
+Message sw_pinned_bytes(size_t bytes, at::Tensor **out) {
+  return guarded([&] {
+    auto options = at::TensorOptions().dtype(at::kByte).pinned_memory(true);
+    *out = new at::Tensor(at::empty({static_cast<int64_t>(bytes)}, options));
+  });
+}
+
 Message sw_tensor_pin(at::Tensor *tensor) {
   return guarded([&] { *tensor = tensor->pin_memory(); });
 }

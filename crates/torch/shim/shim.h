@@ -81,6 +81,8 @@ void sw_event_free(c10::Event *event);
 Message sw_stream_wait_for_event(const c10::Stream *stream, const c10::Event *event);
 Message sw_event_synchronize(const c10::Event *event);
 
+// Allocates pinned memory. The caller owns the tensor.
+Message sw_pinned_bytes(size_t bytes, at::Tensor **out);
 // Copies between a device and pinned memory on the current stream, while the host goes on.
 Message sw_tensor_copy_async(at::Tensor *to, const at::Tensor *from);
 // Replaces a tensor on the CPU by a copy in pinned memory.

@@ -118,6 +118,7 @@ unsafe extern "C" {
     pub(crate) fn sw_event_free(event: *mut Event);
     pub(crate) fn sw_stream_wait_for_event(stream: *const Stream, event: *const Event) -> Message;
     pub(crate) fn sw_event_synchronize(event: *const Event) -> Message;
+    pub(crate) fn sw_pinned_bytes(bytes: usize, out: *mut *mut Tensor) -> Message;
     pub(crate) fn sw_tensor_copy_async(to: *mut Tensor, from: *const Tensor) -> Message;
     pub(crate) fn sw_tensor_pin(tensor: *mut Tensor) -> Message;
     pub(crate) fn sw_tensor_read(tensor: *const Tensor, to: *mut c_void, bytes: usize) -> Message;

@@ -87,29 +87,27 @@ fn part_len(len: usize, threads: usize) -> usize {
 
 fn encode_in_parallel<T: Quantized>(from: &[T], to: &mut [u8], threads: usize) {
     let part_len = part_len(from.len(), threads);
-    let parts = from.chunks(part_len).zip(to.chunks_mut(int8_bytes(part_len)));
-    std::thread::scope(|scope| {
-        for (from, to) in parts {
-            match from.len() == part_len {
-                true => drop(scope.spawn(|| encode(from, to))),
-                // The last part is this thread's.
-                false => encode(from, to),
-            }
-        }
-    });
+    in_parallel(from.chunks(part_len).zip(to.chunks_mut(int8_bytes(part_len))), encode);
 }
 
 fn decode_in_parallel<T: Quantized>(from: &[u8], to: &mut [T], threads: usize) {
     assert_eq!(from.len(), int8_bytes(to.len()), "the bytes of {} elements", to.len());
     let part_len = part_len(to.len(), threads);
-    let parts = from.chunks(int8_bytes(part_len)).zip(to.chunks_mut(part_len));
+    in_parallel(from.chunks(int8_bytes(part_len)).zip(to.chunks_mut(part_len)), decode);
+}
+
+/// Works on each part on a thread of its own. The first part is this thread's.
+fn in_parallel<'a, A: Sync + 'a, B: Send + 'a>(
+    mut parts: impl Iterator<Item = (&'a [A], &'a mut [B])>,
+    work: fn(&[A], &mut [B]),
+) {
+    let first = parts.next();
     std::thread::scope(|scope| {
         for (from, to) in parts {
-            match to.len() == part_len {
-                true => drop(scope.spawn(|| decode(from, to))),
-                // The last part is this thread's.
-                false => decode(from, to),
-            }
+            scope.spawn(move || work(from, to));
+        }
+        if let Some((from, to)) = first {
+            work(from, to);
         }
     });
 }

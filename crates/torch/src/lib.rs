@@ -41,7 +41,7 @@ pub use error::{Error, OutOfMemory, Result};
 pub use int8::{decode_int8, encode_int8};
 pub use memory::{allocated_bytes, copy_bytes, enable_caching_allocator, exclusive, take_peak_bytes};
 pub use package::{CompiledFunction, Signature, TensorType};
-pub use stream::{Event, Stream, copy_async, pin, read};
+pub use stream::{Event, Stream, copy_async, pin, pinned_bytes, read};
 pub use tch;
 
 /// The version of libtorch that this program was compiled against.

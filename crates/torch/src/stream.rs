@@ -141,6 +141,16 @@ pub fn pin(tensor: &mut Tensor) -> Result<()> {
     check(unsafe { ffi::sw_tensor_pin(tensor.as_mut_ptr()) })
 }
 
+/// Allocates pinned memory of the host for so many bytes, with unspecified contents.
+pub fn pinned_bytes(bytes: usize) -> Result<Tensor> {
+    let mut tensor = std::ptr::null_mut();
+    // SAFETY: `tensor` is written if the call succeeds, and then owned here.
+    unsafe {
+        check(ffi::sw_pinned_bytes(bytes, &mut tensor))?;
+        Ok(Tensor::from_ptr(tensor))
+    }
+}
+
 /// Queues a copy between a device and pinned memory on the current stream, and returns before it runs.
 pub fn copy_async(from: &Tensor, to: &Tensor) -> Result<()> {
     // SAFETY: live tensors.

@@ -17,7 +17,8 @@ use shardwise_plan::{Axis, Mesh};
 use shardwise_pretend_device::{device, set_seed};
 use shardwise_torch::tch::{self, Device, Kind, Tensor};
 use shardwise_train::{
-    ActivationCheckpointing, OffloadPlace, Offloading, Options, Ranks, Sampling, Schedule, Trainer, generate, init,
+    ActivationCheckpointing, DynamicScale, LossScale, OffloadPlace, Offloading, OnNonFinite, Options, Ranks, Sampling,
+    Schedule, Trainer, generate, init,
 };
 use shardwise_zero::{AdamW, FloatsMut, Lamb, Optimizer, Precision, Sgd, Sharding};
 use support::{VOCAB_SIZE, gpt2, llama};
@@ -141,6 +142,26 @@ fn host_memory_changes_no_bit() {
             let found = train(gpt2(), &alone(device), on_host(in_backward(options(device))));
             assert!(found == expected, "in the backward pass at stage {stage}, {precision:?}");
         }
+    }
+}
+
+/// The first steps overflow, and are skipped.
+#[test]
+fn gradients_on_the_host_that_are_not_finite_are_found() {
+    let device = device();
+    let loss_scale = LossScale::Dynamic(DynamicScale { initial: 2f64.powi(22), ..DynamicScale::DEFAULT });
+    let f16 = |options| Options {
+        precision: Precision::F16,
+        loss_scale,
+        on_nonfinite: OnNonFinite::Skip,
+        activation_checkpointing: ActivationCheckpointing::Full,
+        ..options
+    };
+    for stage in [2, 3] {
+        let in_memory = train(llama(), &alone(device), f16(options(stage, device)));
+        let on_host = train(llama(), &alone(device), on_host(f16(options(stage, device))));
+        assert!(on_host == in_memory, "stage {stage}");
+        assert!(in_memory.0.iter().any(|number| !f64::from_bits(*number).is_finite()), "no step overflows");
     }
 }
 

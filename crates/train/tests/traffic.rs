@@ -163,7 +163,9 @@ fn compare_shared_layers(replicas: usize, tensor: usize) {
         for sequence_parallel in [false, true] {
             for activation_checkpointing in checkpointing {
                 for (micro_batches, is_tied) in [(1, false), (2, true)] {
+                    let is_quantized = stage == 3 && sequence_parallel;
                     let options = Options {
+                        gather_codec: if is_quantized { Codec::Int8 } else { Codec::None },
                         activation_checkpointing,
                         sequence_parallel,
                         ..Options::new(
@@ -174,7 +176,7 @@ fn compare_shared_layers(replicas: usize, tensor: usize) {
                     };
                     let setting = format!(
                         "stage {stage}, {replicas} replicas, tensor {tensor}, sequence {sequence_parallel}, \
-                         {activation_checkpointing:?}, {micro_batches} micro-batches, tied {is_tied}"
+                         {activation_checkpointing:?}, {micro_batches} micro-batches, tied {is_tied}, quantized {is_quantized}"
                     );
                     let llama = LlamaConfig {
                         num_key_value_heads: 3,
@@ -301,7 +303,9 @@ fn compare_pipelines(stages: usize, tensor: usize) {
     for (stage, schedule) in (0..4).flat_map(|stage| PipelineSchedule::BUILT_IN.map(|schedule| (stage, schedule))) {
         for (micro_batches, is_tied, frozen) in [(1, false, &[][..]), (3, true, &[]), (4, false, some)] {
             let sharding = Sharding::stage(stage).unwrap();
+            let is_quantized = stage == 3 && micro_batches == 3;
             let options = Options {
+                gather_codec: if is_quantized { Codec::Int8 } else { Codec::None },
                 pipeline_schedule: schedule.clone(),
                 ..Options::new(sharding, Optimizer::AdamW(AdamW::default()), Schedule::constant(1e-3))
             };

@@ -52,6 +52,15 @@ enum Gather {
     Int8(Pending<(Block, Block)>),
 }
 
+impl Gather {
+    fn codec(&self) -> Codec {
+        match self {
+            Gather::Exact(_) => Codec::None,
+            Gather::Int8(_) => Codec::Int8,
+        }
+    }
+}
+
 impl FlatParameter {
     /// Allocates `len` uninitialized elements, sharded or whole.
     pub(crate) fn new(
@@ -214,24 +223,28 @@ impl FlatParameter {
     /// Starts an all-gather of sharded parameters (FSDP2: `unshard(async_op=True)`).
     ///
     /// # Panics
-    /// If the shard is not in memory, or parameters cannot travel like this.
+    /// If the shard is not in memory, if parameters cannot travel like this, or if they are being gathered in another way.
     pub(crate) fn start_gather(&mut self, codec: Codec) -> Result<()> {
-        let is_missing = self.offloaded.as_ref().is_some_and(|offloaded| !offloaded.is_in_memory());
-        let needs_shard = matches!(self.state, State::Sharded { .. });
         let unit = self.errors.unit();
-        assert!(!is_missing || !needs_shard, "{unit}: its shard is offloaded; fetch it before it is gathered");
-        self.state = match self.take_state() {
-            State::Sharded { shard } => {
-                let gather = match codec {
-                    Codec::None => Gather::Exact(self.gather_exactly(&shard)?),
-                    Codec::Int8 => Gather::Int8(self.gather_as_int8(&shard)?),
-                    other => panic!("{}: its parameters cannot travel as {other:?}", self.errors.unit()),
-                };
-                State::Unsharding { shard, gather }
-            }
-            other => other,
+        if let State::Unsharding { gather, .. } = &self.state {
+            assert_eq!(gather.codec(), codec, "{unit}: it is being gathered in another way already");
+        }
+        let State::Sharded { shard } = &self.state else { return Ok(()) };
+        let is_in_memory = self.offloaded.as_ref().is_none_or(Offloaded::is_in_memory);
+        assert!(is_in_memory, "{unit}: its shard is offloaded; fetch it before it is gathered");
+        let gather = match codec {
+            Codec::None => Gather::Exact(self.gather_exactly(shard)?),
+            Codec::Int8 => Gather::Int8(self.gather_as_int8(shard)?),
+            other => panic!("{unit}: its parameters cannot travel as {other:?}"),
         };
+        let State::Sharded { shard } = self.take_state() else { unreachable!("it was sharded") };
+        self.state = State::Unsharding { shard, gather };
         Ok(())
+    }
+
+    /// Starts an exact all-gather of sharded parameters, unless one is running.
+    pub(crate) fn start_gather_unless_started(&mut self) -> Result<()> {
+        if let State::Sharded { .. } = self.state { self.start_gather(Codec::None) } else { Ok(()) }
     }
 
     fn gather_exactly(&self, shard: &Tensor) -> Result<Pending<(Block, Block)>> {
@@ -254,7 +267,7 @@ impl FlatParameter {
 
     /// All-gathers sharded parameters (FSDP2: `unshard`), and waits for updates of whole ones.
     pub(crate) fn gather(&mut self) -> Result<()> {
-        self.start_gather(Codec::None)?;
+        self.start_gather_unless_started()?;
         self.state = match self.take_state() {
             State::Unsharding { shard, gather } => {
                 let whole = match gather {

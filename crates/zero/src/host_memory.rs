@@ -9,36 +9,37 @@
 //!
 //! # Note: arenas
 //! CUDA's allocator rounds each piece of pinned memory up to a power of two, which could take twice the memory. Tensors get ranges of
-//! larger pieces instead, the size of which is a power of two.
+//! larger pieces instead, the size of which is a power of two. A tensor of more than 1 GiB has a piece of its own.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
 use shardwise_torch::tch::{Device, Kind, Tensor};
-use shardwise_torch::{Block, Event, Result, Stream, copy_async, pin, storage};
+use shardwise_torch::{Block, Event, Result, Stream, copy_async, pinned_bytes, storage};
 
 /// The smallest and the largest piece of pinned memory that ranges are taken from.
-const ARENA_BYTES: [usize; 2] = [1 << 20, 1 << 30];
+const ARENA_BYTES: [usize; 2] = [1 << 24, 1 << 30];
 /// Ranges start at multiples of a cache line.
 const ALIGNMENT: usize = 64;
 
 /// Pinned memory of the host that blocks of a device are copied to and from while training continues.
 pub struct HostMemory {
     device: Device,
-    fetches: Stream,
-    stores: Stream,
+    fetches: Arc<Stream>,
+    stores: Arc<Stream>,
     arenas: Mutex<Arenas>,
 }
 
 struct Arenas {
-    /// The size of the next one.
-    bytes: usize,
-    /// The last one, and the bytes of it that are reserved.
-    last: Option<(Tensor, usize)>,
+    /// The bytes that are expected to be reserved, and for which there is no arena yet.
+    expected: usize,
+    /// Each with the number of its bytes that are reserved.
+    all: Vec<(Tensor, usize)>,
 }
 
 /// A copy between the host and a device. Keeps the device's memory until it has run.
 pub(crate) struct HostCopy {
-    copied: Tensor,
+    copied: Option<Tensor>,
+    stream: Arc<Stream>,
     device: Device,
     event: Arc<Event>,
 }
@@ -46,10 +47,9 @@ pub(crate) struct HostCopy {
 impl HostMemory {
     /// Memory for what is on this device, of which about `bytes` bytes will be reserved.
     pub fn new(device: Device, bytes: usize) -> Result<Self> {
-        let [smallest, largest] = ARENA_BYTES;
-        let arenas = Arenas { bytes: bytes.next_power_of_two().clamp(smallest, largest), last: None };
-        let (fetches, stores) = (Stream::new(device)?, Stream::new(device)?);
-        Ok(HostMemory { device, fetches, stores, arenas: Mutex::new(arenas) })
+        let arenas = Mutex::new(Arenas { expected: bytes, all: Vec::new() });
+        let (fetches, stores) = (Arc::new(Stream::new(device)?), Arc::new(Stream::new(device)?));
+        Ok(HostMemory { device, fetches, stores, arenas })
     }
 
     /// The device.
@@ -59,22 +59,24 @@ impl HostMemory {
 
     /// Reserves a range, as a tensor of bytes.
     pub(crate) fn reserve(&self, bytes: usize) -> Result<Tensor> {
-        let mut arenas = self.arenas.lock().unwrap_or_else(PoisonError::into_inner);
+        let Arenas { expected, all } = &mut *self.arenas.lock().unwrap_or_else(PoisonError::into_inner);
         let len = bytes.next_multiple_of(ALIGNMENT);
-        if let Some((arena, used)) = &mut arenas.last
-            && *used + len <= arena.numel()
-        {
-            *used += len;
-            return Ok(arena.f_narrow(0, (*used - len) as i64, bytes as i64)?);
-        }
-        let mut arena = Tensor::f_empty([len.max(arenas.bytes) as i64], (Kind::Uint8, Device::Cpu))?;
-        pin(&mut arena)?;
-        let range = arena.f_narrow(0, 0, bytes as i64)?;
-        // A larger range leaves the rest of the arena before it to the next ones.
-        if len <= arenas.bytes {
-            arenas.last = Some((arena, len));
-        }
-        Ok(range)
+        let fits = |(arena, reserved): &(Tensor, usize)| reserved + len <= arena.numel();
+        let index = match all.iter().position(fits) {
+            Some(index) => index,
+            None => {
+                let [smallest, largest] = ARENA_BYTES;
+                // Not the next larger one: several smaller ones leave less unused.
+                let usual = 1 << expected.checked_ilog2().unwrap_or(0);
+                let arena_bytes = usual.clamp(smallest, largest).max(len.next_power_of_two());
+                *expected = expected.saturating_sub(arena_bytes);
+                all.push((pinned_bytes(arena_bytes)?, 0));
+                all.len() - 1
+            }
+        };
+        let (arena, reserved) = &mut all[index];
+        *reserved += len;
+        Ok(arena.f_narrow(0, (*reserved - len) as i64, bytes as i64)?)
     }
 
     /// Starts to copy a block of the device to a range.
@@ -96,18 +98,29 @@ impl HostMemory {
         stream.run(|| copy_async(from, to))?
     }
 
-    fn copy_of(&self, copied: Tensor, stream: &Stream) -> Result<HostCopy> {
-        // If the copy is abandoned, its memory is used again after it has run.
-        stream.record(&copied)?;
-        Ok(HostCopy { copied, device: self.device, event: Arc::new(Event::record(stream)?) })
+    fn copy_of(&self, copied: Tensor, stream: &Arc<Stream>) -> Result<HostCopy> {
+        let event = Arc::new(Event::record(stream)?);
+        Ok(HostCopy { copied: Some(copied), stream: stream.clone(), device: self.device, event })
     }
 }
 
 impl HostCopy {
     /// Makes the computation wait for the copy, but not the host. Returns the device's memory, and the event that the copy has run.
-    pub(crate) fn finish(self) -> Result<(Block, Arc<Event>)> {
+    pub(crate) fn finish(mut self) -> Result<(Block, Arc<Event>)> {
         Stream::current(self.device)?.wait_for_event(&self.event)?;
-        Ok((storage::take(&self.copied, "it has been copied")?, self.event))
+        let copied = self.copied.take().expect("only this takes it");
+        Ok((storage::take(&copied, "it has been copied")?, self.event.clone()))
+    }
+}
+
+impl Drop for HostCopy {
+    /// If the copy is abandoned, its memory is used again only after it has run. Otherwise the computation waits for it before it frees
+    /// the memory. Then this would keep libtorch from using the memory again until the host knows that the copy has run.
+    fn drop(&mut self) {
+        if let Some(copied) = self.copied.take() {
+            // Nothing is left that could fail.
+            drop(self.stream.record(&copied));
+        }
     }
 }
 

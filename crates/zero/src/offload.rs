@@ -55,10 +55,10 @@ impl Offloaded {
             Ok(Slot { room, dtype, len, place: Place::Memory(None) })
         };
         let place = match target {
-            OffloadTarget::Disk(_) => "on a disk",
-            OffloadTarget::Host(_) => "in host memory",
+            OffloadTarget::Disk(_) => "a disk",
+            OffloadTarget::Host(_) => "the host",
         };
-        let reason = format!("{what} is {place}; fetch it before it is used");
+        let reason = format!("{what}: offloaded to {place}, and not fetched");
         Ok(Offloaded { target: target.clone(), slots: tensors.map(slot).collect::<Result<_, String>>()?, reason })
     }
 
@@ -294,7 +294,7 @@ mod tests {
         let file = Arc::new(ScratchFile::create(folder.path(), 0).unwrap());
         let disk = OffloadTarget::Disk(file.clone());
         let written_bytes = || file.moved().written_bytes;
-        move_a_tensor(&disk, "a tensor is on a disk", &written_bytes);
+        move_a_tensor(&disk, "a tensor: offloaded to a disk", &written_bytes);
         // What is overwritten is not read.
         let tensor = Tensor::arange(5000, (Kind::Float, Device::Cpu));
         let mut offloaded = self::offloaded(&disk, &[&tensor]);
@@ -308,7 +308,7 @@ mod tests {
         offloaded.reset();
         assert_eq!(offloaded.bytes_in_memory(), 4 * 5000);
         let host = OffloadTarget::Host(Arc::new(HostMemory::new(device(), 0).unwrap()));
-        move_a_tensor(&host, "a tensor is in host memory", &|| 0);
+        move_a_tensor(&host, "a tensor: offloaded to the host", &|| 0);
     }
 
     /// Moves a tensor back and forth, and reads it everywhere.

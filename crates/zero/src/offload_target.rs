@@ -19,15 +19,16 @@ pub enum OffloadTarget {
 }
 
 /// Where the elements of one tensor are kept. Its functions fail with a sentence.
-pub(crate) struct Room {
-    target: OffloadTarget,
-    range: Range,
-}
-
-enum Range {
-    Disk(Region),
-    /// A tensor of bytes.
-    Host(Tensor),
+pub(crate) enum Room {
+    Disk {
+        file: Arc<ScratchFile>,
+        region: Region,
+    },
+    Host {
+        memory: Arc<HostMemory>,
+        /// A tensor of bytes.
+        range: Tensor,
+    },
 }
 
 /// A block on its way. Nobody else can touch its memory.
@@ -62,11 +63,12 @@ impl OffloadTarget {
 
     /// Makes room for a tensor of this size.
     pub(crate) fn reserve(&self, bytes: usize) -> Result<Room, String> {
-        let range = match self {
-            OffloadTarget::Disk(file) => Range::Disk(file.reserve(bytes).map_err(text)?),
-            OffloadTarget::Host(memory) => Range::Host(memory.reserve(bytes).map_err(text)?),
-        };
-        Ok(Room { target: self.clone(), range })
+        Ok(match self {
+            OffloadTarget::Disk(file) => Room::Disk { file: file.clone(), region: file.reserve(bytes).map_err(text)? },
+            OffloadTarget::Host(memory) => {
+                Room::Host { memory: memory.clone(), range: memory.reserve(bytes).map_err(text)? }
+            }
+        })
     }
 
     /// A block for elements that will be fetched or overwritten.
@@ -89,47 +91,38 @@ impl OffloadTarget {
 impl Room {
     /// Starts to move a block there.
     pub(crate) fn start_store(&self, block: Block) -> Result<Move, String> {
-        match (&self.target, &self.range) {
-            (OffloadTarget::Disk(file), Range::Disk(region)) => Ok(Move::Disk(file.start_write(*region, block))),
-            (OffloadTarget::Host(memory), Range::Host(range)) => {
-                memory.start_store(range, block).map(Move::Host).map_err(text)
-            }
-            _ => unreachable!("a target has ranges of its own kind"),
+        match self {
+            Room::Disk { file, region } => Ok(Move::Disk(file.start_write(*region, block))),
+            Room::Host { memory, range } => memory.start_store(range, block).map(Move::Host).map_err(text),
         }
     }
 
     /// Starts to fill a block with what is there.
     pub(crate) fn start_fetch(&self, block: Block) -> Result<Move, String> {
-        match (&self.target, &self.range) {
-            (OffloadTarget::Disk(file), Range::Disk(region)) => Ok(Move::Disk(file.start_read(*region, block))),
-            (OffloadTarget::Host(memory), Range::Host(range)) => {
-                memory.start_fetch(range, block).map(Move::Host).map_err(text)
-            }
-            _ => unreachable!("a target has ranges of its own kind"),
+        match self {
+            Room::Disk { file, region } => Ok(Move::Disk(file.start_read(*region, block))),
+            Room::Host { memory, range } => memory.start_fetch(range, block).map(Move::Host).map_err(text),
         }
     }
 
     /// The elements that have arrived there, or zeros if none have, as a tensor of the CPU. The next store changes them.
     pub(crate) fn read(&self, arrived: Option<&Arrival>, dtype: Dtype, len: usize) -> shardwise_torch::Result<Tensor> {
-        match (&self.target, &self.range) {
+        match (self, arrived) {
             // Nothing was ever written to a new file.
-            (OffloadTarget::Disk(file), Range::Disk(region)) => file.map(*region, dtype, len)?.into_tensor(),
-            (_, Range::Host(range)) => match arrived {
-                Some(Arrival::Host(event)) => {
-                    event.synchronize()?;
-                    Ok(range.f_view_dtype(kind_of(dtype))?)
-                }
-                _ => Block::zeros(dtype, len)?.into_tensor(),
-            },
-            _ => unreachable!("a target has ranges of its own kind"),
+            (Room::Disk { file, region }, _) => file.map(*region, dtype, len)?.into_tensor(),
+            (Room::Host { range, .. }, Some(Arrival::Host(event))) => {
+                event.synchronize()?;
+                Ok(range.f_view_dtype(kind_of(dtype))?)
+            }
+            (Room::Host { .. }, _) => Block::zeros(dtype, len)?.into_tensor(),
         }
     }
 
     #[cfg(test)]
     pub(crate) fn start(&self) -> u64 {
-        match self.range {
-            Range::Disk(region) => region.start(),
-            Range::Host(_) => 0,
+        match self {
+            Room::Disk { region, .. } => region.start(),
+            Room::Host { .. } => 0,
         }
     }
 }

@@ -257,10 +257,15 @@ impl ShardedBuffer {
         self.frozen.start_gather(codec)
     }
 
+    /// Starts an exact all-gather of the parameters, unless one is running.
+    pub(crate) fn start_gather_unless_started(&mut self) -> Result<()> {
+        self.trainable.start_gather_unless_started()?;
+        self.frozen.start_gather_unless_started()
+    }
+
     /// Makes the parameters available: all-gathers them if they are sharded (FSDP2: `unshard`); otherwise waits for the
     /// all-gather after the last update, if there is one.
     pub(crate) fn gather(&mut self) -> Result<()> {
-        self.start_gather(Codec::None)?;
         self.trainable.gather()?;
         self.frozen.gather()
     }
@@ -476,7 +481,8 @@ impl ShardedBuffer {
         if !self.is_trainable() {
             return Ok(0.);
         }
-        self.errors.tch(sum_of_squares(&self.reduced_shard(self.layout.groups.shard.rank())))
+        // On a device, they may be offloaded by then.
+        self.errors.tch(sum_of_squares(&self.read_reduced_shard(self.layout.groups.shard.rank())?))
     }
 
     /// The same as an f64 tensor on the device, so that nobody has to wait for it; `None` if nothing is trained.

@@ -83,10 +83,10 @@ impl ShardedUnit {
     }
 
     /// Like [`ShardedUnit::start_gather`], with parameters that travel like this. [`Codec::Int8`] quantizes what is gathered, on all ranks
-    /// alike, and leaves the shards as they are. It is for f32 and bf16 on CPUs.
+    /// alike, and leaves the shards as they are. It fails for other dtypes than f32 and bf16, and on other devices than CPUs.
     ///
     /// # Panics
-    /// If parameters cannot travel like this.
+    /// If parameters cannot travel like this, or are being gathered in another way already.
     pub fn start_gather_as(&mut self, codec: Codec) -> Result<()> {
         self.buffers.iter_mut().try_for_each(|buffer| buffer.start_gather(codec))
     }
@@ -94,7 +94,7 @@ impl ShardedUnit {
     /// Makes the parameters available: all-gathers them if they are sharded (FSDP2: `unshard`); otherwise waits for the
     /// all-gather after the last update, if there is one.
     pub fn gather(&mut self) -> Result<()> {
-        self.start_gather()?;
+        self.buffers.iter_mut().try_for_each(ShardedBuffer::start_gather_unless_started)?;
         self.buffers.iter_mut().try_for_each(ShardedBuffer::gather)
     }
 

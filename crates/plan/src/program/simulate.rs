@@ -27,7 +27,7 @@ use crate::mesh::{Axis, Mesh};
 use durations::{Machine, Machines};
 use report::Report;
 
-pub use memory::{Memory, MemoryKind, MemoryUse, memory_use};
+pub use memory::{Memory, MemoryKind, MemoryUse, memory_use, tier_bytes};
 pub use spans::{CommunicationTime, Lane, Span, WaitingTime};
 
 /// The simulation of a step on all ranks.

@@ -184,7 +184,7 @@ pub(super) const ONE_ALLOWED_VALUE: &[(&str, &str, &str)] = &[
     (
         "zero_optimization.zero_quantized_nontrainable_weights",
         "false",
-        "frozen weights are quantized like others, while they are sent: write false",
+        "frozen weights are kept exactly, and compression.parameters quantizes what is sent: write false",
     ),
     (
         "zero_optimization.zero_quantized_gradients",

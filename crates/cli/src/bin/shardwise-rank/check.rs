@@ -133,7 +133,7 @@ pub(crate) fn check_memory(
     let estimate = MemoryEstimate::of(recipe, ranks).map_err(|error| error.to_string())?;
     let host = MemoryLimit::of_host(ranks_here, 0);
     if let Some(MemoryLimit { bytes, what, .. }) = host.filter(|_| recipe.run.device == DeviceRecipe::Cuda) {
-        let needed = estimate.on_host().total();
+        let needed = estimate.host_bytes();
         if needed > bytes {
             let [needed, bytes] = [needed, bytes].map(format_memory_fixed);
             return Err(format!(

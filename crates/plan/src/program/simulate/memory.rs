@@ -5,9 +5,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::super::costs::{Costs, UnitCost};
+use super::super::groups::GroupKind;
 use super::super::policy::{ActivationCheckpointing, Policy, UnitSpec};
 use super::super::traffic::Layout;
-use super::super::{Buffer as UnitBuffer, Codec, Instruction, Keep, Message, Payload, Program};
+use super::super::{Buffer as UnitBuffer, Codec, Instruction, Keep, Message, Offload, Payload, Program, Tier};
 use super::pool::{Buffer, Pool};
 use super::transfers::Transfers;
 use crate::{Partition, int8_bytes};
@@ -273,11 +274,12 @@ impl<'a> Tracker<'a> {
         match *instruction {
             Instruction::StartGather { unit, codec } => {
                 if self.policy.sharding.parameters && self.held[unit].gathered.is_empty() {
-                    for elements in self.gathered_elements(unit) {
+                    for (group, elements) in self.gathered_elements(unit) {
                         if codec == Codec::Int8 {
                             // This rank's part, and all parts, each as long as the longest.
-                            let part_bytes = int8_bytes(Partition::new(elements, self.layout.shard).part_len(0));
-                            for bytes in [part_bytes, part_bytes * self.layout.shard] {
+                            let ranks = self.layout.group_size(group);
+                            let part_bytes = int8_bytes(Partition::new(elements, ranks).part_len(0));
+                            for bytes in [part_bytes, part_bytes * ranks] {
                                 let buffer = self.pool.allocate(bytes);
                                 self.held[unit].encoded.push(buffer);
                             }
@@ -289,7 +291,7 @@ impl<'a> Tracker<'a> {
                 0
             }
             Instruction::WaitGather(unit) if !self.held[unit].encoded.is_empty() => {
-                for (index, elements) in self.gathered_elements(unit).into_iter().enumerate() {
+                for (index, (_, elements)) in self.gathered_elements(unit).into_iter().enumerate() {
                     self.allocate_gathered(unit, elements);
                     let encoded = self.held[unit].encoded[2 * index..][..2].to_vec();
                     encoded.into_iter().for_each(|buffer| self.pool.free(buffer));
@@ -361,10 +363,11 @@ impl<'a> Tracker<'a> {
         }
     }
 
-    /// The lengths of a unit's flat buffers that have elements.
-    fn gathered_elements(&self, unit: usize) -> Vec<usize> {
-        let UnitSpec { trainable, frozen, .. } = self.units[unit];
-        [trainable, frozen].into_iter().filter(|&elements| elements > 0).collect()
+    /// The lengths of a unit's flat buffers that have elements, and the groups that shard them.
+    fn gathered_elements(&self, unit: usize) -> Vec<(GroupKind, usize)> {
+        let (trainable, frozen) = (self.units[unit].trainable_by_group(), self.units[unit].frozen_by_group());
+        let buffers = trainable.into_iter().zip(frozen).flat_map(|(trainable, frozen)| [trainable, frozen]);
+        buffers.filter(|&(_, elements)| elements > 0).collect()
     }
 
     fn allocate_gathered(&mut self, unit: usize, elements: usize) {
@@ -474,6 +477,27 @@ pub(super) fn buffer_bytes(
         UnitBuffer::Gradients => layout.kept_trainable(unit, sharding.gradients) * layout.gradient_bytes,
         UnitBuffer::Activations { .. } => 0,
     }
+}
+
+/// The bytes that a rank keeps on a tier, if everything is there that is ever stored there.
+pub fn tier_bytes(
+    program: &Program,
+    units: &[UnitSpec],
+    policy: &Policy,
+    layout: &Layout,
+    costs: &Costs,
+    tier: Tier,
+) -> usize {
+    let stored = program.instructions.iter().filter_map(|instruction| match *instruction {
+        Instruction::StartStore(Offload { unit, buffer, tier: to }) if to == tier => Some((unit, buffer)),
+        _ => None,
+    });
+    let bytes = |(unit, buffer): (usize, UnitBuffer)| match buffer {
+        // The output of the unit before it.
+        UnitBuffer::Activations { .. } => unit.checked_sub(1).map_or(0, |previous| costs.units[previous].output_bytes),
+        buffer => buffer_bytes(&units[unit], buffer, policy, layout, costs),
+    };
+    stored.collect::<BTreeSet<_>>().into_iter().map(bytes).sum()
 }
 
 /// The bytes of a unit's frozen parameters that a rank keeps.
