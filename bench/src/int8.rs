@@ -23,9 +23,9 @@ fn measure(dtype: Dtype, elements: usize) -> Result<Value> {
     let block = |dtype, len| Block::new(dtype, len, Device::Cpu);
     let (mut from, mut to) = (block(dtype, elements)?, block(dtype, elements)?);
     let mut encoded = block(Dtype::U8, int8_bytes(elements))?;
-    // Numbers as those of a model. Most bytes would make some that are subnormal, with which processors are slow.
-    let odd = |index: usize| if index.is_multiple_of(dtype.bytes()) { 0x3C } else { (index * 31 % 63) as u8 };
-    from.bytes_mut()?.iter_mut().rev().enumerate().for_each(|(index, byte)| *byte = odd(index));
+    // The magnitudes of a model's parameters. With arbitrary bytes some would be subnormal, which processors handle slowly.
+    let byte_at = |index: usize| if index.is_multiple_of(dtype.bytes()) { 0x3C } else { (index * 31 % 63) as u8 };
+    from.bytes_mut()?.iter_mut().rev().enumerate().for_each(|(index, byte)| *byte = byte_at(index));
     let (mut encode_s, mut decode_s, mut copy_s) = (Vec::new(), Vec::new(), Vec::new());
     // The first round touches the memory for the first time.
     for round in 0..=ROUNDS {

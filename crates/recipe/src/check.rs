@@ -48,7 +48,7 @@ impl Recipe {
         self.check_model()
     }
 
-    /// Checks what parameters can be sent as.
+    /// Checks whether parameters can be quantized.
     fn check_compression(&self) -> Checked {
         const KEY: &str = "compression.parameters";
         if self.compression.parameters == ParameterCodecRecipe::None {
@@ -57,7 +57,7 @@ impl Recipe {
         let value = (KEY, word(&self.compression.parameters));
         if self.zero.stage < 3 {
             let values = [("zero.stage", self.zero.stage.to_string()), value];
-            return Err(Invalid::between(&values, "only sharded parameters are sent to passes; set zero.stage = 3"));
+            return Err(Invalid::between(&values, "only sharded parameters are gathered; set zero.stage = 3"));
         }
         let dtype = self.precision.param_dtype;
         if !matches!(dtype, FloatRecipe::F32 | FloatRecipe::Bf16) {

@@ -102,7 +102,7 @@ impl Recipe {
         let held_out = self.evaluation.as_mut().map(|evaluation| &mut evaluation.corpus);
         let files = [data.corpus.as_mut(), data.chat.as_mut(), data.tokenizer.as_mut()];
         let written = [self.schedule.plot.as_mut(), self.run.folder.as_mut(), self.model.package.as_mut()];
-        // The memory of the host is no folder.
+        // "host" is not a path.
         let OffloadRecipe { optimizer, parameters, gradients, activations } = &mut self.offload;
         let offload = [optimizer, parameters, gradients, activations];
         let offload = offload.map(|folder| folder.as_mut().filter(|folder| *folder != Path::new(HOST)));

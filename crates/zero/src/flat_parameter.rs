@@ -248,12 +248,13 @@ impl FlatParameter {
     }
 
     fn gather_exactly(&self, shard: &Tensor) -> Result<Pending<(Block, Block)>> {
-        let part = self.errors.torch(storage::take(shard, "the shard is being gathered"))?;
+        // First: if there is no memory, the shard stays where it is.
         let whole = self.errors.torch(self.pool.allocate(self.dtype, self.partition.len()))?;
+        let part = self.errors.torch(storage::take(shard, "the shard is being gathered"))?;
         Ok(self.group.all_gather(self.errors.unit(), part, whole))
     }
 
-    /// Every rank sends as many bytes, those of the longest shard.
+    /// Every rank sends the same number of bytes: those of the longest shard.
     fn gather_as_int8(&self, shard: &Tensor) -> Result<Pending<(Block, Block)>> {
         let bytes = int8_bytes(self.partition.part_len(0));
         let mut part = self.errors.torch(self.pool.allocate(Dtype::U8, bytes))?;

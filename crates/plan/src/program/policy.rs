@@ -67,8 +67,8 @@ pub struct Policy {
     pub micro_batches: usize,
     /// Whether to update each unit as soon as its gradients are reduced, in the backward pass, instead of after the totals.
     pub update_in_backward: bool,
-    /// How parameters travel when they are gathered for passes of a training step. Without [`Codec::None`], passes compute with other
-    /// numbers. Needs sharded parameters.
+    /// How parameters travel when they are gathered for the passes of a training step. Any codec but [`Codec::None`] changes the numbers
+    /// that passes compute with, and needs sharded parameters.
     pub gather_codec: Codec,
     /// Where masters and optimizer state are between updates, if not in memory.
     pub optimizer_tier: Option<Tier>,

@@ -380,7 +380,7 @@ impl<'a> Stage<'a> {
         for unit in self.tied_here(unit).into_iter().chain([unit]) {
             if self.parameters[unit] == Parameters::Sharded {
                 self.parameters[unit] = Parameters::Gathering;
-                // What is evaluated are the parameters themselves.
+                // Evaluations use the exact parameters.
                 let codec = if self.goal == Goal::Inference { Codec::None } else { self.policy.gather_codec };
                 self.push(Instruction::StartGather { unit, codec });
             }
