@@ -44,6 +44,8 @@ pub(crate) struct Setting {
     pub(crate) reduce_each_micro_batch: bool,
     /// Whether units are updated in the backward pass.
     pub(crate) in_backward: bool,
+    /// Whether updates are left to the next forward pass.
+    pub(crate) in_forward: bool,
     /// What is offloaded: keys of `[offload]`. The folder is that of the recipe.
     pub(crate) offload: &'static [&'static str],
     /// Whether parameters are sent in 8 bits.
@@ -125,6 +127,7 @@ pub(crate) const BASE: Setting = Setting {
     micro_batches: 1,
     reduce_each_micro_batch: false,
     in_backward: false,
+    in_forward: false,
     offload: &[],
     is_quantized: false,
     compiled: false,
@@ -143,7 +146,7 @@ impl Setting {
                  {intermediate_size}\nn_shared_experts = {shared}\n"
             )
         });
-        let in_backward = self.in_backward;
+        let Setting { in_backward, in_forward, .. } = self;
         let codec = if self.is_quantized { "int8" } else { "none" };
         let offload: String = self.offload.iter().map(|key| format!("{key} = \".\"\n")).collect();
         format!(
@@ -154,7 +157,7 @@ impl Setting {
              reduce_each_micro_batch = {each}\n[parallel]\nreplicate = {replicate}\ntensor = {tensor}\nsequence = {sequence}\n\
              async_tensor = {async_tensor}\ncontext = {context}\nulysses = {ulysses}\nexpert = {expert}\npipeline = {pipeline}\npipeline_schedule = \"{schedule}\"\n\
              [precision]\nparam_dtype = \"{dtype}\"\n[compression]\nparameters = \"{codec}\"\n[offload]\n{offload}\
-             [optimizer]\nlr = 1e-4\nin_backward = {in_backward}\n[run]\nsteps = 12\n"
+             [optimizer]\nlr = 1e-4\nin_backward = {in_backward}\nin_forward = {in_forward}\n[run]\nsteps = 12\n"
         )
     }
 
@@ -187,7 +190,12 @@ impl Setting {
             format!(", {per_token} of {experts} experts{shared}{divided}")
         });
         let chunks = self.chunk.map_or(String::new(), |chunk| format!(", chunks of {chunk}"));
-        let updated = if self.in_backward { ", updated in the backward pass" } else { "" };
+        let updated = match (self.in_backward, self.in_forward) {
+            (false, false) => "",
+            (true, false) => ", updated in the backward pass",
+            (false, true) => ", updated in the forward pass",
+            (true, true) => ", updated in both passes",
+        };
         let offloaded = match self.offload {
             [] => String::new(),
             keys => format!(", {} offloaded", keys.join(" and ")),

@@ -29,18 +29,28 @@ fn a_run_on_devices_with_kills_ends_with_the_bits_of_one_on_the_cpu() {
     // One micro-batch, because a device adds up the rows of an embedding's gradient before it accumulates them, and the CPU does not.
     let recipe = RECIPE.replace("steps = 24", "steps = 8").replace("global_batch_size = 8", "global_batch_size = 2");
     let recipe = recipe.replace("seed = 7", "seed = 7\ncorpus = \"tokens.bin\"\ntoken_bytes = 2");
-    let [on_cpu, on_devices] = [(); 2].map(|()| Folder::new(&recipe));
-    [&on_cpu, &on_devices].into_iter().for_each(Folder::write_tokens_and_tokenizer);
+    let [on_cpu, on_devices, on_hosts] = [(); 3].map(|()| Folder::new(&recipe));
+    [&on_cpu, &on_devices, &on_hosts].into_iter().for_each(Folder::write_tokens_and_tokenizer);
     let arguments = ["-n", "2", "--set", "zero.stage=3"];
     good(&on_cpu.command("train", &arguments).output().unwrap());
     let faults = ["--fault", "kill rank=1 step=3 phase=backward", "--fault", "kill rank=0 step=6 phase=forward"];
-    let text = good(&on_devices.train_on_devices(&[&arguments[..], &faults].concat()));
-    assert!(text.contains("Restarted 2 times"), "{text}");
-    assert!(text.contains("rank 0 uses Mps, the only GPU that it can see"), "{text}");
-    let mut diff = shardwise();
-    diff.args(["checkpoint", "diff"]).arg(on_devices.path("saved")).args(["8", "8", "--other"]);
-    let same = good(&diff.arg(on_cpu.path("saved")).output().unwrap());
-    assert!(same.contains("the same to the last bit"), "{same}");
+    let of_offload = [
+        "--fault",
+        "kill rank=1 step=3 phase=fetch unit=head",
+        "--fault",
+        "kill rank=0 step=6 phase=store unit=block.0",
+    ];
+    let offload = ["optimizer", "parameters", "gradients"].map(|kind| format!("offload.{kind}=host"));
+    let offload: Vec<&str> = offload.iter().flat_map(|setting| ["--set", setting]).collect();
+    for (folder, more) in [(&on_devices, &faults[..]), (&on_hosts, &[&offload[..], &of_offload].concat())] {
+        let text = good(&folder.train_on_devices(&[&arguments[..], more].concat()));
+        assert!(text.contains("Restarted 2 times"), "{text}");
+        assert!(text.contains("rank 0 uses Mps, the only GPU that it can see"), "{text}");
+        let mut diff = shardwise();
+        diff.args(["checkpoint", "diff"]).arg(folder.path("saved")).args(["8", "8", "--other"]);
+        let same = good(&diff.arg(on_cpu.path("saved")).output().unwrap());
+        assert!(same.contains("the same to the last bit"), "{same}");
+    }
 
     let eval = ["-n", "2", "--corpus", "tokens.bin"];
     let generate =

@@ -205,6 +205,64 @@ fn kills_of_ranks_that_update_in_the_backward_pass_leave_no_trace() {
 }
 
 #[test]
+fn kills_of_ranks_that_update_in_the_forward_pass_leave_no_trace() {
+    // Saves in the background, evaluations and spot checks meet updates that wait for the next step.
+    let recipe = RECIPE
+        .replace("background = false", "background = true")
+        .replace("seed = 7", "corpus = \"tokens.bin\"\ntoken_bytes = 2")
+        .replace("[run]", "[evaluation]\ncorpus = \"tokens.bin\"\nevery_steps = 3\nmax_sequences = 4\n[run]");
+    let recipe = recipe + "max_restarts = 20\nspot_check_every = 5\n";
+    let run = |recipe: &str, layout: &[&str], faults: &[&str]| {
+        let arguments: Vec<&str> = faults.iter().flat_map(|fault| ["--fault", fault]).collect();
+        let folder = Folder::new(recipe);
+        std::fs::create_dir(folder.path("fast")).unwrap();
+        let tokens: Vec<u8> = (0..4000u32).flat_map(|place| ((place * place % 61) as u16).to_le_bytes()).collect();
+        std::fs::write(folder.path("tokens.bin"), tokens).unwrap();
+        let text = good(&folder.train(&[&["-n", "4"], layout, &arguments[..]].concat()));
+        assert_eq!(text.matches(" died (signal 9").count(), faults.len(), "{text}");
+        (folder, text)
+    };
+    let evaluations = |text: &str| -> BTreeMap<String, String> {
+        let of_line = |line: &str| {
+            line.strip_prefix("evaluation after ")?.split_once(": ").map(|(step, of)| (step.into(), of.into()))
+        };
+        text.lines().filter_map(of_line).collect()
+    };
+    let in_forward = recipe.replace("[optimizer]\n", "[optimizer]\nin_forward = true\n");
+    let pipeline = ["--set", "parallel.pipeline=2", "--set", "batch.global_batch_size=16"];
+    for (layout, keys, faults) in [
+        (
+            &[][..],
+            "[offload]\noptimizer = \"fast\"\ngradients = \"fast\"\n",
+            &[
+                "kill rank=1 step=4 phase=optimizer unit=head",
+                "kill rank=0 step=8 phase=optimizer unit=block.0",
+                "kill rank=3 step=12 phase=backward unit=block.0",
+            ][..],
+        ),
+        (&pipeline[..], "", &["kill rank=3 step=4 phase=optimizer unit=head"][..]),
+    ] {
+        for (clipping, in_backward) in [("max_grad_norm = 0.5\n", ""), ("", "in_backward = true\n")] {
+            // Spot checks are refused next to updates in the backward pass.
+            let without = |recipe: &str| match in_backward {
+                "" => recipe.to_string(),
+                _ => recipe.replace("spot_check_every = 5\n", ""),
+            };
+            let with = |recipe: &str, keys: &str| recipe.replace("[optimizer]\n", &format!("[optimizer]\n{keys}"));
+            let (whole, expected) = run(&with(&without(&recipe), clipping), layout, &[]);
+            let deferring = with(&without(&in_forward), &format!("{clipping}{in_backward}"));
+            let keys =
+                if in_backward.is_empty() { keys.to_string() } else { keys.replace("gradients = \"fast\"\n", "") };
+            let (folder, text) = run(&(deferring + &keys), layout, faults);
+            assert_same_losses(&text, &expected, 0.);
+            assert_eq!(evaluations(&text), evaluations(&expected), "{text}");
+            assert_eq!(evaluations(&text).len(), 8, "{text}");
+            folder.assert_same_checkpoint(&whole, 24);
+        }
+    }
+}
+
+#[test]
 fn a_pipeline_resumes_with_other_numbers_of_stages_and_ranks() {
     let whole = Folder::new(RECIPE);
     // In f32, rounding that differs between layouts grows to 3e-5 of the loss in so many steps.

@@ -72,6 +72,46 @@ impl Program {
         &self.instructions[self.first_update()..]
     }
 
+    /// The program without the updates that the step before has left to it, for a step before which nothing is left: the first one, or
+    /// one whose predecessor was skipped or has been finished.
+    pub fn without_deferred_updates(&self, policy: &Policy) -> Program {
+        let is_deferred = self.deferred_updates(policy);
+        let others = self.instructions.iter().zip(is_deferred).filter(|(_, is_deferred)| !is_deferred);
+        Program { units: self.units.clone(), instructions: others.map(|(instruction, _)| *instruction).collect() }
+    }
+
+    /// The updates that the step before has left to this one, for whoever cannot wait for the next step.
+    pub fn only_deferred_updates(&self, policy: &Policy) -> Program {
+        let is_deferred = self.deferred_updates(policy);
+        let deferred = self.instructions.iter().zip(is_deferred).filter(|(_, is_deferred)| *is_deferred);
+        Program { units: self.units.clone(), instructions: deferred.map(|(instruction, _)| *instruction).collect() }
+    }
+
+    /// By instruction: whether it belongs to an update that the step before has left to this one, or waits for what that step stores.
+    fn deferred_updates(&self, policy: &Policy) -> Vec<bool> {
+        let position = |unit: usize| self.instructions.iter().position(|i| *i == Instruction::Update(unit));
+        let updated_at: Vec<Option<usize>> = (0..self.units.len()).map(position).collect();
+        let of_update = |(position, instruction): (usize, &Instruction)| {
+            let unit = instruction.unit()?;
+            let (updated_at, is_deferred) = (updated_at.get(unit).copied().flatten()?, policy.defers_update(unit));
+            Some(match *instruction {
+                Instruction::Update(_) => is_deferred,
+                Instruction::WaitStore(Offload { buffer: Buffer::Optimizer, .. }) => {
+                    is_deferred || position < updated_at
+                }
+                Instruction::StartFetch(Offload { buffer, .. })
+                | Instruction::WaitFetch(Offload { buffer, .. })
+                | Instruction::StartStore(Offload { buffer, .. })
+                | Instruction::WaitStore(Offload { buffer, .. }) => {
+                    is_deferred
+                        && (buffer == Buffer::Optimizer || (buffer == Buffer::Gradients && position < updated_at))
+                }
+                _ => false,
+            })
+        };
+        self.instructions.iter().enumerate().map(|at| of_update(at).unwrap_or(false)).collect()
+    }
+
     /// By unit: how its gradients travel when they are reduced.
     pub fn gradient_codecs(&self, units: usize) -> Vec<Codec> {
         let mut codecs = vec![Codec::None; units];

@@ -49,6 +49,7 @@ fn random_policy(random: &mut Random) -> Policy {
     let sharding = Sharding::stage(random.below(4) as u8).unwrap();
     let checkpointing =
         [ActivationCheckpointing::None, ActivationCheckpointing::Selective, ActivationCheckpointing::Full];
+    let update_in_forward = random.percent(30);
     Policy {
         sharding,
         prefetch: random.below(5),
@@ -57,9 +58,10 @@ fn random_policy(random: &mut Random) -> Policy {
         reduce_each_micro_batch: sharding.gradients && random.percent(40),
         micro_batches: 1 + random.below(4),
         update_in_backward: random.percent(30),
+        update_in_forward,
         gather_codec: if sharding.parameters && random.percent(30) { Codec::Int8 } else { Codec::None },
         optimizer_tier: random.percent(30).then_some(Tier::Disk),
-        parameter_tier: (sharding.parameters && random.percent(50)).then_some(Tier::Disk),
+        parameter_tier: (sharding.parameters && !update_in_forward && random.percent(50)).then_some(Tier::Disk),
         gradient_tier: random.percent(30).then_some(Tier::Disk),
         activation_tier: random.percent(30).then_some(Tier::Disk),
     }

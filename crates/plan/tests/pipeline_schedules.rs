@@ -38,11 +38,13 @@ fn every_schedule_works_for_any_number_of_stages_and_micro_batches() {
                     tie(&mut units);
                 }
                 let stage = random.below(4) as u8;
+                let update_in_forward = random.percent(30);
                 let policy = Policy {
+                    update_in_forward,
                     activation_checkpointing: checkpointing[random.below(3)],
                     prefetch: random.below(4),
                     optimizer_tier: random.percent(20).then_some(Tier::Disk),
-                    parameter_tier: (stage == 3 && random.percent(40)).then_some(Tier::Disk),
+                    parameter_tier: (stage == 3 && !update_in_forward && random.percent(40)).then_some(Tier::Disk),
                     update_in_backward: random.percent(20),
                     gather_codec: if stage == 3 && random.percent(30) { Codec::Int8 } else { Codec::None },
                     gradient_tier: random.percent(20).then_some(Tier::Disk),

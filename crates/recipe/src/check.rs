@@ -1,7 +1,8 @@
 //! Checks of a recipe that need no ranks: numbers out of range, keys without effect, keys that contradict each other.
 
+mod offload;
+
 use std::ops::Range;
-use std::path::Path;
 use std::result::Result as Either;
 
 use shardwise_plan::pipeline::{Actions, ActionsError, PipelineSchedule, ScheduleError};
@@ -14,8 +15,8 @@ use super::resolve::{
 };
 use super::source::Invalid;
 use super::{
-    ActivationCheckpointingRecipe, DeviceRecipe, FloatRecipe, HOST, NonFiniteRecipe, OptimizerKind, ParallelRecipe,
-    ParameterCodecRecipe, Recipe, Result, ScheduleKind, SpikeRecipe,
+    ActivationCheckpointingRecipe, DeviceRecipe, FloatRecipe, NonFiniteRecipe, OptimizerKind, ParallelRecipe, Recipe,
+    Result, ScheduleKind, SpikeRecipe,
 };
 
 type Checked = Either<(), Invalid>;
@@ -46,62 +47,6 @@ impl Recipe {
         let schedule = self.read_pipeline_schedule()?;
         self.check_chunks(&schedule)?;
         self.check_model()
-    }
-
-    /// Checks whether parameters can be quantized.
-    fn check_compression(&self) -> Checked {
-        const KEY: &str = "compression.parameters";
-        if self.compression.parameters == ParameterCodecRecipe::None {
-            return Ok(());
-        }
-        let value = (KEY, word(&self.compression.parameters));
-        if self.zero.stage < 3 {
-            let values = [("zero.stage", self.zero.stage.to_string()), value];
-            return Err(Invalid::between(&values, "only sharded parameters are gathered; set zero.stage = 3"));
-        }
-        let dtype = self.precision.param_dtype;
-        if !matches!(dtype, FloatRecipe::F32 | FloatRecipe::Bf16) {
-            let values = [("precision.param_dtype", word(&dtype)), value];
-            return Err(Invalid::between(&values, "only parameters in f32 or bf16 can be quantized"));
-        }
-        if self.run.device != DeviceRecipe::Cpu {
-            return Err(Invalid::at(KEY, format!("{KEY}: only ranks on CPUs can quantize so far; leave it out")));
-        }
-        Ok(())
-    }
-
-    /// Checks where parameters, optimizer state, gradients and activations can be kept.
-    fn check_offload(&self) -> Checked {
-        let folders = [
-            ("offload.optimizer", "optimizer state", &self.offload.optimizer),
-            ("offload.parameters", "parameters", &self.offload.parameters),
-            ("offload.gradients", "gradients", &self.offload.gradients),
-            ("offload.activations", "activations", &self.offload.activations),
-        ];
-        for (key, what, folder) in folders {
-            let Some(folder) = folder else { continue };
-            let at = |problem: &str| Err(Invalid::at(key, format!("{key}: {problem}")));
-            match (self.run.device == DeviceRecipe::Cpu, folder == Path::new(HOST)) {
-                (true, true) => {
-                    let problem = format!("a rank on a CPU already has its {what} in host memory");
-                    return at(&format!("{problem}; give a folder on a disk, or leave it out"));
-                }
-                (false, false) => {
-                    return at("a rank on a GPU can offload only to the memory of the host so far; set it to \"host\"");
-                }
-                (true, false) | (false, true) => (),
-            }
-        }
-        if let Some(folder) = self.offload.parameters.as_ref().filter(|_| self.zero.stage < 3) {
-            let values = [("zero.stage", self.zero.stage.to_string()), ("offload.parameters", format!("{folder:?}"))];
-            let problem = "only sharded parameters can be offloaded; set zero.stage = 3";
-            return Err(Invalid::between(&values, problem));
-        }
-        if self.offload.activations.is_some() && self.activation_checkpointing != ActivationCheckpointingRecipe::Full {
-            let problem = "only the activations that full checkpointing keeps can be offloaded; set activation_checkpointing = \"full\"";
-            return Err(Invalid::at("offload.activations", format!("offload.activations: {problem}")));
-        }
-        Ok(())
     }
 
     /// Checks what blocks that are computed in chunks can be combined with.
@@ -305,7 +250,19 @@ impl Recipe {
             return Err(Invalid::at("optimizer.weight_decay", problem));
         }
         self.check_optimizer_keys()?;
-        if given.in_backward { self.check_update_in_backward() } else { Ok(()) }
+        if given.in_backward {
+            self.check_update_in_backward()?;
+        }
+        match &self.offload.parameters {
+            Some(folder) if given.in_forward => {
+                let values =
+                    [("optimizer.in_forward", "true".to_string()), ("offload.parameters", format!("{folder:?}"))];
+                let problem =
+                    "units cannot be updated in the forward pass: their offloaded parameters are fetched before";
+                Err(Invalid::between(&values, problem))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Refuses everything that must see the gradients of all units before the first update.

@@ -540,6 +540,11 @@ pub struct OptimizerRecipe {
     /// clipping.
     #[serde(default)]
     pub in_backward: bool,
+    /// Leave updates to the next step, which updates each unit just before its forward pass: what updates fetch and store then overlaps with
+    /// forward passes. The results are the same. Gradients take memory until then. Together with `in_backward`, every third unit waits for
+    /// the forward pass, or every fourth with full activation checkpointing. Not possible with `offload.parameters`.
+    #[serde(default)]
+    pub in_forward: bool,
 }
 
 /// `kind` of an optimizer.

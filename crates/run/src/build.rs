@@ -138,6 +138,7 @@ pub fn options(recipe: &Recipe, device: Device) -> Result<Options> {
         max_grad_norm: recipe.optimizer.max_grad_norm,
         loss_scale: recipe.resolve_loss_scale().map_or(LossScale::Fixed(1.), LossScale::Dynamic),
         update_in_backward: recipe.optimizer.in_backward,
+        update_in_forward: recipe.optimizer.in_forward,
         gather_codec: match recipe.compression.parameters {
             ParameterCodecRecipe::None => Codec::None,
             ParameterCodecRecipe::Int8 => Codec::Int8,

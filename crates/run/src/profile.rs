@@ -129,16 +129,19 @@ pub struct OffloadedBytes {
     pub read_bytes_per_s: f64,
     /// The bandwidth while it writes.
     pub write_bytes_per_s: f64,
+    /// The processor time that checksums take.
+    pub checksum_s: f64,
 }
 
 impl OffloadedBytes {
     fn per_step(moved: Moved, steps: u64) -> Self {
-        let Moved { read_bytes, read_s, written_bytes, write_s } = moved;
+        let Moved { read_bytes, read_s, written_bytes, write_s, checksum_s } = moved;
         OffloadedBytes {
             read_bytes: read_bytes as f64 / steps as f64,
             written_bytes: written_bytes as f64 / steps as f64,
             read_bytes_per_s: read_bytes as f64 / read_s.max(1e-9),
             write_bytes_per_s: written_bytes as f64 / write_s.max(1e-9),
+            checksum_s: checksum_s / steps as f64,
         }
     }
 }

@@ -282,13 +282,18 @@ impl<'a> Session<'a> {
 
         let is_checked = recipe.supervision.spot_check_every.is_some_and(|every| step.is_multiple_of(every));
         let is_pipeline = trainer.ranks().pipeline.size() > 1;
-        if let Some(saver) = self.saver.as_mut().filter(|_| is_pipeline && recipe.optimizer.in_backward) {
+        if is_checked {
+            finish_update(trainer, self.saver.as_mut())?;
+        }
+        let is_deferred = trainer.has_deferred_update();
+        let updates_in_passes = is_deferred || recipe.optimizer.in_backward;
+        if let Some(saver) = self.saver.as_mut().filter(|_| is_pipeline && updates_in_passes) {
             saver.release_all_units(trainer)?;
         }
         let gradients = match is_checked {
             true => compute_checked_gradients(trainer, &self.probe, &own, &rank_batches)?,
             false => {
-                // What is updated in the backward pass, too, may still be read by a save.
+                // What is updated in the passes, too, may still be read by a save.
                 let saver = &mut self.saver;
                 trainer.compute_gradients_with(&own, &mut |shard, unit| match saver {
                     Some(saver) => saver.release_unit(shard, unit),
@@ -296,6 +301,9 @@ impl<'a> Session<'a> {
                 })?
             }
         };
+        if let Some(saver) = self.saver.as_mut().filter(|_| is_deferred) {
+            saver.end_update(trainer.fewer_updates())?;
+        }
         self.tracer.request(gradients.largest_signal);
         let on_spike = match recipe.supervision.on_spike {
             SpikeRecipe::Report => OnSpike::Report,
@@ -314,7 +322,9 @@ impl<'a> Session<'a> {
             Some(saver) => {
                 let updated =
                     trainer.apply_update_with(gradients, &mut |shard, unit| saver.release_unit(shard, unit))?;
-                saver.end_update(trainer.fewer_updates())?;
+                if !trainer.has_deferred_update() {
+                    saver.end_update(trainer.fewer_updates())?;
+                }
                 updated
             }
             None => trainer.apply_update(gradients)?,
@@ -355,6 +365,7 @@ impl<'a> Session<'a> {
             return Ok(());
         };
         self.position.enter(Phase::Evaluation);
+        finish_update(trainer, self.saver.as_mut())?;
         let micro_batch_size = self.recipe.batch(trainer.ranks().world.size())?.micro_batch_size;
         let metrics = self.meter.exclude(|| evaluate_set(trainer, evaluation_set, micro_batch_size))?;
         self.log.print(&format!("evaluation after step {step}: {metrics}"));
@@ -432,6 +443,16 @@ impl<'a> Session<'a> {
         }
         Ok(())
     }
+}
+
+/// Updates the units that wait for the next step, before anything else reads their parameters. All ranks call it together.
+fn finish_update(trainer: &mut Trainer, saver: Option<&mut Saver>) -> Result<()> {
+    let Some(saver) = saver.filter(|_| trainer.has_deferred_update()) else { return Ok(trainer.finish_update()?) };
+    if trainer.ranks().pipeline.size() > 1 {
+        saver.release_all_units(trainer)?;
+    }
+    trainer.finish_update_with(&mut |shard, unit| saver.release_unit(shard, unit))?;
+    saver.end_update(trainer.fewer_updates())
 }
 
 /// The maximum number of parameters that a note names.

@@ -70,6 +70,7 @@ impl Trainer {
         parallel: &TensorParallel,
         mut compute: impl FnMut(&Trainer, usize, Option<&Tensor>) -> Result<Tensor>,
     ) -> Result<Option<Tensor>> {
+        self.finish_update()?;
         self.unless_broken(|trainer| {
             let (mesh, rank) = (trainer.ranks.mesh(), trainer.ranks.world.rank());
             let programs = inference_programs(&trainer.unit_specs, &trainer.options, &mesh)?;

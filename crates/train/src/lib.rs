@@ -66,6 +66,7 @@ mod step_programs;
 mod step_values;
 mod tensor_group;
 mod unit_specs;
+mod update;
 
 pub use context_groups::ContextGroups;
 pub use costs::memory_costs;

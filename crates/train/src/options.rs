@@ -101,6 +101,13 @@ pub struct Options {
     /// memory of a few units if a step has one micro-batch, and updates overlap with the backward pass. Nothing may depend on all
     /// gradients: no clipping, no dynamic loss scale, and no skipping of updates.
     pub update_in_backward: bool,
+    /// Whether updates wait for the next step, which updates each unit just before its forward pass. Changes no bit. Updates, and what they
+    /// fetch and store, then overlap with forward passes, and gradients stay until then. With [`Options::update_in_backward`], every third
+    /// unit waits, or every fourth if forward passes are repeated, and the others are updated in the backward pass.
+    ///
+    /// Evaluations, generation and checkpoints finish what is left first; so must whoever reads parameters otherwise
+    /// ([`Trainer::finish_update`](crate::Trainer::finish_update)).
+    pub update_in_forward: bool,
     /// How parameters travel to the passes of training steps. [`Codec::Int8`] quantizes them for these passes: a quarter of the bytes in f32,
     /// and half in bf16. Needs sharded parameters (stage 3) in f32 or bf16, on CPUs.
     pub gather_codec: Codec,
@@ -131,6 +138,7 @@ impl Options {
             max_grad_norm: None,
             loss_scale: LossScale::Fixed(1.),
             update_in_backward: false,
+            update_in_forward: false,
             gather_codec: Codec::None,
             on_nonfinite: OnNonFinite::Stop,
             offload: Offloading::default(),
@@ -147,6 +155,7 @@ impl Options {
             reduce_each_micro_batch: self.reduce_each_micro_batch,
             micro_batches,
             update_in_backward: self.update_in_backward,
+            update_in_forward: self.update_in_forward,
             gather_codec: self.gather_codec,
             optimizer_tier: self.offload.optimizer.as_ref().map(OffloadPlace::tier),
             parameter_tier: self.offload.parameters.as_ref().map(OffloadPlace::tier),
@@ -168,6 +177,11 @@ impl Options {
         }
         if self.update_in_backward {
             self.check_update_in_backward()?;
+        }
+        if self.update_in_forward && self.offload.parameters.is_some() {
+            return refuse(
+                "update_in_forward: parameters that are offloaded are fetched before the update could change them",
+            );
         }
         let is_on_cpu = self.device == Device::Cpu;
         if self.gather_codec != Codec::None {

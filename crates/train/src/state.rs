@@ -165,6 +165,7 @@ impl Trainer {
     /// This rank's shards of a unit, as a checkpoint stores them, once the last update is complete: one for each buffer of its layout
     /// that this rank owns a shard of, and none for a unit of another stage. They share memory with the trainer: hold a [`Trainer::lease_tensors`] while reading them.
     pub fn checkpoint_tensors(&mut self, unit: usize) -> Result<Vec<Option<CheckpointTensor>>> {
+        self.finish_update()?;
         self.unless_broken(|trainer| {
             if !trainer.shards.has(unit) {
                 return Ok(Vec::new());

@@ -13,7 +13,7 @@ use shardwise_plan::program::{Instruction, Keep, ModelParallel, Policy, Program,
 use shardwise_torch::autograd::{self, Graph};
 use shardwise_torch::tch::{Device, Tensor, no_grad};
 use shardwise_torch::{Stream, kind_of};
-use shardwise_zero::{Bytes, Moved, OffloadTargets, Optimizer, Pool, ShardedUnit};
+use shardwise_zero::{Bytes, Moved, OffloadTargets, Pool, ShardedUnit};
 
 use crate::error::{Error, Result};
 use crate::expert_biases::ExpertBiases;
@@ -30,7 +30,9 @@ use crate::shard_model::{offload_targets, shard_model};
 use crate::step_programs::{
     check_executable, check_programs, check_ties, checked_programs, replay_programs, splits_backward, stages_of_units,
 };
-use crate::step_values::{BeforeUpdate, HalfBackward, ParameterGradient, StepValues, UnitPass, Unread, copy_batches};
+use crate::step_values::{
+    BeforeUpdate, HalfBackward, ParameterGradient, StepValues, UnitPass, Unread, Update, copy_batches,
+};
 use crate::tensor_group::TensorRanks;
 use crate::unit_specs::{StepShape, unit_specs};
 
@@ -74,6 +76,8 @@ pub struct Trainer {
     pub(crate) leases: Vec<Arc<()>>,
     /// The step whose gradients are complete and not applied yet.
     pending: Option<u64>,
+    /// The update of the last step, if units are left that wait for it.
+    pub(crate) deferred: Option<Update>,
     /// Whether a step has completed. Only the first reports missing gradients.
     has_stepped: bool,
     /// The error of a call that failed halfway. From then on every call fails.
@@ -149,6 +153,7 @@ impl Trainer {
             probe: Arc::new(()),
             leases,
             pending: None,
+            deferred: None,
             has_stepped: false,
             broken_by: None,
         })
@@ -184,7 +189,7 @@ impl Trainer {
         self.first_trainable
     }
 
-    /// The sharded units of this rank's stage, in the model's order.
+    /// The sharded units of this rank's stage, in the model's order. Updates may be left: see [`Trainer::finish_update`].
     pub fn shards_mut(&mut self) -> impl Iterator<Item = &mut ShardedUnit> {
         self.shards.iter_mut().map(|(_, shard)| shard)
     }
@@ -211,14 +216,14 @@ impl Trainer {
     ///
     /// Before the first step of a custom model whose layers ranks share, compares the layers with those on one rank.
     pub fn compute_gradients(&mut self, micro_batches: &[Batch]) -> Result<Gradients> {
-        if self.options.update_in_backward {
+        if self.options.update_in_backward || self.deferred.is_some() {
             (0..self.leases.len()).try_for_each(|unit| self.check_no_lease(unit))?;
         }
         self.compute_gradients_with(micro_batches, &mut |_, _| Ok(()))
     }
 
     /// Like [`Trainer::compute_gradients`], for whoever reads the trainer's tensors in the meantime: `before` is called for each unit
-    /// that is updated in the backward pass, as by [`Trainer::apply_update_with`].
+    /// that is updated in the passes, as by [`Trainer::apply_update_with`].
     pub fn compute_gradients_with(
         &mut self,
         micro_batches: &[Batch],
@@ -238,7 +243,7 @@ impl Trainer {
     /// finite. All ranks call it together. A step that fails is not counted. Fails if these gradients have been discarded, or if
     /// someone holds a [`TensorLease`](crate::TensorLease).
     pub fn apply_update(&mut self, gradients: Gradients) -> Result<Report> {
-        if gradients.are_finite() && !self.options.update_in_backward {
+        if gradients.are_finite() && !self.options.update_in_backward && !self.options.update_in_forward {
             (0..self.leases.len()).try_for_each(|unit| self.check_no_lease(unit))?;
         }
         self.apply_update_with(gradients, &mut |_, _| Ok(()))
@@ -265,6 +270,10 @@ impl Trainer {
 
     /// Discards the gradients of a step that is not applied.
     pub fn discard_gradients(&mut self) {
+        if self.deferred.is_some() {
+            // They have been applied, although not to all units yet.
+            return;
+        }
         if let Some(step) = self.pending.take().filter(|_| self.options.update_in_backward) {
             self.mark_broken(&format!("step {step} was abandoned after its units were updated in the backward pass"));
         }
@@ -356,10 +365,11 @@ impl Trainer {
         values.batches = self.copy_batches(micro_batches)?;
         values.splits_backward = splits_backward(&program);
         self.set_gradient_codecs(&program);
+        values.before_update = Some(before);
         if self.options.update_in_backward {
-            values.update = Some((self.optimizer_at(self.steps + 1), 1. / values.loss_scale, before));
+            values.update = Some(self.update_of(self.steps + 1, 1. / values.loss_scale, micro_batches.len()));
         }
-        self.execute(program.gradients(), &mut values)?;
+        self.execute_passes(&program, &mut values)?;
         Ok(values.totals.expect("a step's program ends with its totals"))
     }
 
@@ -369,9 +379,12 @@ impl Trainer {
         if gradients.are_finite() {
             let clip = self.options.max_grad_norm.map_or(1., |largest| (largest / gradients.grad_norm).min(1.));
             let mut values = StepValues::new(&[], self.shards.model_len(), gradients.loss_scale);
-            values.update = Some((self.optimizer_at(gradients.step), clip / gradients.loss_scale, before));
+            let update = self.update_of(gradients.step, clip / gradients.loss_scale, gradients.micro_batches);
+            values.update = Some(update);
+            values.before_update = Some(before);
             let program = self.program(gradients.micro_batches)?;
             self.execute(program.update(), &mut values)?;
+            self.deferred = values.update.filter(|_| self.options.update_in_forward);
             self.record_update(&gradients)?;
         } else {
             skipped = Some(self.skip_update(&gradients)?);
@@ -380,7 +393,7 @@ impl Trainer {
     }
 
     /// Executes instructions, in order.
-    fn execute(&mut self, instructions: &[Instruction], step: &mut StepValues<'_>) -> Result<()> {
+    pub(crate) fn execute(&mut self, instructions: &[Instruction], step: &mut StepValues<'_>) -> Result<()> {
         for &instruction in instructions {
             self.enter(&instruction);
             match instruction {
@@ -551,29 +564,6 @@ impl Trainer {
             return Err(failed(shardwise_model::Error::Config { key: "loss", problem }));
         }
         Ok(output)
-    }
-
-    /// Updates a unit, once nobody reads its tensors.
-    fn update_unit(&mut self, unit: usize, step: &mut StepValues<'_>) -> Result<()> {
-        let (optimizer, factor, before) = step.update.as_mut().expect("an update has an optimizer");
-        let released = before(&mut self.shards[unit], unit).and_then(|()| self.check_no_lease(unit));
-        // Units before this one have been updated.
-        released.inspect_err(|error| self.mark_broken(error))?;
-        Ok(self.shards[unit].update(optimizer, *factor)?)
-    }
-
-    /// The optimizer of a step.
-    fn optimizer_at(&self, step: u64) -> Optimizer {
-        let scheduled = self.options.schedule.at(step);
-        self.options.optimizer.with_lr(scheduled.lr, scheduled.momentum)
-    }
-
-    /// Changes what an update changes besides parameters and optimizer state.
-    fn record_update(&mut self, gradients: &Gradients) -> Result<()> {
-        self.expert_biases.update(&self.model, &gradients.expert_tokens)?;
-        self.loss_scaler.record_finite_step();
-        self.updates += 1;
-        Ok(())
     }
 
     /// A unit's forward pass that keeps these activations.

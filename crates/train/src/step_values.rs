@@ -100,8 +100,21 @@ pub(crate) struct StepValues<'a> {
     /// Values on the device that nobody has waited for yet.
     pub(crate) unread: Vec<(Unread, Tensor)>,
     pub(crate) totals: Option<Gradients>,
-    /// The optimizer of this step, the factor of its gradients, and what to call before each unit is updated.
-    pub(crate) update: Option<(Optimizer, f64, &'a mut BeforeUpdate<'a>)>,
+    /// How units are updated with the gradients of this step.
+    pub(crate) update: Option<Update>,
+    /// How units are updated with those that the step before has left to this one.
+    pub(crate) deferred_update: Option<Update>,
+    /// What to call before each unit is updated.
+    pub(crate) before_update: Option<&'a mut BeforeUpdate<'a>>,
+}
+
+/// How the units of a step are updated.
+#[derive(Clone)]
+pub(crate) struct Update {
+    pub(crate) optimizer: Optimizer,
+    /// What gradients are multiplied by: it clips them, and undoes the loss scale.
+    pub(crate) factor: f64,
+    pub(crate) micro_batches: usize,
 }
 
 impl<'a> StepValues<'a> {
@@ -127,6 +140,8 @@ impl<'a> StepValues<'a> {
             unread: Vec::new(),
             totals: None,
             update: None,
+            deferred_update: None,
+            before_update: None,
         }
     }
 

@@ -12,7 +12,7 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rustix::fs::{FallocateFlags, OFlags};
 use rustix::io::Errno;
@@ -45,6 +45,8 @@ pub struct Moved {
     pub written_bytes: u64,
     /// The time of the thread that wrote them.
     pub write_s: f64,
+    /// The part of both times that went into checksums.
+    pub checksum_s: f64,
 }
 
 impl Moved {
@@ -56,6 +58,7 @@ impl Moved {
             read_s: self.read_s - before.read_s,
             written_bytes: self.written_bytes - before.written_bytes,
             write_s: self.write_s - before.write_s,
+            checksum_s: self.checksum_s - before.checksum_s,
         }
     }
 
@@ -67,6 +70,7 @@ impl Moved {
             read_s: self.read_s + other.read_s,
             written_bytes: self.written_bytes + other.written_bytes,
             write_s: self.write_s + other.write_s,
+            checksum_s: self.checksum_s + other.checksum_s,
         }
     }
 }
@@ -74,18 +78,18 @@ impl Moved {
 /// A thread that moves blocks one after the other.
 struct Lane {
     jobs: mpsc::Sender<Job>,
-    /// The bytes that it has moved, and the nanoseconds that this took.
-    moved: Arc<[AtomicU64; 2]>,
+    /// The bytes that it has moved, the nanoseconds that this took, and those that went into checksums.
+    moved: Arc<[AtomicU64; 3]>,
 }
 
 impl Lane {
     fn start(
         name: &str,
         file: Arc<DirectFile>,
-        work: fn(&DirectFile, &mut Job) -> io::Result<u32>,
+        work: fn(&DirectFile, &mut Job) -> io::Result<Checksum>,
     ) -> io::Result<Self> {
         let (jobs, queue) = mpsc::channel::<Job>();
-        let moved: Arc<[AtomicU64; 2]> = Arc::default();
+        let moved: Arc<[AtomicU64; 3]> = Arc::default();
         let counters = moved.clone();
         std::thread::Builder::new().name(name.to_string()).spawn(move || {
             for mut job in queue {
@@ -93,8 +97,12 @@ impl Lane {
                 let worked = work(&file, &mut job);
                 counters[0].fetch_add((job.block.len() * job.block.dtype().bytes()) as u64, Ordering::Relaxed);
                 counters[1].fetch_add(began.elapsed().as_nanos() as u64, Ordering::Relaxed);
+                let checksum = worked.map(|checksum| {
+                    counters[2].fetch_add(checksum.took.as_nanos() as u64, Ordering::Relaxed);
+                    checksum.value
+                });
                 // Nobody may wait for it any more.
-                drop(job.done.send(worked.map(|checksum| (job.block, checksum))));
+                drop(job.done.send(checksum.map(|checksum| (job.block, checksum))));
             }
         })?;
         Ok(Lane { jobs, moved })
@@ -107,9 +115,10 @@ impl Lane {
         Transfer(transfer)
     }
 
-    fn moved(&self) -> (u64, f64) {
-        let [bytes, nanoseconds] = [0, 1].map(|at: usize| self.moved[at].load(Ordering::Relaxed));
-        (bytes, nanoseconds as f64 / 1e9)
+    /// The bytes that it has moved, the seconds that this took, and those that went into checksums.
+    fn moved(&self) -> (u64, f64, f64) {
+        let [bytes, nanoseconds, in_checksums] = [0, 1, 2].map(|at: usize| self.moved[at].load(Ordering::Relaxed));
+        (bytes, nanoseconds as f64 / 1e9, in_checksums as f64 / 1e9)
     }
 }
 
@@ -166,8 +175,9 @@ impl ScratchFile {
 
     /// What has been moved so far.
     pub fn moved(&self) -> Moved {
-        let ((read_bytes, read_s), (written_bytes, write_s)) = (self.reads.moved(), self.writes.moved());
-        Moved { read_bytes, read_s, written_bytes, write_s }
+        let (read_bytes, read_s, of_reads_s) = self.reads.moved();
+        let (written_bytes, write_s, of_writes_s) = self.writes.moved();
+        Moved { read_bytes, read_s, written_bytes, write_s, checksum_s: of_reads_s + of_writes_s }
     }
 
     /// Reserves a range.
@@ -195,20 +205,35 @@ impl ScratchFile {
     }
 }
 
-fn read(file: &DirectFile, job: &mut Job) -> io::Result<u32> {
-    let (mut checksum, mut at) = (0, job.region.start);
+/// The checksum of a block, and how long it took to compute.
+#[derive(Default)]
+struct Checksum {
+    value: u32,
+    took: Duration,
+}
+
+impl Checksum {
+    fn add(&mut self, piece: &[u8]) {
+        let began = Instant::now();
+        self.value = crc32c::crc32c_append(self.value, piece);
+        self.took += began.elapsed();
+    }
+}
+
+fn read(file: &DirectFile, job: &mut Job) -> io::Result<Checksum> {
+    let (mut checksum, mut at) = (Checksum::default(), job.region.start);
     for piece in job.block.bytes_mut().map_err(io::Error::other)?.chunks_mut(PIECE_BYTES) {
         file.read(piece, at)?;
-        checksum = crc32c::crc32c_append(checksum, piece);
+        checksum.add(piece);
         at += piece.len() as u64;
     }
     Ok(checksum)
 }
 
-fn write(file: &DirectFile, job: &mut Job) -> io::Result<u32> {
-    let (mut checksum, mut at) = (0, job.region.start);
+fn write(file: &DirectFile, job: &mut Job) -> io::Result<Checksum> {
+    let (mut checksum, mut at) = (Checksum::default(), job.region.start);
     for piece in job.block.bytes().map_err(io::Error::other)?.chunks(PIECE_BYTES) {
-        checksum = crc32c::crc32c_append(checksum, piece);
+        checksum.add(piece);
         file.write(piece, at)?;
         at += piece.len() as u64;
     }

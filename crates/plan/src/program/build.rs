@@ -18,13 +18,30 @@ use stage::{Goal, Stage};
 /// A training step: for each micro-batch a forward and a backward pass, then the update.
 pub fn train_step(units: &[UnitSpec], policy: &Policy) -> Program {
     let (model, stages) = (0..units.len(), vec![0; units.len()]);
-    let mut stage = Stage::new(units, policy, from_ref(&model), (&stages, 0), Goal::Training);
-    stage.count_tokens();
-    for micro_batch in 0..policy.micro_batches {
-        stage.run(&[Action::forward(0, micro_batch), Action::backward(0, micro_batch)]);
+    let stage = Stage::new(units, policy, from_ref(&model), (&stages, 0), Goal::Training);
+    let run = |stage: &mut Stage<'_>| {
+        for micro_batch in 0..policy.micro_batches {
+            stage.run(&[Action::forward(0, micro_batch), Action::backward(0, micro_batch)]);
+        }
+    };
+    training_step(stage, policy, run).finish().program
+}
+
+/// A training step whose passes `run` adds.
+fn training_step<'a>(stage: Stage<'a>, policy: &Policy, run: impl Fn(&mut Stage<'a>)) -> Stage<'a> {
+    let step = |mut stage: Stage<'a>, last: Option<&Stage<'a>>| {
+        stage.count_tokens();
+        if let Some(last) = last {
+            stage.defer_updates_of(last);
+        }
+        run(&mut stage);
+        stage.update();
+        stage
+    };
+    match policy.update_in_forward {
+        true => step(stage.clone(), Some(&step(stage, None))),
+        false => step(stage, None),
     }
-    stage.update();
-    stage.finish().program
 }
 
 /// The passes of a step, without accumulation and reduction of gradients.
@@ -82,13 +99,13 @@ fn build_stages(
     check_tied(units, policy, pipeline, &stages)?;
     let build = |(index, actions): (usize, &Vec<Action>)| {
         let mut stage = Stage::new(units, policy, &pipeline.chunks, (&stages, index), goal);
-        if goal == Goal::Training {
-            stage.count_tokens();
-        }
-        stage.send_tied_parameters(actions);
-        stage.run(actions);
-        if goal == Goal::Training {
-            stage.update();
+        let run = |stage: &mut Stage<'_>| {
+            stage.send_tied_parameters(actions);
+            stage.run(actions);
+        };
+        match goal {
+            Goal::Training => stage = training_step(stage, policy, run),
+            Goal::Replay | Goal::Inference => run(&mut stage),
         }
         stage.finish()
     };

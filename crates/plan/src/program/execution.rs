@@ -225,7 +225,8 @@ impl Execution<'_> {
             Instruction::WaitFetch(offload) | Instruction::WaitStore(offload) => {
                 match self.lanes[party].copies.get(&(offload.unit, offload.buffer)) {
                     Some(&work) => self.wait(party, &[work]),
-                    None => return false,
+                    // The step before may have started a store. If it is not there, it has ended.
+                    None => return matches!(instruction, Instruction::WaitStore(_)),
                 }
             }
             _ => (),

@@ -67,6 +67,9 @@ pub struct Policy {
     pub micro_batches: usize,
     /// Whether to update each unit as soon as its gradients are reduced, in the backward pass, instead of after the totals.
     pub update_in_backward: bool,
+    /// Whether updates wait for the next step, where each unit is updated before its forward pass. Next to updates in the backward
+    /// pass, only those of some units wait.
+    pub update_in_forward: bool,
     /// How parameters travel when they are gathered for the passes of a training step. Any codec but [`Codec::None`] changes the numbers
     /// that passes compute with, and needs sharded parameters.
     pub gather_codec: Codec,
@@ -93,12 +96,23 @@ impl Policy {
             reduce_each_micro_batch: false,
             micro_batches,
             update_in_backward: false,
+            update_in_forward: false,
             gather_codec: Codec::None,
             optimizer_tier: None,
             parameter_tier: None,
             gradient_tier: None,
             activation_tier: None,
         }
+    }
+
+    /// Whether the update of a unit waits for the next step's forward pass. If other units are updated in the backward pass, those that
+    /// wait are spread evenly: one of three, as forward passes take a third of the time, or one of four if they are repeated.
+    pub fn defers_update(&self, unit: usize) -> bool {
+        let passes = match self.activation_checkpointing {
+            ActivationCheckpointing::Full => 4,
+            ActivationCheckpointing::None | ActivationCheckpointing::Selective => 3,
+        };
+        self.update_in_forward && (!self.update_in_backward || unit % passes == passes - 1)
     }
 }
 

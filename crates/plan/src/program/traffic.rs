@@ -271,10 +271,10 @@ impl Sent {
 /// If the rank's index is not in its groups.
 pub fn traffic(program: &Program, units: &[UnitSpec], policy: &Policy, layout: &Layout) -> Traffic {
     let mut traffic = Traffic::default();
-    let first_update = program.gradients().len();
     for (position, call) in calls(program, units, policy) {
         if call.op == CallOp::Issue && call.collective.unit.is_some() {
-            let sent = if position < first_update { &mut traffic.step } else { &mut traffic.update };
+            let is_update = matches!(program.instructions[position], Instruction::Update(_));
+            let sent = if is_update { &mut traffic.update } else { &mut traffic.step };
             sent.add(&call.collective, layout.sent_bytes(&call.collective));
         }
     }

@@ -191,7 +191,7 @@ fn machine(profiled: &ProfileReport) -> Vec<String> {
         }
     }
     if let Some(moved) = profiled.offload {
-        let OffloadedBytes { read_bytes, written_bytes, read_bytes_per_s, write_bytes_per_s } = moved;
+        let OffloadedBytes { read_bytes, written_bytes, read_bytes_per_s, write_bytes_per_s, .. } = moved;
         let waited_s = profiled.profile.units.iter().map(|unit| unit.offload_s).sum();
         lines.push(format!(
             "Disk: a rank reads {:.1} MB per step at {}, writes {:.1} MB at {}, and waits for {}",

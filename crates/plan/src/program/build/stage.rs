@@ -57,6 +57,7 @@ enum Reduction {
 }
 
 /// The program of a stage, as it grows.
+#[derive(Clone)]
 pub(super) struct Stage<'a> {
     units: &'a [UnitSpec],
     policy: &'a Policy,
@@ -86,6 +87,8 @@ pub(super) struct Stage<'a> {
     updated: BTreeSet<usize>,
     /// The units for whose update everything is in memory, or being fetched.
     fetched: BTreeSet<usize>,
+    /// The units that the step before has left to update.
+    deferred: Vec<usize>,
     /// The units of which what an update has changed is being stored.
     storing_updated: VecDeque<usize>,
     /// The unit whose gradients are being stored.
@@ -130,6 +133,7 @@ impl<'a> Stage<'a> {
             replicating: None,
             updated: BTreeSet::new(),
             fetched: BTreeSet::new(),
+            deferred: Vec::new(),
             storing_updated: VecDeque::new(),
             storing: None,
             inputs: BTreeMap::new(),
@@ -154,17 +158,32 @@ impl<'a> Stage<'a> {
         self.push(Instruction::CountTokens);
     }
 
+    /// Takes over what a step like this one has left: updates, and the stores of those that it has made last. Starts to fetch what the first
+    /// update needs.
+    pub(super) fn defer_updates_of(&mut self, last: &Stage<'_>) {
+        self.deferred =
+            (0..self.units.len()).filter(|&unit| self.is_trained(unit) && self.policy.defers_update(unit)).collect();
+        for &unit in &self.deferred {
+            self.gradients[unit] = last.gradients[unit];
+        }
+        self.storing_updated = last.storing_updated.clone();
+        self.fetch_for_deferred();
+    }
+
     /// The reduced gradients' norms, the totals, and the update of the units that are not updated yet.
     pub(super) fn update(&mut self) {
-        let is_left = |&unit: &usize| self.has(unit) && self.units[unit].trainable > 0 && !self.updated.contains(&unit);
-        let mut left: Vec<usize> = (0..self.units.len()).filter(is_left).collect();
+        let is_left = |&unit: &usize| self.is_trained(unit) && !self.updated.contains(&unit);
+        let is_deferred = |&unit: &usize| self.policy.defers_update(unit);
+        let (deferred, mut left): (Vec<usize>, Vec<usize>) =
+            (0..self.units.len()).filter(is_left).partition(is_deferred);
         if self.policy.update_in_backward {
             // In the order in which their gradients are reduced.
             left.reverse();
             self.update_units(&left);
+            deferred.into_iter().rev().for_each(|unit| self.add_norm(unit));
             self.push(Instruction::ReduceTotals);
         } else {
-            for &unit in &left {
+            for &unit in deferred.iter().chain(&left) {
                 // Stored gradients have their norms.
                 if self.gradients[unit] == Gradients::InMemory {
                     self.add_norm(unit);
@@ -174,7 +193,9 @@ impl<'a> Stage<'a> {
             self.push(Instruction::ReduceTotals);
             self.update_units(&left);
         }
-        self.wait_store_updated(0);
+        if !self.policy.update_in_forward {
+            self.wait_store_updated(0);
+        }
     }
 
     /// Waits until a unit's gradients are reduced, and adds their norm to the totals.
@@ -193,18 +214,43 @@ impl<'a> Stage<'a> {
         }
     }
 
-    /// Updates a unit, and starts to store what has changed.
+    /// Updates a unit with the gradients of this step.
     fn update_unit(&mut self, unit: usize) {
         self.fetch_for_update(unit);
         if self.policy.update_in_backward {
             self.add_norm(unit);
         }
+        self.finish_update(unit, self.policy.prefetch);
+        self.updated.insert(unit);
+    }
+
+    /// Updates a unit, if the step before has left that to this one. Meanwhile, what the next of these updates need is fetched.
+    fn update_deferred(&mut self, unit: usize) {
+        if self.deferred.contains(&unit) {
+            self.fetch_for_update(unit);
+            self.deferred.retain(|&deferred| deferred != unit);
+            self.fetch_for_deferred();
+            // The step before has updated its first units last, which had nothing to hide their stores. They have this forward pass.
+            let more = usize::from(self.policy.update_in_backward && self.policy.prefetch > 0);
+            self.finish_update(unit, self.policy.prefetch + more);
+            // They are used up.
+            self.gradients[unit] = Gradients::InMemory;
+        }
+    }
+
+    /// Starts to fetch what the next deferred updates need.
+    fn fetch_for_deferred(&mut self) {
+        let next: Vec<usize> = self.deferred.iter().copied().take(self.policy.prefetch).collect();
+        next.into_iter().for_each(|unit| self.fetch_for_update(unit));
+    }
+
+    /// Updates a unit once everything is fetched, and starts to store what has changed, while at most `stores` units are being stored.
+    fn finish_update(&mut self, unit: usize, stores: usize) {
         self.for_fetched(unit, Instruction::WaitFetch);
         self.push(Instruction::Update(unit));
-        self.updated.insert(unit);
         self.for_updated(unit, Instruction::StartStore);
         self.storing_updated.push_back(unit);
-        self.wait_store_updated(self.policy.prefetch);
+        self.wait_store_updated(stores);
     }
 
     /// Sends parameters to the stages whose units are tied to them. They stay gathered if the first action needs them.
@@ -317,6 +363,10 @@ impl<'a> Stage<'a> {
                 Pass::BackwardInput => Instruction::BackwardInput { unit, micro_batch },
                 _ => Instruction::Backward { unit, micro_batch },
             });
+            if action.micro_batch == 0 && unit + 1 == end && self.policy.update_in_forward {
+                // Those of deferred updates, which had this backward pass to be stored.
+                self.wait_store_updated(0);
+            }
             if unit == start && start > self.first_trainable && !self.has(start - 1) {
                 self.push(Instruction::Send(Message::gradients(start, micro_batch)));
             }
@@ -375,9 +425,10 @@ impl<'a> Stage<'a> {
             && self.units[unit].backward_reads_parameters
     }
 
-    /// Starts to gather a unit and the one on this stage that it is tied to.
+    /// Starts to gather a unit and the one on this stage that it is tied to, as soon as they are updated.
     fn prefetch(&mut self, unit: usize) {
         for unit in self.tied_here(unit).into_iter().chain([unit]) {
+            self.update_deferred(unit);
             if self.parameters[unit] == Parameters::Sharded {
                 self.parameters[unit] = Parameters::Gathering;
                 // Evaluations use the exact parameters.
@@ -462,13 +513,14 @@ impl<'a> Stage<'a> {
             self.reductions[earlier] = Reduction::BetweenReplicas;
             self.push(Instruction::WaitReduceScatter(earlier));
             let is_updated = self.policy.update_in_backward && self.reductions_left[earlier] == 0;
-            if is_updated && self.policy.prefetch > 0 {
+            if is_updated && self.policy.prefetch > 0 && !self.policy.defers_update(earlier) {
                 self.fetch_for_update(earlier);
             }
             if (is_updated || self.policy.gradient_tier.is_some())
                 && let Some(reduced) = self.replicating.replace(earlier)
             {
                 match is_updated {
+                    true if self.policy.defers_update(reduced) => (),
                     true => self.update_unit(reduced),
                     false => self.store_gradients(reduced),
                 }
@@ -499,6 +551,11 @@ impl<'a> Stage<'a> {
         let gives = |&from: &usize| from == unit || self.units[from].tied == Some(unit);
         let backward = (self.first_trainable..self.units.len()).filter(|&from| self.has(from));
         backward.filter(gives).count() * if self.policy.reduce_each_micro_batch { 1 } else { self.policy.micro_batches }
+    }
+
+    /// Whether a unit is on this stage and has trainable parameters.
+    fn is_trained(&self, unit: usize) -> bool {
+        self.has(unit) && self.units[unit].trainable > 0
     }
 
     /// Whether a unit is on this stage.

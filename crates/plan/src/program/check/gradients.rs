@@ -27,6 +27,9 @@ struct UnitGradients {
     /// How many reductions were started.
     reductions: usize,
     has_norm: bool,
+    /// The step before has left its update to this one, which has not come to it yet.
+    awaits_update: bool,
+    /// It was updated with the gradients of this step.
     is_updated: bool,
 }
 
@@ -47,9 +50,11 @@ pub(super) fn check(program: &Program, scope: &Scope<'_>) -> Result<(), Problem>
         changed_at: None,
         reductions: 0,
         has_norm: false,
+        awaits_update: false,
         is_updated: false,
     };
-    let units = vec![at_start; scope.units.len()];
+    let at_start = |unit| UnitGradients { awaits_update: scope.has_deferred_update(unit), ..at_start.clone() };
+    let units = (0..scope.units.len()).map(at_start).collect();
     let mut gradients = Gradients { scope, computed: None, units, has_totals: false };
     for (position, instruction) in program.instructions.iter().enumerate() {
         let applied = gradients.apply(position, instruction);
@@ -63,9 +68,10 @@ impl Gradients<'_> {
         match *instruction {
             Instruction::Forward { unit, .. }
             | Instruction::Recompute { unit, .. }
-            | Instruction::BackwardInput { unit, .. } => self.check_not_updated(unit),
+            | Instruction::BackwardInput { unit, .. } => self.check_updates(unit),
+            Instruction::Send(Message { payload: Payload::TiedParameters, unit, .. }) => self.check_updates(unit),
             Instruction::Backward { unit, micro_batch } => {
-                self.check_not_updated(unit)?;
+                self.check_updates(unit)?;
                 self.backward(unit, micro_batch)
             }
             Instruction::BackwardWeight { unit, micro_batch } => self.backward(unit, micro_batch),
@@ -106,12 +112,16 @@ impl Gradients<'_> {
         Ok(())
     }
 
-    /// Whether a unit and the one that it is tied to have the parameters that they had when the step began.
-    fn check_not_updated(&self, unit: usize) -> Result<(), String> {
-        match self.scope.tied_here(unit).into_iter().chain([unit]).find(|&unit| self.units[unit].is_updated) {
-            Some(updated) => Err(format!("{} is updated already", self.scope.name(updated))),
-            None => Ok(()),
-        }
+    /// Whether a unit and the one that it is tied to have the parameters of this step.
+    fn check_updates(&self, unit: usize) -> Result<(), String> {
+        self.scope.tied_here(unit).into_iter().chain([unit]).try_for_each(|unit| {
+            let (name, gradients) = (self.scope.name(unit), &self.units[unit]);
+            match (gradients.awaits_update, gradients.is_updated) {
+                (true, _) => Err(format!("{name} still has the parameters of the step before")),
+                (false, true) => Err(format!("{name} is updated already")),
+                (false, false) => Ok(()),
+            }
+        })
     }
 
     /// Adds the gradient that another stage has sent, after all gradients of this one.
@@ -130,6 +140,9 @@ impl Gradients<'_> {
         let (name, gradients) = (self.scope.name(unit), &self.units[unit]);
         if gradients.is_updated {
             return Err(format!("{name} is updated already"));
+        }
+        if gradients.awaits_update {
+            return Err(format!("{name} still has the gradients of the step before"));
         }
         if gradients.reduction != Reduction::None {
             return Err(format!("the gradients of {name} are being reduced"));
@@ -232,6 +245,12 @@ impl Gradients<'_> {
 
     fn update(&mut self, unit: usize) -> Result<(), String> {
         self.check_trainable(unit)?;
+        if std::mem::take(&mut self.units[unit].awaits_update) {
+            return Ok(());
+        }
+        if self.scope.policy.defers_update(unit) {
+            return Err("its update with the gradients of this step is left to the next one".to_string());
+        }
         match (self.has_totals, self.scope.policy.update_in_backward) {
             (false, false) => return Err("it is updated before the totals are reduced".to_string()),
             (true, true) => return Err("it is updated after the totals are reduced".to_string()),
@@ -261,7 +280,14 @@ impl Gradients<'_> {
         if !self.has_totals {
             return missing("the totals are never reduced".to_string());
         }
-        let lacks_update = |&unit: &usize| self.scope.units[unit].trainable > 0 && !self.units[unit].is_updated;
+        if let Some(unit) = self.units.iter().position(|unit| unit.awaits_update) {
+            let problem = format!("{} is never updated with the gradients of the step before", self.scope.name(unit));
+            return missing(problem);
+        }
+        let lacks_update = |&unit: &usize| {
+            let is_updated = self.units[unit].is_updated || self.scope.policy.defers_update(unit);
+            self.scope.units[unit].trainable > 0 && !is_updated
+        };
         match self.scope.own().find(lacks_update) {
             Some(unit) if self.units.iter().any(|unit| unit.is_updated) => {
                 missing(format!("{} is never updated, but other units are", self.scope.units[unit].name))

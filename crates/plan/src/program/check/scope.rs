@@ -45,6 +45,12 @@ impl Scope<'_> {
         unit_tied_to(self.units, owner).filter(|&tied| !self.has(tied))
     }
 
+    /// Whether the step before has left the update of a unit to this program.
+    pub(super) fn has_deferred_update(&self, unit: usize) -> bool {
+        let is_trained = self.has(unit) && self.units[unit].trainable > 0;
+        self.purpose == Purpose::Training && is_trained && self.policy.defers_update(unit)
+    }
+
     pub(super) fn name(&self, unit: usize) -> &str {
         &self.units[unit].name
     }

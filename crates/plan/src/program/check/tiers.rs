@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::scope::Scope;
+use super::scope::{Purpose, Scope};
 use super::violation::{Problem, Rule};
 use crate::program::{Buffer, Instruction, Keep, Offload, Program, Tier};
 
@@ -57,12 +57,33 @@ pub(super) fn check(program: &Program, scope: &Scope<'_>) -> Result<(), Problem>
     }
 }
 
-/// Optimizer state and parameters are where the policy keeps them. There are no gradients, and no activations.
+/// Optimizer state and parameters are where the policy keeps them, or on their way, if the step before has left updates to this one. There
+/// are no gradients, except for those of such updates: on a tier, if they are fetched from there. There are no activations.
 fn at_start(program: &Program, scope: &Scope<'_>) -> Places {
     let named = || program.instructions.iter().filter_map(Instruction::unit);
     let kept = [(Buffer::Optimizer, scope.policy.optimizer_tier), (Buffer::Parameters, scope.policy.parameter_tier)];
     let kept = kept.into_iter().filter_map(|(buffer, tier)| Some((buffer, tier?)));
-    kept.flat_map(|(buffer, tier)| named().map(move |unit| ((unit, buffer), Place::Stored(tier)))).collect()
+    let mut places: Places =
+        kept.flat_map(|(buffer, tier)| named().map(move |unit| ((unit, buffer), Place::Stored(tier)))).collect();
+    let first = |offload| program.instructions.iter().find(|instruction| offload_of(instruction) == Some(offload));
+    let left = (0..scope.units.len()).filter(|&unit| scope.has_deferred_update(unit));
+    for (unit, tier) in left.filter_map(|unit| Some((unit, scope.policy.gradient_tier?))) {
+        let gradients = Offload { unit, buffer: Buffer::Gradients, tier };
+        if first(gradients) == Some(&Instruction::StartFetch(gradients)) {
+            places.insert((unit, Buffer::Gradients), Place::Stored(tier));
+        }
+    }
+    if scope.policy.update_in_forward && scope.purpose == Purpose::Training {
+        for (&(unit, buffer), place) in &mut places {
+            if let Place::Stored(tier) = *place
+                && first(Offload { unit, buffer, tier })
+                    == Some(&Instruction::WaitStore(Offload { unit, buffer, tier }))
+            {
+                *place = Place::Storing(tier);
+            }
+        }
+    }
+    places
 }
 
 fn offload_of(instruction: &Instruction) -> Option<Offload> {

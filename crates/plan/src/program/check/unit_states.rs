@@ -2,7 +2,7 @@
 
 use super::scope::{Purpose, Scope};
 use super::violation::{Problem, Rule};
-use crate::program::{Buffer, Codec, Instruction, Message, Offload, Payload, Policy, Program, UnitSpec};
+use crate::program::{Buffer, Codec, Instruction, Message, Offload, Payload, Program, UnitSpec};
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Parameters {
@@ -30,8 +30,8 @@ struct Unit<'a> {
 
 pub(super) fn check(program: &Program, scope: &Scope<'_>) -> Result<(), Problem> {
     let policy = scope.policy;
-    let unit_at_start = |spec| Unit { spec, parameters: at_start(spec, policy), changed_at: None };
-    let mut units: Vec<Unit<'_>> = scope.units.iter().map(unit_at_start).collect();
+    let unit_at_start = |(unit, spec)| Unit { spec, parameters: at_start(unit, scope), changed_at: None };
+    let mut units: Vec<Unit<'_>> = scope.units.iter().enumerate().map(unit_at_start).collect();
     for (position, instruction) in program.instructions.iter().enumerate() {
         let change = apply(&units, instruction, scope);
         let change = change.map_err(|problem| Problem::at(position, Rule::UnitStates, problem))?;
@@ -50,11 +50,13 @@ pub(super) fn check(program: &Program, scope: &Scope<'_>) -> Result<(), Problem>
     }
 }
 
-fn at_start(unit: &UnitSpec, policy: &Policy) -> Parameters {
-    match policy.sharding.parameters {
+fn at_start(unit: usize, scope: &Scope<'_>) -> Parameters {
+    let sharding = scope.policy.sharding;
+    match sharding.parameters {
         true => Parameters::Sharded,
+        false if scope.has_deferred_update(unit) => Parameters::Whole,
         // The update before this step may still be gathering.
-        false if policy.sharding.optimizer && unit.trainable > 0 => Parameters::Gathering,
+        false if sharding.optimizer && scope.units[unit].trainable > 0 => Parameters::Gathering,
         false => Parameters::Whole,
     }
 }

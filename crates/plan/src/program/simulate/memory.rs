@@ -206,8 +206,11 @@ impl<'a> Tracker<'a> {
     /// Forgets what no step leaves to the next.
     fn start_next_step(&mut self) {
         self.activations.clear();
-        self.transfers.forget_gradients();
-        self.held.iter_mut().for_each(|held| (held.gradients, held.tied_parameters) = (None, 0));
+        self.transfers.forget_gradients(|unit| !self.policy.defers_update(unit));
+        for (unit, held) in self.held.iter_mut().enumerate() {
+            held.tied_parameters = 0;
+            held.gradients = held.gradients.filter(|_| self.policy.defers_update(unit));
+        }
     }
 
     /// Executes the program. Returns what is held during each instruction.

@@ -20,7 +20,10 @@ impl Transfers {
         let mut seen = BTreeSet::new();
         let mut stored = BTreeMap::new();
         for instruction in &program.instructions {
-            if let Instruction::StartFetch(offload) | Instruction::StartStore(offload) = *instruction {
+            if let Instruction::StartFetch(offload)
+            | Instruction::StartStore(offload)
+            | Instruction::WaitStore(offload) = *instruction
+            {
                 let Offload { unit, buffer, .. } = offload;
                 if seen.insert((unit, buffer)) && matches!(instruction, Instruction::StartFetch(_)) {
                     stored.insert((unit, buffer), bytes(unit, buffer));
@@ -74,9 +77,9 @@ impl Transfers {
         }
     }
 
-    /// Forgets gradients that were stored for an update.
-    pub(super) fn forget_gradients(&mut self) {
-        self.stored.retain(|(_, buffer), _| *buffer != Buffer::Gradients);
+    /// Forgets gradients that were stored for an update, of units that were updated.
+    pub(super) fn forget_gradients(&mut self, is_updated: impl Fn(usize) -> bool) {
+        self.stored.retain(|&(unit, buffer), _| buffer != Buffer::Gradients || !is_updated(unit));
     }
 
     /// The bytes of received messages.

@@ -17,6 +17,10 @@ impl Stage<'_> {
     /// Starts to fetch what the update of a unit needs, unless that is done.
     pub(super) fn fetch_for_update(&mut self, unit: usize) {
         if self.fetched.insert(unit) {
+            // What the step before has changed may still be on its way.
+            if let Some(index) = self.storing_updated.iter().position(|&storing| storing == unit) {
+                self.wait_store_updated(self.storing_updated.len() - index - 1);
+            }
             self.for_fetched(unit, Instruction::StartFetch);
         }
     }
