@@ -62,17 +62,19 @@ pub struct Program {
 }
 
 impl Program {
-    /// The instructions of the first half of a step: the passes, the reduction of gradients, and updates in the backward pass.
+    /// The instructions of the first half of a step: the passes, the reduction of gradients, updates in the backward pass, and those that
+    /// the step before has left.
     pub fn gradients(&self) -> &[Instruction] {
         &self.instructions[..self.first_update()]
     }
 
-    /// The instructions of the second half of a step: the update, or what is left of updates in the backward pass.
+    /// The instructions of the second half of a step: the update, or what is left of updates in the backward pass. Nothing, if updates are
+    /// left to the next step.
     pub fn update(&self) -> &[Instruction] {
         &self.instructions[self.first_update()..]
     }
 
-    /// The program without the updates that the step before has left to it, for a step before which nothing is left: the first one, or
+    /// The program without the updates that the step before has left to it, for a step to which nothing was left: the first one, or
     /// one whose predecessor was skipped or has been finished.
     pub fn without_deferred_updates(&self, policy: &Policy) -> Program {
         let is_deferred = self.deferred_updates(policy);
@@ -94,10 +96,12 @@ impl Program {
         let of_update = |(position, instruction): (usize, &Instruction)| {
             let unit = instruction.unit()?;
             let (updated_at, is_deferred) = (updated_at.get(unit).copied().flatten()?, policy.defers_update(unit));
+            let is_stored_before =
+                |offload: Offload| self.instructions[..position].contains(&Instruction::StartStore(offload));
             Some(match *instruction {
                 Instruction::Update(_) => is_deferred,
-                Instruction::WaitStore(Offload { buffer: Buffer::Optimizer, .. }) => {
-                    is_deferred || position < updated_at
+                Instruction::WaitStore(offload) if offload.buffer == Buffer::Optimizer => {
+                    is_deferred || !is_stored_before(offload)
                 }
                 Instruction::StartFetch(Offload { buffer, .. })
                 | Instruction::WaitFetch(Offload { buffer, .. })

@@ -495,3 +495,26 @@ fn frozen_parameters_stay_on_the_disk_during_an_update() {
     let written_bytes = 3 * 2 * trainable;
     assert_eq!(simulation.step_s, (read_bytes + written_bytes) as f64);
 }
+
+#[test]
+fn what_a_step_leaves_to_store_takes_time_in_the_next_one() {
+    let units: Vec<UnitSpec> = (0..6).map(|index| UnitSpec::new(&format!("unit.{index}"), 100, true)).collect();
+    let layout = Layout { shard: 1, parameter_bytes: 2, ..FOUR };
+    let (links, tiers) = ([LinkCost::FREE; GroupKind::ALL.len()], [LinkCost::new(0., 1.); 2]);
+    let costs = || {
+        let units = units.iter().map(|unit| UnitCost { name: unit.name.clone(), ..UnitCost::default() }).collect();
+        Costs { units, links, tiers, optimizer_element_bytes: 12 }
+    };
+    for prefetch in 0..4 {
+        for (update_in_backward, update_in_forward) in [(true, false), (false, true), (true, true)] {
+            let optimizer_tier = Some(Tier::Disk);
+            let policy =
+                Policy { update_in_backward, update_in_forward, prefetch, optimizer_tier, ..Policy::stage(3, 1) };
+            let program = build::train_step(&units, &policy);
+            let simulation = simulate_rank(&program, &units, &policy, &layout, &costs());
+            // Nothing else takes time: all states are read and written.
+            let moved_bytes = 6 * 2 * 100 * 12;
+            assert_eq!(simulation.step_s, f64::from(moved_bytes), "{policy:?}");
+        }
+    }
+}

@@ -536,7 +536,7 @@ pub struct OptimizerRecipe {
     /// Clip the global gradient norm to this value. Defaults to no clipping.
     pub max_grad_norm: Option<f64>,
     /// Update each unit in the backward pass, as soon as its gradients are reduced, and free them. With one micro-batch per step, gradients
-    /// then take the memory of a few units. The results are the same. Not possible with anything that must see all gradients first, such as
+    /// then take the memory of a few units, unless `in_forward` leaves some to the next step. The results are the same. Not possible with anything that must see all gradients first, such as
     /// clipping.
     #[serde(default)]
     pub in_backward: bool,

@@ -21,6 +21,8 @@ pub(crate) struct ExpectedTraffic {
     pub(crate) step: ByVerb,
     /// Also sent in every step whose update is not skipped.
     pub(crate) update: ByVerb,
+    /// Also sent in every step to which the one before has left updates.
+    pub(crate) deferred: ByVerb,
 }
 
 impl ExpectedTraffic {
@@ -32,7 +34,8 @@ impl ExpectedTraffic {
         let place = ModelParallel::of_rank(&ranks.mesh(), ranks.world.rank());
         let units = unit_specs(trainer.model(), options, &place, shape);
         let sent = traffic(&program, &units, &policy, &layout);
-        Ok(ExpectedTraffic { step: by_verb(&sent.step), update: by_verb(&sent.update) })
+        let [step, update, deferred] = [&sent.step, &sent.update, &sent.deferred].map(by_verb);
+        Ok(ExpectedTraffic { step, update, deferred })
     }
 }
 

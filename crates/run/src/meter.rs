@@ -59,6 +59,8 @@ pub(crate) struct Meter<'a> {
     /// Measured and expected traffic, and steps, since the last survey.
     sent: [Count; Verb::ALL.len()],
     expected: ByVerb,
+    /// Whether the step before the current one has left updates to it.
+    has_deferred_update: bool,
     steps: u64,
     /// The step of the next survey.
     next_survey: u64,
@@ -106,6 +108,7 @@ impl<'a> Meter<'a> {
             sent_before: world.meter().by_verb(),
             sent: Default::default(),
             expected: Default::default(),
+            has_deferred_update: false,
             steps: 0,
             next_survey: 0,
             memory_bytes: [0; 2],
@@ -113,7 +116,8 @@ impl<'a> Meter<'a> {
     }
 
     /// Starts a step. Time and traffic since the last step do not count towards it.
-    pub(crate) fn start_step(&mut self) {
+    pub(crate) fn start_step(&mut self, trainer: &Trainer) {
+        self.has_deferred_update = trainer.has_deferred_update();
         self.step_began = Instant::now();
         self.sent_before = self.world.meter().by_verb();
     }
@@ -197,7 +201,8 @@ impl<'a> Meter<'a> {
         for (index, count) in sent.into_iter().enumerate() {
             self.sent[index] = [self.sent[index], count].into_iter().sum();
             let of_update = if report.skipped.is_none() { self.expected_traffic.update[index] } else { 0 };
-            self.expected[index] += self.expected_traffic.step[index] + of_update;
+            let of_deferred = if self.has_deferred_update { self.expected_traffic.deferred[index] } else { 0 };
+            self.expected[index] += self.expected_traffic.step[index] + of_update + of_deferred;
         }
     }
 

@@ -129,7 +129,7 @@ pub struct OffloadedBytes {
     pub read_bytes_per_s: f64,
     /// The bandwidth while it writes.
     pub write_bytes_per_s: f64,
-    /// The processor time that checksums take.
+    /// The time that the threads that read and write spend on checksums.
     pub checksum_s: f64,
 }
 

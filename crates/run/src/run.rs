@@ -257,7 +257,7 @@ impl<'a> Session<'a> {
             self.log.note(step, &format!("step {step}/{steps}  {skipped}"));
             return Ok(());
         }
-        self.meter.start_step();
+        self.meter.start_step(trainer);
         let (report, spike) = self.run_step(trainer).map_err(|error| self.explain(trainer, error))?;
         self.range.add(report.lr, report.loss);
         let is_due = report.step % self.recipe.run.log_every == 0 || report.step == steps;

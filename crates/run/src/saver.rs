@@ -266,6 +266,8 @@ impl Saver {
         retry: Retry,
         report: &mut dyn FnMut(SaveEvent),
     ) -> Result<()> {
+        trainer.finish_update()?;
+        self.position.enter(phase::Phase::Save);
         let began = Instant::now();
         let own = if self.world.rank() == 0 { i64::from(SaveId::new().number()) } else { 0 };
         let id = self.world.all_reduce("checkpoint's id", ReduceOp::Max, vec![own]).wait()?[0];

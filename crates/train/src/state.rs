@@ -115,7 +115,8 @@ fn state_name(parameter: &Parameter, state: &str) -> String {
 }
 
 /// Keeps a unit's tensors as they are: while a lease exists, an update of the unit fails. Whoever reads tensors of
-/// [`Trainer::checkpoint_tensors`] while training continues holds one, and drops it in [`Trainer::apply_update_with`].
+/// [`Trainer::checkpoint_tensors`] while training continues holds one, and drops it when [`Trainer::apply_update_with`] is about to update the
+/// unit, or whatever else updates it: [`Trainer::compute_gradients_with`] or [`Trainer::finish_update_with`].
 pub struct TensorLease {
     _lease: Arc<()>,
 }
@@ -163,7 +164,9 @@ impl Trainer {
     }
 
     /// This rank's shards of a unit, as a checkpoint stores them, once the last update is complete: one for each buffer of its layout
-    /// that this rank owns a shard of, and none for a unit of another stage. They share memory with the trainer: hold a [`Trainer::lease_tensors`] while reading them.
+    /// that this rank owns a shard of, and none for a unit of another stage. They share memory with the trainer: hold a
+    /// [`Trainer::lease_tensors`] while reading them. All ranks call it together, because it finishes an update that waits for the next step
+    /// ([`Trainer::finish_update`]).
     pub fn checkpoint_tensors(&mut self, unit: usize) -> Result<Vec<Option<CheckpointTensor>>> {
         self.finish_update()?;
         self.unless_broken(|trainer| {

@@ -31,7 +31,7 @@ use crate::step_programs::{
     check_executable, check_programs, check_ties, checked_programs, replay_programs, splits_backward, stages_of_units,
 };
 use crate::step_values::{
-    BeforeUpdate, HalfBackward, ParameterGradient, StepValues, UnitPass, Unread, Update, copy_batches,
+    BeforeUpdate, DeferredUpdate, HalfBackward, ParameterGradient, StepValues, UnitPass, Unread, copy_batches,
 };
 use crate::tensor_group::TensorRanks;
 use crate::unit_specs::{StepShape, unit_specs};
@@ -77,7 +77,7 @@ pub struct Trainer {
     /// The step whose gradients are complete and not applied yet.
     pending: Option<u64>,
     /// The update of the last step, if units are left that wait for it.
-    pub(crate) deferred: Option<Update>,
+    pub(crate) deferred: Option<DeferredUpdate>,
     /// Whether a step has completed. Only the first reports missing gradients.
     has_stepped: bool,
     /// The error of a call that failed halfway. From then on every call fails.
@@ -217,7 +217,7 @@ impl Trainer {
     /// Before the first step of a custom model whose layers ranks share, compares the layers with those on one rank.
     pub fn compute_gradients(&mut self, micro_batches: &[Batch]) -> Result<Gradients> {
         if self.options.update_in_backward || self.deferred.is_some() {
-            (0..self.leases.len()).try_for_each(|unit| self.check_no_lease(unit))?;
+            self.check_no_leases()?;
         }
         self.compute_gradients_with(micro_batches, &mut |_, _| Ok(()))
     }
@@ -242,9 +242,12 @@ impl Trainer {
     /// The second half of a step: clips the gradients and updates the parameters, or skips the update if the gradients are not
     /// finite. All ranks call it together. A step that fails is not counted. Fails if these gradients have been discarded, or if
     /// someone holds a [`TensorLease`](crate::TensorLease).
+    ///
+    /// With [`Options::update_in_forward`], the units are updated in the next step, or by [`Trainer::finish_update`]. Leases can be held
+    /// until then.
     pub fn apply_update(&mut self, gradients: Gradients) -> Result<Report> {
         if gradients.are_finite() && !self.options.update_in_backward && !self.options.update_in_forward {
-            (0..self.leases.len()).try_for_each(|unit| self.check_no_lease(unit))?;
+            self.check_no_leases()?;
         }
         self.apply_update_with(gradients, &mut |_, _| Ok(()))
     }
@@ -315,6 +318,8 @@ impl Trainer {
     /// Replaces the programs of steps with this many micro-batches by custom ones, such as programs that were printed, edited and parsed
     /// back. They are checked first. All ranks call it with the same programs.
     pub fn set_programs(&mut self, programs: &Programs, micro_batches: usize) -> Result<()> {
+        // What is left was left by the program that is replaced.
+        self.finish_update()?;
         let (policy, mesh) = (self.options.policy(micro_batches), self.ranks.mesh());
         check_programs(programs, &self.unit_specs, &policy, &mesh)?;
         let program = programs.of(self.ranks.world.rank(), &mesh).clone();
@@ -367,7 +372,7 @@ impl Trainer {
         self.set_gradient_codecs(&program);
         values.before_update = Some(before);
         if self.options.update_in_backward {
-            values.update = Some(self.update_of(self.steps + 1, 1. / values.loss_scale, micro_batches.len()));
+            values.update = Some(self.update_of(self.steps + 1, 1. / values.loss_scale));
         }
         self.execute_passes(&program, &mut values)?;
         Ok(values.totals.expect("a step's program ends with its totals"))
@@ -379,12 +384,12 @@ impl Trainer {
         if gradients.are_finite() {
             let clip = self.options.max_grad_norm.map_or(1., |largest| (largest / gradients.grad_norm).min(1.));
             let mut values = StepValues::new(&[], self.shards.model_len(), gradients.loss_scale);
-            let update = self.update_of(gradients.step, clip / gradients.loss_scale, gradients.micro_batches);
-            values.update = Some(update);
+            values.update = Some(self.update_of(gradients.step, clip / gradients.loss_scale));
             values.before_update = Some(before);
             let program = self.program(gradients.micro_batches)?;
             self.execute(program.update(), &mut values)?;
-            self.deferred = values.update.filter(|_| self.options.update_in_forward);
+            let update = values.update.filter(|_| self.options.update_in_forward);
+            self.deferred = update.map(|update| DeferredUpdate { update, program });
             self.record_update(&gradients)?;
         } else {
             skipped = Some(self.skip_update(&gradients)?);

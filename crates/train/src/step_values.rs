@@ -1,10 +1,11 @@
 //! The values of a step that its instructions hand to each other: activations, gradients, sums.
 
 use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
 
 use shardwise_comm::Pending;
 use shardwise_model::{Batch, DeferredGradients, ExpertTokens};
-use shardwise_plan::program::{Message, Payload};
+use shardwise_plan::program::{Message, Payload, Program};
 use shardwise_torch::tch::{Device, Tensor};
 use shardwise_torch::{Block, Stream};
 use shardwise_zero::{Optimizer, ShardedUnit};
@@ -103,7 +104,7 @@ pub(crate) struct StepValues<'a> {
     /// How units are updated with the gradients of this step.
     pub(crate) update: Option<Update>,
     /// How units are updated with those that the step before has left to this one.
-    pub(crate) deferred_update: Option<Update>,
+    pub(crate) deferred_update: Option<DeferredUpdate>,
     /// What to call before each unit is updated.
     pub(crate) before_update: Option<&'a mut BeforeUpdate<'a>>,
 }
@@ -114,7 +115,12 @@ pub(crate) struct Update {
     pub(crate) optimizer: Optimizer,
     /// What gradients are multiplied by: it clips them, and undoes the loss scale.
     pub(crate) factor: f64,
-    pub(crate) micro_batches: usize,
+}
+
+/// An update of which units are left, with the program of the step that has left them.
+pub(crate) struct DeferredUpdate {
+    pub(crate) update: Update,
+    pub(crate) program: Arc<Program>,
 }
 
 impl<'a> StepValues<'a> {

@@ -6,7 +6,7 @@
 //!
 //! [`Options::update_in_forward`]: crate::Options::update_in_forward
 
-use shardwise_plan::program::Program;
+use shardwise_plan::program::{Buffer, Program};
 
 use crate::error::Result;
 use crate::report::Gradients;
@@ -24,7 +24,7 @@ impl Trainer {
     /// holds a [`TensorLease`](crate::TensorLease).
     pub fn finish_update(&mut self) -> Result<()> {
         if self.deferred.is_some() {
-            (0..self.leases.len()).try_for_each(|unit| self.check_no_lease(unit))?;
+            self.check_no_leases()?;
         }
         self.finish_update_with(&mut |_, _| Ok(()))
     }
@@ -32,18 +32,23 @@ impl Trainer {
     /// Like [`Trainer::finish_update`], for whoever reads the trainer's tensors in the meantime: `before` is called as by
     /// [`Trainer::apply_update_with`].
     pub fn finish_update_with(&mut self, before: &mut BeforeUpdate<'_>) -> Result<()> {
-        let Some(update) = self.deferred.take() else { return Ok(()) };
+        if self.deferred.is_none() {
+            return Ok(());
+        }
+        self.check_unbroken()?;
+        let deferred = self.deferred.take().expect("checked above");
         self.unless_broken(|trainer| {
-            let program = trainer.program(update.micro_batches)?;
-            let policy = trainer.options.policy(update.micro_batches);
+            let program = deferred.program.only_deferred_updates(&trainer.options.policy(1));
             let mut values = StepValues::new(&[], trainer.shards.model_len(), 1.);
-            values.deferred_update = Some(update);
+            values.deferred_update = Some(deferred);
             values.before_update = Some(before);
-            trainer.execute(&program.only_deferred_updates(&policy).instructions, &mut values)
+            trainer.execute(&program.instructions, &mut values)?;
+            // A custom program may leave stores to the next step.
+            trainer.shards_mut().try_for_each(|shard| Ok(shard.finish_store(Buffer::Optimizer)?))
         })
     }
 
-    /// Executes the first half of a step, and with it the updates that the step before has left, if it has.
+    /// Executes the first half of a step, and with it the updates that the step before has left, if it has left any.
     pub(crate) fn execute_passes(&mut self, program: &Program, values: &mut StepValues<'_>) -> Result<()> {
         values.deferred_update = self.deferred.take();
         let is_left = values.deferred_update.is_some() || !self.options.update_in_forward;
@@ -66,15 +71,15 @@ impl Trainer {
         let released = before(&mut self.shards[unit], unit).and_then(|()| self.check_no_lease(unit));
         // Units before this one have been updated.
         released.inspect_err(|error| self.mark_broken(error))?;
-        let deferred = step.deferred_update.as_ref().filter(|_| self.defers_update(unit));
-        let Update { optimizer, factor, .. } = deferred.or(step.update.as_ref()).expect("an update has an optimizer");
+        let deferred = step.deferred_update.as_ref().filter(|_| self.defers_update(unit)).map(|left| &left.update);
+        let Update { optimizer, factor } = deferred.or(step.update.as_ref()).expect("an update has an optimizer");
         Ok(self.shards[unit].update(optimizer, *factor)?)
     }
 
     /// How units are updated in a step.
-    pub(crate) fn update_of(&self, step: u64, factor: f64, micro_batches: usize) -> Update {
+    pub(crate) fn update_of(&self, step: u64, factor: f64) -> Update {
         let scheduled = self.options.schedule.at(step);
-        Update { optimizer: self.options.optimizer.with_lr(scheduled.lr, scheduled.momentum), factor, micro_batches }
+        Update { optimizer: self.options.optimizer.with_lr(scheduled.lr, scheduled.momentum), factor }
     }
 
     /// Changes what an update changes besides parameters and optimizer state.
@@ -83,6 +88,11 @@ impl Trainer {
         self.loss_scaler.record_finite_step();
         self.updates += 1;
         Ok(())
+    }
+
+    /// Fails if someone holds a lease on a unit that is updated.
+    pub(crate) fn check_no_leases(&self) -> Result<()> {
+        self.own_trainable_units().try_for_each(|unit| self.check_no_lease(unit))
     }
 
     /// Whether the update of a unit waits for the next step.

@@ -56,6 +56,7 @@ fn compare_with(tokens: usize, model: Model, ranks: &Ranks, options: Options, mi
     ranks.world.meter().reset();
     let parts = batches(micro_batches, tokens).into_iter().map(|batch| ranks.context.split(batch).unwrap());
     trainer.step(&parts.collect::<Vec<_>>()).unwrap();
+    trainer.finish_update().unwrap();
     if !policy.sharding.parameters {
         settle(&mut trainer);
     }
@@ -84,7 +85,7 @@ fn compare_with(tokens: usize, model: Model, ranks: &Ranks, options: Options, mi
             (CollectiveKind::AllToAll, Verb::AllToAll),
         ] {
             let of = |sent: &Sent| sent.bytes(kind, collective);
-            let simulated = of(&expected.step) + of(&expected.update);
+            let simulated = of(&expected.step) + of(&expected.update) + of(&expected.deferred);
             let name = group.name();
             let counts = metered.iter().filter(|(key, _)| key.verb == verb && &*key.group == name);
             let sent: Count = counts.clone().map(|(_, count)| *count).sum();
@@ -132,6 +133,7 @@ fn compare_all(size: usize) {
                             reduce_each_micro_batch: each && sharding.gradients,
                             precision: Precision { param_dtype, reduce_dtype },
                             prefetch: micro_batches - 1,
+                            update_in_forward: micro_batches == 2,
                             ..Options::new(sharding, optimizer, Schedule::constant(1e-3))
                         };
                         let setting = format!(

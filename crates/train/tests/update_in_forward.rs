@@ -16,7 +16,7 @@ use shardwise_train::{
     Trainer, init,
 };
 use shardwise_zero::{Lamb, Optimizer, Precision};
-use support::bits::{batch, options, saved, train, trainer, world};
+use support::bits::{batch, micro_batches, options, saved, train, trainer, world};
 use support::{gpt2, llama};
 
 /// Options with clipping. Each step has its own learning rate.
@@ -185,6 +185,25 @@ fn whoever_reads_parameters_between_steps_reads_updated_ones() {
                         }
                         _ => (),
                     }
+                }
+                assert!(saved(&mut deferring) == saved(&mut plain), "{}", describe(&options));
+            }
+        }
+    });
+}
+
+#[test]
+fn steps_can_differ_in_their_number_of_micro_batches() {
+    ranks!(Launch::ranks(2), || {
+        let (ranks, folder) = (Ranks::sharded(world()), tempfile::tempdir().unwrap());
+        let rank = ranks.world.rank();
+        for after in [clipped(2, Precision::BF16), unclipped(3, Precision::F32)] {
+            for options in variants(&after, folder.path()) {
+                let [mut plain, mut deferring] = [&after, &options].map(|options| trainer(&ranks, options.clone()));
+                for (step, number) in (0..).zip([1, 3, 1, 2, 1]) {
+                    let batches = micro_batches(3 * step, rank, number);
+                    let expected = plain.step(&batches).unwrap();
+                    assert!(deferring.step(&batches).unwrap() == expected, "step {step}, {}", describe(&options));
                 }
                 assert!(saved(&mut deferring) == saved(&mut plain), "{}", describe(&options));
             }

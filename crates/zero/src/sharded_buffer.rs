@@ -283,15 +283,13 @@ impl ShardedBuffer {
 
     /// See [`ShardedUnit::set_gradient_codec`](crate::ShardedUnit::set_gradient_codec).
     pub(crate) fn set_gradient_codec(&mut self, codec: Codec) {
+        assert!(matches!(self.local_grads, LocalGrads::None), "{}: it has gradients of another dtype", self.name());
         let Precision { param_dtype, reduce_dtype } = self.layout.precision;
-        let dtype = match codec {
+        self.local_dtype = match codec {
             Codec::None => reduce_dtype,
             Codec::ParamDtype if self.layout.sharding.gradients => param_dtype,
             other => panic!("{}: its gradients cannot travel as {other:?}", self.name()),
         };
-        let can_change = matches!(self.local_grads, LocalGrads::None);
-        assert!(can_change || dtype == self.local_dtype, "{}: it has gradients of another dtype", self.name());
-        self.local_dtype = dtype;
     }
 
     /// Whether gradients are accumulated in fewer digits than sums have.

@@ -112,7 +112,7 @@ impl ShardedUnit {
     /// gradients are sharded, dense, and added only once before they are reduced. Sums have the same bits either way.
     ///
     /// # Panics
-    /// If there are gradients of another dtype that are not reduced yet, or the codec is another one.
+    /// If there are gradients that are not reduced yet, or the codec is another one.
     pub fn set_gradient_codec(&mut self, codec: Codec) {
         self.buffers.iter_mut().for_each(|buffer| buffer.set_gradient_codec(codec));
     }

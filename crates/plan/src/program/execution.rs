@@ -37,12 +37,12 @@ pub(super) trait Durations {
     fn store_s(&self, party: usize, offload: &Offload) -> f64;
 }
 
-/// A call that still runs at the end of a step. Times are since then.
+/// A call or a copy that still runs at the end of a step. Times are since then.
 #[derive(Clone, Copy)]
 pub(super) struct Unfinished {
     party: usize,
     position: usize,
-    collective: Collective,
+    activity: Activity,
     end_s: f64,
 }
 
@@ -92,26 +92,31 @@ impl Execution<'_> {
         self.lanes.iter().map(|lane| lane.now_s).fold(0., f64::max)
     }
 
-    /// The calls that still run when the last rank is done.
+    /// The calls and copies that still run when the last rank is done.
     pub(super) fn unfinished(&self) -> Vec<Unfinished> {
         let step_s = self.end_s();
         let of_lane = |(party, lane): (usize, &Lane<'_>)| {
-            let unfinished = |work: &Work| match work.activity {
-                Activity::Call(collective) if work.end_s > step_s => {
-                    Some(Unfinished { party, position: work.position, collective, end_s: work.end_s - step_s })
-                }
-                _ => None,
+            let unfinished = |work: &Work| {
+                let goes_on = matches!(work.activity, Activity::Call(_) | Activity::Copy(_)) && work.end_s > step_s;
+                let Work { activity, position, end_s, .. } = *work;
+                goes_on.then_some(Unfinished { party, position, activity, end_s: end_s - step_s })
             };
             lane.work.iter().filter_map(unfinished).collect::<Vec<_>>()
         };
         self.lanes.iter().enumerate().flat_map(of_lane).collect()
     }
 
-    fn resume(&mut self, call: &Unfinished) {
-        let Unfinished { party, position, collective, end_s } = *call;
+    fn resume(&mut self, unfinished: &Unfinished) {
+        let Unfinished { party, position, activity, end_s } = *unfinished;
         let id = WorkId { party, index: self.lanes[party].work.len() };
-        let (start_s, after) = self.meetings.occupy(party, collective.group, end_s, id);
-        let activity = Activity::Call(collective);
+        let (start_s, after) = match activity {
+            Activity::Copy(offload) => {
+                self.lanes[party].copies.insert((offload.unit, offload.buffer), id.index);
+                std::mem::replace(&mut self.lanes[party].copies_free, (end_s, Some(id)))
+            }
+            Activity::Call(collective) => self.meetings.occupy(party, collective.group, end_s, id),
+            _ => return,
+        };
         self.lanes[party].work.push(Work { activity, position, start_s, end_s, after, others_ready_s: 0. });
         self.lanes[party].resumed += 1;
     }

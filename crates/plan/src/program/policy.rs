@@ -106,7 +106,7 @@ impl Policy {
     }
 
     /// Whether the update of a unit waits for the next step's forward pass. If other units are updated in the backward pass, those that
-    /// wait are spread evenly: one of three, as forward passes take a third of the time, or one of four if they are repeated.
+    /// wait are spread evenly over the model: one of three, as forward passes take a third of the time, or one of four if they are repeated.
     pub fn defers_update(&self, unit: usize) -> bool {
         let passes = match self.activation_checkpointing {
             ActivationCheckpointing::Full => 4,

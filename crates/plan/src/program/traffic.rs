@@ -217,12 +217,14 @@ pub struct Traffic {
     pub step: Sent,
     /// Also sent in every step whose update is not skipped.
     pub update: Sent,
+    /// Also sent in every step to which the one before has left updates.
+    pub deferred: Sent,
 }
 
 impl Traffic {
-    /// The sum over all groups and collectives, with the update.
+    /// The sum over all groups and collectives, with updates.
     pub fn total_bytes(&self) -> u64 {
-        self.step.total_bytes() + self.update.total_bytes()
+        self.step.total_bytes() + self.update.total_bytes() + self.deferred.total_bytes()
     }
 }
 
@@ -273,8 +275,11 @@ pub fn traffic(program: &Program, units: &[UnitSpec], policy: &Policy, layout: &
     let mut traffic = Traffic::default();
     for (position, call) in calls(program, units, policy) {
         if call.op == CallOp::Issue && call.collective.unit.is_some() {
-            let is_update = matches!(program.instructions[position], Instruction::Update(_));
-            let sent = if is_update { &mut traffic.update } else { &mut traffic.step };
+            let sent = match program.instructions[position] {
+                Instruction::Update(unit) if policy.defers_update(unit) => &mut traffic.deferred,
+                Instruction::Update(_) => &mut traffic.update,
+                _ => &mut traffic.step,
+            };
             sent.add(&call.collective, layout.sent_bytes(&call.collective));
         }
     }
