@@ -77,16 +77,20 @@ impl Program {
     /// The program without the updates that the step before has left to it, for a step to which nothing was left: the first one, or
     /// one whose predecessor was skipped or has been finished.
     pub fn without_deferred_updates(&self, policy: &Policy) -> Program {
-        let is_deferred = self.deferred_updates(policy);
-        let others = self.instructions.iter().zip(is_deferred).filter(|(_, is_deferred)| !is_deferred);
-        Program { units: self.units.clone(), instructions: others.map(|(instruction, _)| *instruction).collect() }
+        self.part(policy, false)
     }
 
     /// The updates that the step before has left to this one, for whoever cannot wait for the next step.
     pub fn only_deferred_updates(&self, policy: &Policy) -> Program {
-        let is_deferred = self.deferred_updates(policy);
-        let deferred = self.instructions.iter().zip(is_deferred).filter(|(_, is_deferred)| *is_deferred);
-        Program { units: self.units.clone(), instructions: deferred.map(|(instruction, _)| *instruction).collect() }
+        self.part(policy, true)
+    }
+
+    /// The instructions that belong to deferred updates, or the others.
+    fn part(&self, policy: &Policy, of_deferred_updates: bool) -> Program {
+        let deferred = self.deferred_updates(policy);
+        let part =
+            self.instructions.iter().zip(deferred).filter(|&(_, is_deferred)| is_deferred == of_deferred_updates);
+        Program { units: self.units.clone(), instructions: part.map(|(instruction, _)| *instruction).collect() }
     }
 
     /// By instruction: whether it belongs to an update that the step before has left to this one, or waits for what that step stores.

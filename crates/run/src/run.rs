@@ -364,8 +364,8 @@ impl<'a> Session<'a> {
         let Some(evaluation_set) = self.evaluation_set.as_ref().filter(|set| set.is_due(step, steps)) else {
             return Ok(());
         };
-        self.position.enter(Phase::Evaluation);
         finish_update(trainer, self.saver.as_mut())?;
+        self.position.enter(Phase::Evaluation);
         let micro_batch_size = self.recipe.batch(trainer.ranks().world.size())?.micro_batch_size;
         let metrics = self.meter.exclude(|| evaluate_set(trainer, evaluation_set, micro_batch_size))?;
         self.log.print(&format!("evaluation after step {step}: {metrics}"));

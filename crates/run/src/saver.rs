@@ -79,7 +79,7 @@ pub(crate) struct Saver {
     last: Instant,
     last_step: u64,
     in_progress: Option<Save>,
-    /// The snapshot that was taken since the last update, if any. A save may still read it.
+    /// The snapshot of which units are not updated since it was taken, if there is one. A save may still read it.
     unreleased: Option<Weak<Snapshot>>,
     /// The number of the next attempt.
     attempt: u32,
@@ -329,7 +329,7 @@ impl Saver {
         self.end_update(trainer.fewer_updates())
     }
 
-    /// Notes that all units have been updated, so that nothing is left to release. `fewer` is the number of units that this stage
+    /// Notes that all units have been updated since the snapshot was taken, so that nothing is left to release. `fewer` is the number of units that this stage
     /// has updated less than another one, whose calls it joins.
     pub(crate) fn end_update(&mut self, fewer: usize) -> Result<()> {
         if self.unreleased.take().is_some() {

@@ -110,7 +110,6 @@ pub(crate) struct StepValues<'a> {
 }
 
 /// How the units of a step are updated.
-#[derive(Clone)]
 pub(crate) struct Update {
     pub(crate) optimizer: Optimizer,
     /// What gradients are multiplied by: it clips them, and undoes the loss scale.

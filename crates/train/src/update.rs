@@ -35,9 +35,8 @@ impl Trainer {
         if self.deferred.is_none() {
             return Ok(());
         }
-        self.check_unbroken()?;
-        let deferred = self.deferred.take().expect("checked above");
         self.unless_broken(|trainer| {
+            let deferred = trainer.deferred.take().expect("an update is left");
             let program = deferred.program.only_deferred_updates(&trainer.options.policy(1));
             let mut values = StepValues::new(&[], trainer.shards.model_len(), 1.);
             values.deferred_update = Some(deferred);

@@ -18,11 +18,11 @@ use shardwise_model::Model;
 use shardwise_plan::{Axis, Mesh};
 use shardwise_torch::tch::{Device, no_grad};
 use shardwise_train::{
-    ActivationCheckpointing, DynamicScale, LossScale, OffloadPlace, Offloading, OnNonFinite, Options, Probe, Ranks,
-    Sampling, StepPhase, Trainer, generate, init,
+    ActivationCheckpointing, OffloadPlace, Offloading, Options, Probe, Ranks, Sampling, StepPhase, Trainer, generate,
+    init,
 };
 use shardwise_zero::{Lamb, Optimizer, Precision};
-use support::bits::{batch, options, train, trainer, world};
+use support::bits::{batch, layouts, options, overflowing, partly_frozen, train, trainer, world};
 use support::{gpt2, llama};
 
 /// A folder on a disk, if there is one.
@@ -90,30 +90,17 @@ fn neither_prefetch_nor_accumulation_nor_optimizer_nor_skipped_updates_matter() 
         same("partly frozen, bf16", options(3, Precision::BF16), partly_frozen, 2);
         let lamb = Lamb { lr: 0., beta1: 0.9, beta2: 0.99, weight_decay: 0.05, eps: 1e-6 };
         same("LAMB", Options { optimizer: Optimizer::Lamb(lamb), ..options(1, Precision::F32) }, llama, 1);
-        // Starts so high that the first steps overflow.
-        let loss_scale = LossScale::Dynamic(DynamicScale { initial: 2f64.powi(22), ..DynamicScale::DEFAULT });
-        let f16 = Options { loss_scale, on_nonfinite: OnNonFinite::Skip, ..options(2, Precision::F16) };
-        let numbers = same("f16", f16, llama, 1);
+        let numbers = same("f16", overflowing(options(2, Precision::F16)), llama, 1);
         let skipped: Vec<u64> = numbers.chunks(3).map(|step| step[2]).collect();
         assert!(skipped[0] == 1 && skipped[9] == 0, "{skipped:?}");
     });
-}
-
-/// A frozen embedding, and frozen parameters next to trained ones.
-fn partly_frozen() -> Model {
-    let mut model = llama();
-    model.freeze(&["model.embed_tokens".to_string(), "model.layers.1.mlp".to_string()]).unwrap();
-    model
 }
 
 #[test]
 fn parameters_on_a_disk_change_no_bit_for_replicas_shared_layers_and_pipelines() {
     ranks!(Launch::ranks(4).timeout(Duration::from_secs(300)), || {
         let (world, folder) = (world(), folder());
-        let mesh = |axes: [(Axis, usize); 2]| Ranks::on_mesh(world.clone(), Mesh::new(&axes).unwrap()).unwrap();
-        let hybrid = Ranks::hybrid(world.clone(), 2).unwrap();
-        let tensor = mesh([(Axis::Shard, 2), (Axis::Tensor, 2)]);
-        let pipeline = mesh([(Axis::Pipeline, 2), (Axis::Shard, 2)]);
+        let [hybrid, tensor, pipeline] = layouts(&world);
         for (ranks, precision) in [(&hybrid, Precision::BF16), (&tensor, Precision::F32), (&pipeline, Precision::BF16)]
         {
             let options = options(3, precision);

@@ -10,14 +10,13 @@ use std::time::Duration;
 use shardwise_harness::{Launch, ranks};
 use shardwise_model::Model;
 use shardwise_plan::pipeline::PipelineSchedule;
-use shardwise_plan::{Axis, Mesh};
 use shardwise_torch::tch::no_grad;
 use shardwise_train::{
     ActivationCheckpointing, DynamicScale, LossScale, OffloadPlace, Offloading, OnNonFinite, Options, Ranks, Schedule,
     Trainer, init,
 };
 use shardwise_zero::{Lamb, Optimizer, Precision};
-use support::bits::{batch, options, train, trainer, world};
+use support::bits::{batch, layouts, options, train, trainer, world};
 use support::{gpt2, llama};
 
 /// Options without clipping, which needs all gradients. Each step has its own learning rate.
@@ -85,10 +84,7 @@ fn neither_prefetch_nor_accumulation_nor_optimizer_matter() {
 fn replicas_shared_layers_and_pipelines_change_no_bit() {
     ranks!(Launch::ranks(4).timeout(Duration::from_secs(300)), || {
         let (world, folder) = (world(), tempfile::tempdir().unwrap());
-        let mesh = |axes: [(Axis, usize); 2]| Ranks::on_mesh(world.clone(), Mesh::new(&axes).unwrap()).unwrap();
-        let hybrid = Ranks::hybrid(world.clone(), 2).unwrap();
-        let tensor = mesh([(Axis::Shard, 2), (Axis::Tensor, 2)]);
-        let pipeline = mesh([(Axis::Pipeline, 2), (Axis::Shard, 2)]);
+        let [hybrid, tensor, pipeline] = layouts(&world);
         for (ranks, stage, schedule) in [
             (&hybrid, 3, PipelineSchedule::OneFOneB),
             (&hybrid, 1, PipelineSchedule::OneFOneB),

@@ -10,13 +10,11 @@ use std::time::Duration;
 use shardwise_harness::{Launch, ranks};
 use shardwise_model::Model;
 use shardwise_plan::pipeline::PipelineSchedule;
-use shardwise_plan::{Axis, Mesh};
 use shardwise_train::{
-    ActivationCheckpointing, DynamicScale, LossScale, OffloadPlace, Offloading, OnNonFinite, Options, Ranks, Schedule,
-    Trainer, init,
+    ActivationCheckpointing, LossScale, OffloadPlace, Offloading, Options, Ranks, Schedule, Trainer, init,
 };
 use shardwise_zero::{Lamb, Optimizer, Precision};
-use support::bits::{batch, micro_batches, options, saved, train, trainer, world};
+use support::bits::{batch, layouts, micro_batches, options, overflowing, partly_frozen, saved, train, trainer, world};
 use support::{gpt2, llama};
 
 /// Options with clipping. Each step has its own learning rate.
@@ -99,32 +97,19 @@ fn neither_prefetch_nor_accumulation_nor_optimizer_nor_skipped_updates_matter() 
         same("partly frozen, bf16", unclipped(1, Precision::BF16), partly_frozen, 2);
         let lamb = Lamb { lr: 0., beta1: 0.9, beta2: 0.99, weight_decay: 0.05, eps: 1e-6 };
         same("LAMB", Options { optimizer: Optimizer::Lamb(lamb), ..clipped(1, Precision::F32) }, llama, 1);
-        // Starts so high that the first steps overflow.
-        let loss_scale = LossScale::Dynamic(DynamicScale { initial: 2f64.powi(22), ..DynamicScale::DEFAULT });
         for stage in [1, 2] {
-            let f16 = Options { loss_scale, on_nonfinite: OnNonFinite::Skip, ..clipped(stage, Precision::F16) };
-            let numbers = same("f16", f16, llama, 1);
+            let numbers = same("f16", overflowing(clipped(stage, Precision::F16)), llama, 1);
             let skipped: Vec<u64> = numbers.chunks(3).map(|step| step[2]).collect();
             assert!(skipped[0] == 1 && skipped[9] == 0, "{skipped:?}");
         }
     });
 }
 
-/// A frozen embedding, and frozen parameters next to trained ones.
-fn partly_frozen() -> Model {
-    let mut model = llama();
-    model.freeze(&["model.embed_tokens".to_string(), "model.layers.1.mlp".to_string()]).unwrap();
-    model
-}
-
 #[test]
 fn replicas_shared_layers_and_pipelines_change_no_bit() {
     ranks!(Launch::ranks(4).timeout(Duration::from_secs(300)), || {
         let (world, folder) = (world(), tempfile::tempdir().unwrap());
-        let mesh = |axes: [(Axis, usize); 2]| Ranks::on_mesh(world.clone(), Mesh::new(&axes).unwrap()).unwrap();
-        let hybrid = Ranks::hybrid(world.clone(), 2).unwrap();
-        let tensor = mesh([(Axis::Shard, 2), (Axis::Tensor, 2)]);
-        let pipeline = mesh([(Axis::Pipeline, 2), (Axis::Shard, 2)]);
+        let [hybrid, tensor, pipeline] = layouts(&world);
         for (ranks, stage, schedule) in [
             (&hybrid, 3, PipelineSchedule::OneFOneB),
             (&hybrid, 1, PipelineSchedule::OneFOneB),

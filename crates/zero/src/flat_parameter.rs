@@ -248,7 +248,7 @@ impl FlatParameter {
     }
 
     fn gather_exactly(&self, shard: &Tensor) -> Result<Pending<(Block, Block)>> {
-        // First: if there is no memory, the shard stays where it is.
+        // Allocate before taking the shard: if there is no memory, the unit is as it was.
         let whole = self.errors.torch(self.pool.allocate(self.dtype, self.partition.len()))?;
         let part = self.errors.torch(storage::take(shard, "the shard is being gathered"))?;
         Ok(self.group.all_gather(self.errors.unit(), part, whole))

@@ -6,9 +6,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use shardwise_comm::{Group, mpi};
-use shardwise_model::Batch;
+use shardwise_model::{Batch, Model};
+use shardwise_plan::{Axis, Mesh};
 use shardwise_torch::tch::{Device, Kind, Tensor};
-use shardwise_train::{Options, Ranks, Schedule, Trainer, init};
+use shardwise_train::{DynamicScale, LossScale, OnNonFinite, Options, Ranks, Schedule, Trainer, init};
 use shardwise_zero::{AdamW, Optimizer, Precision, Sharding};
 
 use super::{VOCAB_SIZE, llama};
@@ -22,6 +23,26 @@ pub(crate) fn options(stage: u8, precision: Precision) -> Options {
         max_grad_norm: Some(0.5),
         ..Options::new(sharding, Optimizer::AdamW(adamw), Schedule::constant(1e-2))
     }
+}
+
+/// The same in f16, with a loss scale that starts so high that the first steps overflow and are skipped.
+pub(crate) fn overflowing(options: Options) -> Options {
+    let loss_scale = LossScale::Dynamic(DynamicScale { initial: 2f64.powi(22), ..DynamicScale::DEFAULT });
+    Options { precision: Precision::F16, loss_scale, on_nonfinite: OnNonFinite::Skip, ..options }
+}
+
+/// A model with a frozen embedding, and frozen parameters next to trained ones.
+pub(crate) fn partly_frozen() -> Model {
+    let mut model = llama();
+    model.freeze(&["model.embed_tokens".to_string(), "model.layers.1.mlp".to_string()]).unwrap();
+    model
+}
+
+/// Four ranks as two replicas, in pairs that share layers, and as the stages of a pipeline; each time two of them shard.
+pub(crate) fn layouts(world: &Arc<Group>) -> [Ranks; 3] {
+    let mesh = |axes: [(Axis, usize); 2]| Ranks::on_mesh(world.clone(), Mesh::new(&axes).unwrap()).unwrap();
+    let hybrid = Ranks::hybrid(world.clone(), 2).unwrap();
+    [hybrid, mesh([(Axis::Shard, 2), (Axis::Tensor, 2)]), mesh([(Axis::Pipeline, 2), (Axis::Shard, 2)])]
 }
 
 pub(crate) fn world() -> Arc<Group> {

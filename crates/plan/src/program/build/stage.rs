@@ -230,7 +230,7 @@ impl<'a> Stage<'a> {
             self.fetch_for_update(unit);
             self.deferred.retain(|&deferred| deferred != unit);
             self.fetch_for_deferred();
-            // The step before has updated its first units last, and nothing has hidden their stores yet. This forward pass does.
+            // The stores that the step before has started last have this forward pass to finish.
             let more = usize::from(self.policy.update_in_backward && self.policy.prefetch > 0);
             self.finish_update(unit, self.policy.prefetch + more);
             // They are used up.
